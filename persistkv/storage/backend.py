@@ -261,7 +261,8 @@ class Backend(ABC):
         take: TakeFrame,
     ) -> None:
         """Read frames of a pack into one buffer, one after the other: stored bytes, unverified. A
-        remote store reads neighbouring frames with one request.
+        remote store reads neighbouring frames with one request. Frames that the store lacks are not
+        passed to ``take``.
 
         :param frames: frames of the pack's table, ascending by offset.
         :param buffer: at least as large as the largest frame's stored bytes.

@@ -115,10 +115,12 @@ class CallsCheck:
         return Check(check, Level.OK, f"works, in {1000 * seconds:.0f} ms")
 
     def _list(self) -> str:
+        """Ask for the first name after the blob's. Any answer will do."""
         next(self._blobs.list("", after=self._name), None)
         return ""
 
     def _read_missing(self) -> str:
+        """Read the blob before it is written; a store relies on the answer that it is absent."""
         try:
             self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])
         except BlobMissingError:
@@ -130,6 +132,7 @@ class CallsCheck:
         before = time.time()
         written = self._blobs.put(self._name, [self._content])
         after = time.time()
+        # a time of the medium between the two shows no difference of the clocks
         if written > after + _ROUNDING_S:
             self._ahead_s = written - after
         elif written < before - _ROUNDING_S:
@@ -170,6 +173,7 @@ class CallsCheck:
         return Check("delete", Level.WARNING, found, deleted.todo)
 
     def _delete(self) -> str:
+        """Delete the blob, and check that it can no longer be read."""
         self._blobs.delete([self._name])
         try:
             self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])

@@ -50,6 +50,7 @@ def remote_type(path: Path) -> str | None:
     kind = type_of(path)
     if kind is None:
         return None
+    # ``fuse.PROGRAM``: only the program tells whether it is remote
     program = kind.removeprefix("fuse.")
     is_remote_fuse = program != kind and program.startswith(_REMOTE_FUSE)
     return kind if kind in _REMOTE or is_remote_fuse else None

@@ -47,12 +47,13 @@ class Policy:
         found = []
         ours, theirs = self._texts(), given._texts()
         for name, value in theirs.items():
+            # "none": the URL leaves the option out
             if value not in (_NONE, ours[name]):
                 found.append(f"{name}={value} (recorded: {ours[name]})")
         return " and ".join(found)
 
     def _texts(self) -> dict[str, str]:
-        """Return the values as a URL gives them, by name."""
+        """Return capacity, ttl and placement as a URL gives them, by name; "none" for None."""
         texts = {"capacity": _NONE, "ttl": _NONE, "placement": self.placement or _NONE}
         if self.capacity is not None:
             texts["capacity"] = exact_size(self.capacity)

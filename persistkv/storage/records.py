@@ -116,6 +116,7 @@ class StoreReport(msgspec.Struct, array_like=True, tag=True):
             self.stored = [key for key in self.stored if key not in gone]
         self.stored += stored
         self.removed += removed
+        # bounds the memory: the report then only says that keys are missing
         if len(self.stored) + len(self.removed) > _MOST_EVENTS:
             self.lost, self.stored, self.removed = True, [], []
 
@@ -150,6 +151,7 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return are_encodable([self.request or "", *self.labels, *self.labels.values()])
 
     def includes(self, head: RequestManifest) -> bool:
+        """Return whether the filter selects the context of this manifest."""
         if self.tenant not in (None, head.tenant):
             return False
         if self.request is not None:

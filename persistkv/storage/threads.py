@@ -85,14 +85,15 @@ class StoreThreads:
             return [None] * len(calls)
 
         futures = list(map(self._readers.submit, calls))
-        # a copy: the list is emptied when the calls have ended
+        # Cleared at the end, as ``futures`` is, so that nothing keeps the calls and their rows
+        # alive: see ``_run_all``.
         running = list(zip(calls, futures, strict=True))
         timer = loop.call_at(deadline, self._abandon, running)
         results: list[T | None] = []
         try:
             await _ends(futures)
             while futures:
-                if futures[0].cancelled():
+                if futures[0].cancelled():  # by ``_abandon``: it had not begun
                     del futures[0]
                     results.append(None)
                 else:
@@ -109,6 +110,7 @@ class StoreThreads:
             if future.cancel():
                 continue
             result = call.abandon()
+            # None: ``read_until`` waits for the call
             if result is not None:
                 self._readers.abandon(future, result)
         running.clear()
@@ -171,13 +173,14 @@ def resolve(future: asyncio.Future[T], result: T) -> None:
 
 
 class _Pending:
-    """A call until its future is done. A cancelled one stays in the queue for as long as all
-    threads hang, without what it references: rows."""
+    """A queued call, which is dropped when its future is done. If all threads hang, a cancelled
+    call stays in the queue, and must not keep the rows that it references alive."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self.call = call
 
     def end(self, future: Future[Any]) -> None:
+        """Drop the call: callback of its future."""
         self.call = _do_nothing
 
 
@@ -186,6 +189,7 @@ def _do_nothing() -> None:
 
 
 _Queue: TypeAlias = "SimpleQueue[tuple[Future[Any], _Pending] | None]"
+"""Calls to run, with their futures; None ends the thread that takes it."""
 
 
 class ThreadPool:
@@ -249,10 +253,11 @@ class ThreadPool:
 
         At most as many threads are replaced at a time as the pool has. Not thread-safe.
         """
+        # before the future is done: afterwards, its thread may begin another call
         running = [worker for worker in self._workers if worker.future is future]
         try:
             future.set_result(result)
-        except InvalidStateError:
+        except InvalidStateError:  # the call has ended
             return
         for worker in running:
             worker.abandoned = future
@@ -276,6 +281,7 @@ class ThreadPool:
         now = time.monotonic()
         oldest = now
         for worker in (*self._workers, *self._replaced):
+            # read once: the thread sets it to None at any time
             begun_at = worker.begun_at
             oldest = min(oldest, now if begun_at is None else begun_at)
         return now - oldest
@@ -305,6 +311,7 @@ class ThreadPool:
                 if queued is not None:
                     future, _ = queued
                     future.cancel()
+                    # without it, ``concurrent.futures.wait`` would not notice the cancellation
                     future.set_running_or_notify_cancel()
 
 
@@ -319,6 +326,7 @@ class _Worker(threading.Thread):
         self.abandoned: Future[Any] | None = None
         """Future of the last call that was abandoned; it may be running still."""
         self.is_replaced = False
+        """Whether another thread has taken its place: it ends after its call."""
         self.begun_at: float | None = None
         """When the running call began, by ``time.monotonic``; None: no call runs."""
 
@@ -334,8 +342,9 @@ class _Worker(threading.Thread):
             if queued is None:
                 return
             future, pending = queued
-            # first: a call that runs can be abandoned
+            # before the call runs, from when on it can be abandoned
             self.future = future
+            # False: the call was cancelled in the queue
             if future.set_running_or_notify_cancel():
                 # here, not in a function: an exception references the frame, and so its arguments
                 call = pending.call
@@ -353,4 +362,5 @@ class _Worker(threading.Thread):
                     del result
                 del call  # it references rows
             self.future = None
+            # while this thread waits for the next call, it keeps nothing of this one alive
             del queued, future, pending

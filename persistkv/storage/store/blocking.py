@@ -42,6 +42,8 @@ class BlockingStore:
         The parameters and errors are those of ``Store``.
         """
         self._turn = asyncio.Lock()
+        """Held by the coroutine that runs; see ``_in_turn``."""
+        # the caller of ``Store`` owns its threads: here, this object
         threads = start_threads(backend, options)
         try:
             self.store = Store(
@@ -52,8 +54,10 @@ class BlockingStore:
             raise
         self._loop = LoopThread("persistkv-loop")
         self._end = weakref.finalize(self, _end_threads, self._loop, threads)
+        """Ends all threads, once: in ``close``, or when this object is deleted without it."""
         # a call that hangs must not delay the interpreter's exit
         self._end.atexit = False
+        # the attributes and methods of the store that need no event loop
         self.rows = rows
         self.counters = self.store.counters
         self.catalogue = self.store.catalogue
@@ -63,10 +67,12 @@ class BlockingStore:
         self.take_report = self.store.take_report
 
     def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the loop's thread after all earlier ones; return its result, or raise
+        its exception."""
         return self._loop.wait(self._in_turn(coroutine))
 
     async def _in_turn(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        # Ctrl-C ends the wait for a call, not the call: the next one begins after it
+        # after Ctrl-C ended the wait for a call, the call itself continues: the next one waits
         async with self._turn:
             return await coroutine
 
@@ -97,6 +103,7 @@ class BlockingStore:
         self, keys: Sequence[bytes], block_ids: Sequence[int]
     ) -> list[bytes]:
         outcome = await self.store.read(keys, block_ids)
+        # no task runs ``Committer.run`` here, which would delete the bad packs later
         await self.store.committer.repair()
         return outcome.failed
 
@@ -105,6 +112,8 @@ class BlockingStore:
         self._wait(self._flush())
 
     async def _flush(self) -> None:
+        # ``flush`` starts first and requests a commit, which ``work`` then makes: no task runs
+        # ``Committer.run`` here
         await asyncio.gather(self.store.flush(), self.store.committer.work())
 
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
@@ -129,15 +138,19 @@ class BlockingStore:
 
     def close(self) -> None:
         """Flush, then close the backend, also if the flush raises. Idempotent."""
-        if not self._end.alive:
+        if not self._end.alive:  # closed before
             return
         try:
             self.flush()
         finally:
+            # the threads first: none of them may use the backend when it is closed
             self._end()
             self.store.close()
 
 
 def _end_threads(loop: LoopThread, threads: StoreThreads) -> None:
+    """End all threads of a ``BlockingStore``. A function of the module, because the finalizer must
+    not reference the object whose deletion it waits for."""
+    # the loop first: its tasks submit calls to the other threads
     loop.close()
     threads.close()

@@ -37,7 +37,9 @@ class StagedPack:
     since: float
     """Time of creation, by ``time.monotonic``."""
     segments: list[Segment] = field(default_factory=list)
+    """The blocks, one segment for each one of a job; their sources are ``StagedBlocks``."""
     num_bytes: int = 0
+    """Raw bytes of all blocks."""
     closed: bool = False
     """True: the pack is complete; no blocks are added."""
 
@@ -62,10 +64,11 @@ class Staging:
         self._max_age_s = max_age_s
         self._gather_all = gather_all
         self._waiting: dict[StagedPack, None] = {}
-        """Packs that no transaction is writing, by age."""
+        """Ordered set of the packs that no transaction is writing, oldest first."""
         self._open: dict[tuple[str, str], StagedPack] = {}
-        """By tenant and request."""
+        """(tenant, request) → the pack to which further blocks of the request are added."""
         self._pack_of: dict[bytes, StagedPack] = {}
+        """Key of each staged block → its pack, also while a transaction writes it."""
 
     def staged(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the keys whose blocks are staged."""
@@ -93,7 +96,7 @@ class Staging:
             blocks = segment.source.gather(0, len(segment.keys))
             copy = replace(segment, source=StagedBlocks([blocks]))
             copies.append(copy)
-        # not before: if memory is short, no pack without blocks must wait
+        # after the copies: if memory was short for them, no pack without blocks waits
         pack = StagedPack(tenant, request, time.monotonic(), closed=whole)
         if not whole:
             pack = self._open.setdefault((tenant, request), pack)
@@ -107,6 +110,7 @@ class Staging:
             self._close(pack)
 
     def _close(self, pack: StagedPack) -> None:
+        """Complete a pack: further blocks of its request are added to a new one."""
         pack.closed = True
         place = (pack.tenant, pack.request)
         if self._open.get(place) is pack:
@@ -115,7 +119,7 @@ class Staging:
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
         context."""
-        holders: set[StagedPack | None] = set()
+        holders: set[StagedPack | None] = set()  # None: of keys that are not staged
         for keys in end.group_keys:
             holders.update(map(self._pack_of.get, keys))
         found: list[StagedPack] = []
@@ -174,7 +178,7 @@ class Staging:
 
 def _joined(segments: Iterable[Segment]) -> list[Segment]:
     """Join segments with consecutive depths, so that blocks that were staged one by one share
-    frames."""
+    frames. Segments of unknown depth are joined, too, by group."""
     runs: list[list[Segment]] = []
     following = None  # group and depth of the block that continues the last run
     for segment in sorted(segments, key=attrgetter("group", "depth")):
@@ -187,7 +191,7 @@ def _joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def _joined_run(run: Sequence[Segment]) -> Segment:
-    """Join segments of one group whose depths are consecutive."""
+    """Join segments of one group whose depths are consecutive, or all unknown."""
     keys: list[bytes] = []
     copies: list[ByteArray] = []
     for segment in run:
@@ -198,8 +202,8 @@ def _joined_run(run: Sequence[Segment]) -> Segment:
 
 
 def _deeper(depth: int, blocks: int) -> int:
-    """Return the depth that is ``blocks`` blocks after this one; UNKNOWN_DEPTH if it is not
-    known."""
+    """Return the depth that is ``blocks`` blocks after this one. UNKNOWN_DEPTH stays as it is, so
+    that blocks of unknown depth seem to follow each other, and form one run."""
     return depth if depth == UNKNOWN_DEPTH else depth + blocks
 
 
@@ -230,6 +234,7 @@ class Transaction(NamedTuple):
             return []
         if refused is not None:
             own, others = self.divided([refused])
+            # the others first: this quota does not refuse them
             if own.packs and others.packs:
                 return [others, own]
         alone = [Transaction([pack]) for pack in self.packs]
@@ -253,6 +258,7 @@ def divide(
             size = 0
         packs.append(writer)
         size += writer.raw_length
+    # with the last packs, because a manifest may name packs of all transactions
     if packs or ends:
         transactions.append(Transaction(packs, ends))
     return transactions
@@ -263,9 +269,12 @@ class Blocks(NamedTuple):
 
     keys: Sequence[bytes]
     groups: Sequence[int]
+    """Index of each block's KV cache group."""
     rows: Sequence[int]
+    """The row that holds each block."""
     depths: Sequence[int]
-    """UNKNOWN_DEPTH for blocks whose depth is not known."""
+    """Number of blocks of its group before each block in the context; UNKNOWN_DEPTH for blocks
+    whose depth is not known."""
 
     def at(self, positions: Sequence[int]) -> Blocks:
         """Return the blocks at these positions."""
@@ -295,6 +304,7 @@ def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> in
     """
     one_of_each = sum(group.block_bytes for group in rows.layout.groups)
     most = min(TARGET_PACK_BYTES, max_bytes) // one_of_each
+    # exponent of the largest power of two up to ``most``; 0 if not even one of each fits
     power = max(1, most.bit_length()) - 1
     return 1 << power
 
@@ -311,13 +321,15 @@ def plan_packs(
         Two stores cut the same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or
         equal in both.
     """
-    cut = blocks_per_pack(rows, max_bytes)
+    cut = blocks_per_pack(rows, max_bytes)  # depths in one pack
     packs: list[list[Segment]] = []
     if blocks.is_one_run:  # 0.2 instead of 3 ms for 4,096 blocks
         for part in _parts(blocks, cut):
             segment = _segment(rows, part)
             packs.append([segment])
         return packs
+    # (whether depths are known, number of the pack) → the places of its blocks in ``blocks``; the
+    # blocks of all groups at the same depths share a pack
     places_of: dict[tuple[bool, int], list[int]] = {}
     for place, depth in enumerate(blocks.depths):
         is_known = depth != UNKNOWN_DEPTH
@@ -335,6 +347,7 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
     multiple of ``cut``."""
     start = 0
     while start < len(blocks.keys):
+        # the first pack may begin between two cuts, and is then shorter
         after_last_cut = blocks.depths[start] % cut
         stop = start + cut - after_last_cut
         yield Blocks._make(column[start:stop] for column in blocks)
@@ -345,7 +358,7 @@ def _segments(
     rows: BlockMemory, blocks: Blocks, places: Sequence[int]
 ) -> list[Segment]:
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
-    frames require."""
+    frames require. Blocks of unknown depth are one run for each group."""
 
     pack = blocks.at(places)
     order = sorted(zip(pack.groups, pack.depths, places, strict=True))
@@ -360,6 +373,8 @@ def _segments(
 
 
 def _segment(rows: BlockMemory, run: Blocks) -> Segment:
+    """Return blocks of one group with consecutive depths as a segment that reads them from their
+    rows."""
     group = run.groups[0]
     block_bytes = rows.layout.groups[group].block_bytes
     source = RowBlocks(rows, group, run.rows)

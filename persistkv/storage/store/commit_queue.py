@@ -42,13 +42,15 @@ class RequestEnds:
     """Ended requests whose manifests are not written yet."""
 
     def __init__(self, max_bytes: int, interval_s: float | None) -> None:
-        """:param interval_s: seconds for which an end may wait; None: it is due at once."""
+        """:param max_bytes: memory in bytes at which ``has_room`` becomes False.
+        :param interval_s: seconds for which an end may wait; None: it is due at once."""
         self._max_bytes = max_bytes
         self._interval_s = interval_s
         self._ends: list[RequestEnd] = []
         self._num_bytes = 0
         self._oldest_at = 0.0
-        """Monotonic time of the oldest end."""
+        """When the oldest of them was added, by ``time.monotonic``; without meaning if there is
+        none."""
 
     def __bool__(self) -> bool:
         return bool(self._ends)
@@ -84,6 +86,7 @@ class RequestEnds:
     def take_tenants(self, tenants: Collection[str]) -> list[RequestEnd]:
         """Remove and return the ends of these tenants."""
         taken: list[RequestEnd] = []
+        # the other ends are added again, so their interval begins again
         for end in self.take():
             if end.tenant in tenants:
                 taken.append(end)
@@ -113,12 +116,12 @@ class CommitQueue:
         self._copies_all = is_delayed or remote
         """Whether large blocks are copied, too, instead of being written from rows."""
         self._max_bytes = shares.transaction
-        """Of one transaction."""
+        """Bound on the raw bytes of one transaction, or one larger pack."""
         if remote:
-            # Such a driver holds at most ``CommitBatch.memory`` bytes at once. Its transactions
-            # only have to end soon.
+            # the memory is bounded by ``CommitBatch.memory``, so only time limits a transaction
             self._max_bytes *= _REMOTE_FACTOR
         self._least_room = min(DIRECT_BYTES, shares.staged)
+        """Raw bytes of staging memory that must be free before another job is accepted."""
         max_age_s = options.max_age_s if interval_s is None else interval_s
         self.staging = Staging(shares.staged, max_age_s, gather_all=is_delayed)
         self.ends = RequestEnds(shares.ends, interval_s)
@@ -133,6 +136,8 @@ class CommitQueue:
         self.uses: dict[bytes, None] = {}
         """Ids of used packs, whose uses no commit has recorded yet; at most 4,096."""
         self._freed = asyncio.Event()
+        """Set when a pack has ended or ends of requests were taken: ``has_room`` may have
+        changed."""
 
     # Blocks
 
@@ -168,12 +173,14 @@ class CommitQueue:
         return taken
 
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
-        """Remove and return the packs of these tenants that no commit has taken yet. Blocks that
-        these have lost are not made up for from the rows of other jobs."""
+        """Remove and return the packs of these tenants that no commit has taken yet, for the caller
+        to drop. ``losses`` counts this, so ``Store.finish`` does not accept their blocks again from
+        the rows of jobs that wait for them."""
         self.losses.update(tenants)
         direct = self.take_direct()
         self._direct = [writer for writer in direct if writer.tenant not in tenants]
         taken = [writer for writer in direct if writer.tenant in tenants]
+        # staged copies, too, become packs, because ``end`` releases the blocks of packs only
         for pack in self.staging.of_tenants(tenants):
             segments = self.staging.take(pack)
             writer = self._make_writer(segments, pack.tenant)
@@ -181,9 +188,9 @@ class CommitQueue:
         return taken
 
     def end(self, writer: PackWriter, *, is_durable: bool) -> None:
-        """Forget a pack, because it is durable or dropped: its rows are free."""
+        """Forget a pack, because it is durable or dropped: its rows or copies are free."""
         write = self._writes.pop(writer, None)
-        if write is None:
+        if write is None:  # written from staged copies
             self.staging.end(writer.segments)
             writer.release()
         else:
@@ -198,7 +205,10 @@ class CommitQueue:
     # Uses
 
     def touch(self, pack_ids: Iterable[bytes | None]) -> None:
-        """Record uses of packs; ignored while 4,096 of them wait for a commit."""
+        """Record uses of packs; ignored while 4,096 of them wait for a commit.
+
+        :param pack_ids: None, in the place of a pack that is not held, is skipped.
+        """
         for pack_id in pack_ids:
             if pack_id is not None and len(self.uses) < _MAX_TOUCHED:
                 self.uses[pack_id] = None
@@ -237,9 +247,9 @@ class CommitQueue:
         :param everything: take all staged blocks.
         """
         ends = self.ends.take()
-        self._freed.set()
+        self._freed.set()  # the memory of the ends
         due = self.staging.due(everything=everything)
-        staged = dict.fromkeys(due)
+        staged = dict.fromkeys(due)  # an ordered set
         # a manifest names only durable packs, so the staged blocks of its context are written too
         for end in ends:
             of_context = self.staging.of_context(end)

@@ -57,10 +57,14 @@ class Committer:
         self._counters = counters
         self._sources = sources
         self._memory = MemoryShares.of(options.staging_bytes).transaction
+        """``CommitBatch.memory`` of each commit."""
         self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
+        """Seconds after a commit at which uses of packs are committed without blocks."""
         self._refresh_s = options.refresh_s
         self._committed_at = time.monotonic()
+        """When the last transaction ended, also if it failed, by ``time.monotonic``."""
         self._refresh_at = self._committed_at + options.refresh_s
+        """When the next refresh is due, by ``time.monotonic``."""
         self._flushes: list[asyncio.Future[None]] = []
         """Of the calls of ``flush``: each is set at the end of the commit that it waits for."""
         self.has_work = asyncio.Event()
@@ -123,9 +127,11 @@ class Committer:
             # before the commit: a block that was damaged must not count as held
             if catalogue.needs_repair:
                 await self.repair()
+            # new verdicts about the namespace of another engine release
             if self._sources.needs_update:
                 await self._forgetting(self._sources.update())
             is_upkeep_due = time.monotonic() >= self._upkeep_at()
+            # 0 seconds to due: blocks or ends of requests are due
             if self._flushes or is_upkeep_due or not self._queue.seconds_to_due():
                 await self._commit()
             if time.monotonic() >= self._refresh_at:
@@ -139,7 +145,8 @@ class Committer:
         await self._forgetting(self._catalogue.repair())
 
     async def _forgetting(self, work: Awaitable[None]) -> None:
-        """Await work; drop the content of tenants of which it learns that they were forgotten."""
+        """Await work that may commit. If the backend reports tenants as forgotten, drop their
+        accepted content."""
         try:
             await work
         except TenantForgottenError as error:
@@ -152,18 +159,20 @@ class Committer:
 
         A transaction that fails is split into one for each pack and each end of a request, so that
         a pack that does not fit is dropped alone; at first only by tenant, if one is above its
-        quota. The first transaction that succeeds also commits the uses.
+        quota. The first transaction that succeeds also commits the uses; if none does, they are
+        lost, which affects only the order of eviction.
         """
         flushes = self._flushes
         self._flushes = []
         waiting = self._queue.take(everything=bool(flushes))
         is_upkeep_due = time.monotonic() >= self._upkeep_at()
+        # without blocks: it records the uses, and lets the backend expire packs
         if not waiting and (self._queue.uses or is_upkeep_due):
             waiting.append(Transaction([]))
         uses = list(self._queue.uses)
         self._queue.uses = {}
         while waiting:
-            # not kept: copies of blocks are freed after their transaction
+            # removed from the queue, so that its copies of blocks are freed when it has ended
             transaction = waiting.popleft()
             error = await self._try_commit(transaction, uses)
             if error is None:
@@ -198,9 +207,10 @@ class Committer:
         try:
             done = await self._commit_current(transaction, uses)
         except StoreError as error:
-            # a copy: its traceback references rows
+            # a copy has no traceback: that of the error references rows
             failure: StoreError = copy(error)
         except (OSError, MemoryError) as error:
+            # this process lacked memory or descriptors outside of a call of the backend
             failure = StoreError(describe_shortage(error))
         else:
             await self._apply(transaction, done)
@@ -217,6 +227,7 @@ class Committer:
         followed = batch.seen is not None and not done.result.interleaved
         await catalogue.committed(batch.packs, done.result, followed=followed)
         for writer in transaction.packs:
+            # not part of the batch: all of its blocks were held already
             if writer not in batch.packs:
                 self._counters.held_blocks += len(writer.keys)
             self._queue.end(writer, is_durable=True)
@@ -238,8 +249,8 @@ class Committer:
         return kept
 
     def forget(self, tenants: Collection[str]) -> None:
-        """Drop the accepted content of tenants that were forgotten, which no transaction has taken.
-        Each call of the backend that learns of it must lead here: it raises only once."""
+        """Drop the accepted content of forgotten tenants that no transaction has taken. Each
+        ``TenantForgottenError`` must lead here, because the backend raises it only once."""
         writers = self._queue.take_tenants(tenants)
         ends = self._queue.ends.take_tenants(tenants)
         self._drop(Transaction(writers, ends), None)
@@ -253,6 +264,7 @@ class Committer:
             for writer in transaction.packs:
                 self._counters.quota_blocks += len(writer.keys)
         persisted = self._catalogue.report.persisted
+        # False: the context is not durable
         persisted += [(end.request, False) for end in transaction.ends]
         self.drop(transaction.packs)
 
@@ -290,6 +302,7 @@ class Committer:
         :param seen: ``CommitBatch.seen``.
         """
         writers, needs = await self._without_held(transaction.packs)
+        # ``needs``, extended below: packs that must still be held when the batch is written
         pack_of = await self._pack_of(writers, transaction.ends)
         manifests: list[ManifestWrite] = []
         pins: list[tuple[str, bool]] = []
@@ -320,8 +333,8 @@ class Committer:
     async def _without_held(
         self, packs: Iterable[PackWriter]
     ) -> tuple[list[PackWriter], set[bytes]]:
-        """Return the packs with a block that the store lacks, and the ids of those that hold the
-        blocks of the others.
+        """Return the packs to write, which have a block that the store lacks; and the ids of the
+        held packs with the blocks of all others, which need not be written.
 
         :raises StoreError: the key tables could not be read.
         """
@@ -329,7 +342,8 @@ class Committer:
         holding: set[bytes] = set()
         for writer in packs:
             pack_of: dict[bytes, bytes] = {}
-            # new packs are the usual case: one probe instead of one for each block
+            # Most packs are new: one probe shows that the first block is absent, instead of one
+            # probe for each block.
             if writer.segments[0].keys[0] in self._catalogue.index:
                 pack_of = await self._catalogue.pack_of(writer.keys.unpack())
             if len(pack_of) == len(writer.keys):
@@ -341,8 +355,8 @@ class Committer:
     async def _pack_of(
         self, writers: Iterable[PackWriter], ends: Sequence[RequestEnd]
     ) -> dict[bytes, bytes]:
-        """Return the id of a pack for each key of the ended requests that is held, or that
-        ``writers`` add.
+        """Return the id of a pack for each key that is held or that ``writers`` add, at least for
+        all such keys of the ended requests. A held pack takes precedence over a new one.
 
         :raises StoreError: the key tables could not be read.
         """
@@ -359,6 +373,6 @@ class Committer:
 
 
 def describe_shortage(error: Exception) -> str:
-    """Describe a lack of memory or descriptors. Exceptions keep references to rows, so they are not
-    kept."""
+    """Describe a lack of memory or descriptors. Callers keep this text instead of the exception,
+    which references rows. An exception without a text is a MemoryError."""
     return str(error) or "no memory is left"

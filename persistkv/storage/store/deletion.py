@@ -5,8 +5,9 @@ without the deleted blocks.
 
 Two processes may replace the same pack, each without its own keys: both new packs would hold what
 the other process has deleted. So one commit writes the new pack and deletes the old one, if it is
-still held; otherwise the deletion begins again. A pack that more than 64 requests name is written
-in a commit of its own first: there, a simultaneous deletion can be undone.
+still held; otherwise the deletion begins again. If more than 64 requests name the old pack, their
+manifests need several commits: the first one writes the new pack, and the last one deletes the old
+one. A deletion by another process between them can be undone by the new pack.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from persistkv.storage.store.namespace_view import (
 )
 
 _MOST_ATTEMPTS = 10
-"""Beginnings of a deletion, while other processes replace the same packs."""
+"""Bound on the attempts to delete, and to commit a replacement, while other processes replace the
+same packs."""
 
 
 class Deleter:
@@ -57,6 +59,7 @@ class Deleter:
         self._committer = committer
         self._make_writer = make_writer
         self._memory = ScatteredBlocks(catalogue.block_bytes)
+        """Buffers for the blocks that are kept, while they are read."""
         # counters of its own: the engine does not load these blocks
         self._loader = Loader(
             catalogue,
@@ -77,7 +80,7 @@ class Deleter:
                 self._committer.forget(error.tenants)
                 raise
             finally:
-                # the owner has to learn of the deletions
+                # the owner of the store then sends the changed index and the report
                 self._committer.changed.set()
 
     async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:
@@ -88,7 +91,8 @@ class Deleter:
             await self._catalogue.refresh()
             await self._catalogue.repair()
             packs = await self._catalogue.packs_with(keys)
-            # another process may have replaced a pack during the search, which missed the copy
+            # needs_repair: a table could not be read; another process may have replaced its pack
+            # during the search, which has then missed the new pack
             if not packs and not self._catalogue.needs_repair:
                 return deleted
             for pack in packs:
@@ -106,6 +110,7 @@ class Deleter:
             if keys.issuperset(pack.keys):
                 whole.append(pack)
         if whole:
+            # None: no new pack, because no block is kept
             await self._replace(whole, None, keys)
         # one by one: each needs memory for the blocks that are kept
         for pack in packs:
@@ -117,10 +122,12 @@ class Deleter:
         try:
             segments = await self._kept_segments(pack, keys)
         except StoreError:
+            # not an error if another process has replaced the pack, and its bytes are gone: the
+            # caller finds the new pack
             is_held, _ = await self._are_held([pack.pack_id], keys)
             if is_held:
                 raise
-            return  # another process has replaced it
+            return
         writer = None
         if segments:
             writer = self._make_writer(segments, pack.table.tenant)
@@ -133,7 +140,7 @@ class Deleter:
     async def _kept_segments(
         self, pack: HeldPack, keys: Collection[bytes]
     ) -> list[Segment]:
-        """Read the blocks of a pack that are kept.
+        """Read the blocks of a pack that are kept; return them as copies, in segments.
 
         :raises StoreError: a block could not be read and verified.
         """
@@ -145,7 +152,7 @@ class Deleter:
             kept = [place for place, key in enumerate(of_frame) if key not in keys]
             if not kept:
                 continue
-            # consecutive blocks stay in one frame
+            # consecutive blocks stay in one frame; ``first`` and ``stop`` count within the old one
             for first, stop in runs(kept):
                 run_keys = of_frame[first:stop]
                 blocks = await self._read(run_keys, frame.block_bytes)
@@ -162,6 +169,7 @@ class Deleter:
     async def _read(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
         """Return blocks as an array of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), block_bytes), np.uint8)
+        # the loader fills numbered places: here, each is one row of the array
         places = self._memory.add([[block.data] for block in blocks])
         try:
             outcome = await self._loader.read(keys, places)
@@ -181,7 +189,10 @@ class Deleter:
     ) -> None:
         """Write a pack, if there is one, delete others, and remove the keys from the manifests that
         name them: in one commit, unless there are many manifests. If another process has deleted
-        one of the packs, change nothing."""
+        one of the packs, change nothing: the caller searches again.
+
+        :param writer: the new pack, with all other blocks of ``packs``; None: there are none.
+        """
         writers = [] if writer is None else [writer]
         new_id = b"" if writer is None else writer.pack_id
         replaced = dict.fromkeys([pack.pack_id for pack in packs], new_id)
@@ -190,12 +201,15 @@ class Deleter:
             if not is_held:
                 return
             *others, last = await self._manifests_without(replaced, keys)
-            # some drivers report all commits of other processes as stale
+            # The commit is stale if another process has deleted one of the packs since
+            # ``position``. Some drivers report it as stale after any commit of another process:
+            # then the next attempt decides.
             checked = replace(last, seen=position, needs=list(replaced))
             result = await self._commit_all(others, checked, writers)
             if not result.stale:
                 return
-        # a busy store: a simultaneous deletion from these packs is less likely than no end
+        # Without the check, for which the store is too busy. That another process deletes from the
+        # same packs at this moment is unlikely.
         await self._commit_all(others, last, writers)
 
     async def _commit_all(
@@ -204,7 +218,8 @@ class Deleter:
         last: CommitBatch,
         writers: Sequence[PackWriter],
     ) -> CommitResult:
-        """Commit batches of manifests, the first one with new packs, which all of them name."""
+        """Commit batches of manifests in order, the first one with the new packs, which all of them
+        name. Return the result of the last one."""
         first, *rest = [*others, last]
         result = await self._commit(replace(first, packs=writers), writers)
         for batch in rest:
@@ -214,15 +229,19 @@ class Deleter:
     async def _are_held(
         self, packs: Iterable[bytes], keys: Collection[bytes]
     ) -> tuple[bool, bytes | None]:
-        """Refresh. Return whether packs with some of these keys are held, or may be, and a position
-        in the log of changes up to which this is known."""
+        """Refresh. Return whether all these packs are held, or may be, and a position in the change
+        log up to which this is known (None: it is not known).
+
+        :param packs: ids of packs.
+        :param keys: of which each of the packs holds at least one.
+        """
         catalogue = self._catalogue
         await catalogue.refresh()
-        # a failed read has removed them from the index
+        # packs whose read failed are out of the index until this decides about them
         await catalogue.repair()
         # before the packs are looked up: meanwhile, another task may refresh the index
         position = catalogue.cursor
-        if catalogue.needs_repair:
+        if catalogue.needs_repair:  # still undecided
             return True, position
         held = {pack.pack_id for pack in await catalogue.packs_with(keys)}
         return held.issuperset(packs), position
@@ -239,6 +258,7 @@ class Deleter:
         backend = catalogue.backend
         packs = list(replaced)
         queries = await catalogue.call(partial(backend.catalogue, catalogue.namespace))
+        # manifests without their keys, which are read below, 64 at a time
         heads = await catalogue.call(partial(queries.manifests_naming, packs))
         batches: list[CommitBatch] = []
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
@@ -250,7 +270,7 @@ class Deleter:
             batch = shortened(requests, pack_of, catalogue.block_bytes, None)
             batches.append(batch)
         last = batches.pop() if batches else CommitBatch()
-        # not ``deletions``: packs after them in their manifests are kept
+        # ``bad``, because ``deletions`` would also delete the packs that follow in the manifests
         last = CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs)
         batches.append(last)
         return batches
@@ -264,7 +284,7 @@ class Deleter:
         pack_of: dict[bytes, bytes] = {}
         for key, pack_id in found.items():
             kept_in = replaced.get(pack_id, pack_id)
-            if kept_in:
+            if kept_in:  # empty: the pack is deleted without a replacement
                 pack_of[key] = kept_in
         return pack_of
 
@@ -277,6 +297,7 @@ class Deleter:
         """
         result = await self._catalogue.commit(batch)
         if not result.stale:
+            # followed=False: refresh, which also removes the deleted packs from the index
             await self._catalogue.committed(writers, result, followed=False)
         return result
 

@@ -80,6 +80,7 @@ _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
 def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
+    """Return the fingerprint of each key as a table stores it; see ``_stored``."""
     fingerprints = np.fromiter(map(_fingerprint, keys), np.uint64, len(keys))
     return _stored(fingerprints)
 
@@ -114,8 +115,11 @@ class LookupTable:
         self._collisions: dict[bytes, None] = {}
         """See ``set_collisions``; an ordered set."""
         self._memory: mmap.mmap | None = None
+        """The mapped table; None: empty."""
+        # an empty table: one empty slot, then a number of entries of 0
         self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
-        """The slots, and their number. One value, because other threads read it."""
+        """The slots with the number of entries behind them, and the number of slots. One value,
+        because other threads read it."""
 
     def map(self, fd: int, slots: int) -> None:
         """Map a table that the host sent, in place of the previous one, which ``release_some``
@@ -144,11 +148,13 @@ class LookupTable:
 
     def clear(self) -> None:
         """Find no keys until the next ``map``, because the host process is down."""
+        # as in ``__init__``
         self._table = (memoryview(bytes(16)).cast("Q"), 1)
         self._collisions.clear()
         self._retire()
 
     def _retire(self) -> None:
+        """Leave the memory of the present table to ``release_some``."""
         if self._memory is not None:
             self._retired.append(self._memory)
         self._memory = None
@@ -162,7 +168,8 @@ class LookupTable:
         num_bytes = min(_SLICE_BYTES, len(memory) - self._released)
         memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
         self._released += num_bytes
-        # at once: an idle engine may map a table in each call before this one
+        # With the last slice, not in a call of its own: an engine that maps a new table before each
+        # call of this method would otherwise release only every second one.
         if self._released == len(memory):
             self._released = 0
             del self._retired[0]
@@ -174,7 +181,7 @@ class LookupTable:
         fingerprint = _fingerprint(key)
         table, slots = self._table
         slot = fingerprint % slots
-        while found := table[slot]:
+        while found := table[slot]:  # 0 is an empty slot
             if found == fingerprint:
                 return not self._collisions or key not in self._collisions
             slot += 1
@@ -185,7 +192,7 @@ class LookupTable:
     contains = __contains__
 
     def __len__(self) -> int:
-        """``len`` of the host's index."""
+        """Number of entries of the host's index, which is behind the slots."""
         table, slots = self._table
         return table[slots]
 
@@ -219,6 +226,7 @@ def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
     """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
     removed."""
     for key, present in changes.items():
+        # also before it is added: it becomes the newest
         some.pop(key, None)
         if present:
             some[key] = None
@@ -270,12 +278,14 @@ class _FingerprintTable:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.fd, num_bytes)
         words = np.frombuffer(self._memory, np.uint64)
+        # views of the shared memory: one element for each slot, and one with the number of entries
         self.fingerprints, self._header = np.split(words, [self.slots])
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
         """Number of slots that are not empty: entries and ``_GONE``."""
         self._released = 0
+        """Bytes of the memory that ``release_some`` has released."""
 
     @property
     def live(self) -> int:
@@ -319,18 +329,24 @@ class _FingerprintTable:
         return probed
 
     def find(self, fingerprints: Fps, pack: int) -> Ints:
-        """Return the distinct slots of the pack's entries with these fingerprints."""
+        """Return the slots of the pack's entries with these fingerprints, each slot once.
+
+        :param pack: number of the pack, or ``_ADOPTED``.
+        """
         probed = _first_slots(fingerprints, self.slots)
+        # indices of the fingerprints whose probes have not ended
         left = np.arange(len(fingerprints))
-        found: list[Ints] = [left[:0]]
+        found: list[Ints] = [left[:0]]  # an empty array, in case of no fingerprints
         while len(left):
             slots = probed[left]
             values = self.fingerprints[slots]
             is_entry = (values == fingerprints[left]) & (self.packs[slots] == pack)
             found.append(slots[is_entry])
+            # a probe continues behind a hit: several keys of a pack may share a fingerprint
             left = left[values != _EMPTY]
             _advance(probed, left, self.slots)
         slots = np.sort(np.concatenate(found))
+        # equal fingerprints found the same slots; ``remove`` needs each once
         # NumPy's ``unique`` imports 100 ms of modules
         is_first = np.ones(len(slots), np.bool_)
         is_first[1:] = slots[1:] != slots[:-1]
@@ -386,7 +402,9 @@ class _PackNumbers:
 
     def __init__(self) -> None:
         self._numbers: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
+        """Pack id → number, in the dict that the hash of the id selects."""
         self._ids: list[dict[int, bytes]] = [{} for _ in range(_PARTS)]
+        """Number → pack id, in the dict that the number selects."""
 
     def __len__(self) -> int:
         return sum(map(len, self._ids))
@@ -450,6 +468,7 @@ class Index:
         holds more; None: unknown."""
         self._most_keys = most_keys
         self._table = _FingerprintTable(0)
+        """The table in use, for lookups and changes."""
         self._new: _FingerprintTable | None = None
         """A larger table that will replace ``_table``: both get new entries meanwhile."""
         self._prefaulted = 0
@@ -462,13 +481,14 @@ class Index:
         self._unmapped: list[_FingerprintTable] = []
         """Replaced tables that no reader maps any more, to be released in slices."""
         self._shared: _FingerprintTable | None = None
-        """The table that was shared last."""
+        """The table that was shared last; None: there is no reader."""
         self._packs = _PackNumbers()
         self._last = 0
         """The number that was assigned last to a pack."""
         self._num_adopted = 0
+        """Number of entries of ``_table`` for adopted keys."""
         self.reloads = 0
-        """Number of calls of ``reload``."""
+        """Number of calls of ``reload``, each of which removes the adopted keys."""
         self.version = 0
         """Increases when the table is replaced: readers must map the new one."""
 
@@ -491,6 +511,7 @@ class Index:
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
+        # None: the entry is of an adopted key, and has no pack
         ids = map(self._packs.id, numbers)
         return [pack_id for pack_id in ids if pack_id is not None]
 
@@ -503,6 +524,7 @@ class Index:
         found, slots = _matches(table.fingerprints, table.slots, wanted)
         if not found.any():
             return [None] * len(keys)
+        # 0, which no pack has, becomes None below; so does _ADOPTED
         numbers = np.where(found, table.packs[slots], 0)
         number_of_each = numbers.tolist()
         # consecutive keys are mostly in one pack
@@ -543,12 +565,14 @@ class Index:
         self._packs = _PackNumbers()
         self._num_adopted = 0
         self.reloads += 1
+        # an unfinished replacement copies entries that are replaced now
         self._new = None
         self._replace(new)
         self.add(tables)
 
     def _size_for(self, keys: int) -> int:
-        """Return the number of keys for which a table with ``keys`` entries is made."""
+        """Return for how many keys to make a table that begins with ``keys`` entries: half as many
+        more, unless the capacity of the store bounds them."""
         size = max(keys * 3 // 2, _LEAST_KEYS)
         if self._most_keys is None:
             return size
@@ -581,23 +605,26 @@ class Index:
     def _number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
         that a caller notices when a pack was removed and added again."""
+        # 1 to 2^32 - 2, in a circle: the others mean no pack (0) and an adopted key
         self._last = self._last % (_ADOPTED - 1) + 1
         while self._packs.id(self._last) is not None:  # after four billion packs
             self._last = self._last % (_ADOPTED - 1) + 1
-        # a copy: not among the parser's short-lived objects
+        # A copy in memory of its own: the original is among short-lived objects of the parser,
+        # whose memory could not be returned to the system.
         self._packs.put(bytes(bytearray(pack_id)), self._last)
         return self._last
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
         """Insert entries; begin to replace a table that becomes too full, and continue the
         replacement."""
-        # more entries than the slices of a replacement can make room for
+        # no time for a replacement in slices: the entries do not fit into this table
         if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(len(packs))
             while self._new is not None:
                 self.replace_some()
         at = self._table.insert(fingerprints, packs)
         if self._new is not None:
+            # entries in slots whose turn is past; the others are copied with their slots
             copied = at < self._copied
             self._new.insert(fingerprints[copied], packs[copied])
             # commits of many blocks leave few rounds: the new table must be complete in time
@@ -618,6 +645,7 @@ class Index:
                 continue
             wanted = _unpack_fingerprints(fingerprints)
             found = [table.find(wanted, number) for table in self._tables]
+            # not one entry in the table in use for each fingerprint: they are wrong
             if not len(wanted) or len(found[0]) != len(wanted):
                 searched.append(number)
                 continue
@@ -650,6 +678,7 @@ class Index:
                 wanted = _unpack_fingerprints(fingerprints)
                 at = table.find(wanted, _ADOPTED)
             table.remove(at)
+            # the other table has copies of the same entries
             if table is self._table:
                 self._num_adopted -= len(at)
 
@@ -685,7 +714,8 @@ class Index:
             logger.info("the index is not saved in %s: %s", path, error)
 
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
-        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries."""
+        """Yield the content of the file: header, cursor, numbers and ids of the packs, entries.
+        Only the table in use is saved, without empty slots."""
         numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
         header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
         yield header
@@ -717,6 +747,7 @@ class Index:
         magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
         if (magic, bits) != (_MAGIC, _BITS):
             return None
+        # the seal has verified the content, so its lengths are those that ``_pieces`` wrote
         numbers_at = _HEADER.size + cursor_bytes
         ids_at = numbers_at + _PACK_NUMBER.itemsize * packs
         entries_at = ids_at + ID_BYTES * packs
@@ -734,6 +765,7 @@ class Index:
             pack_numbers = some["pack"].copy()
             table.insert(fingerprints, pack_numbers)
         self._replace(table)
+        # new packs get numbers that are not in the file
         self._last = max(numbers, default=0)
         return data[_HEADER.size : numbers_at]
 
@@ -746,7 +778,7 @@ class Index:
 
     def _begin_replacement(self, more: int) -> None:
         """Make the table that replaces this one, with room for ``more`` keys; ``replace_some``
-        fills it."""
+        fills it. One that is being filled is kept, unless it is too small."""
         keys = self._table.live + more
         if self._new is None or self._new.room(_FILL) < keys:
             self._new = _FingerprintTable(self._size_for(keys))
@@ -758,6 +790,7 @@ class Index:
         entries, or release the old one. Call it again while ``replacing``.
         """
         if self._new is not None and self._prefaulted < self._new.slots:
+            # in slots: each takes 12 bytes, 8 for its fingerprint and 4 for its pack number
             stop = self._prefaulted + _SLICE_BYTES // 16
             self._new.prefault(self._prefaulted, stop)
             self._prefaulted = stop
@@ -783,11 +816,13 @@ class Index:
         old = self._table
         self._table = new
         self.version += 1
-        if self._shared is None:
+        if self._shared is None:  # no engine
             old.close()
         elif old is self._shared:
+            # until ``release_retired``
             self._retired.append(old)
         else:
+            # replaced before it was shared
             self._release(old)
 
     def _release(self, table: _FingerprintTable) -> None:
@@ -810,6 +845,7 @@ class Index:
         retired = self._retired
         self._retired = []
         for table in retired:
+            # replaced since it was shared, and mapped by the reader
             if table is self._shared:
                 self._retired.append(table)
             else:

@@ -149,6 +149,7 @@ class FrameRead(PlacedFrame):
 
     @property
     def wanted(self) -> list[bytes]:
+        """Keys of the blocks that are read into rows."""
         wanted: list[bytes] = []
         for key, row in zip(self.keys, self.rows, strict=True):
             if row != _UNWANTED:
@@ -186,12 +187,15 @@ def plan_reads(
             missing[key] = None
         else:
             wanted.setdefault(pack, {})[key] = row
+    # frames whose parts are read with one call, straight into rows or scratch memory
     gathered: list[FrameRead] = []
+    # parts whose frames pass through a buffer, one after the other
     streamed: list[list[FrameRead]] = []
     sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
     for pack, row_of in wanted.items():
         reads = []
         for read in _frames(pack, row_of):
+            # a group or size that the rows lack: the bytes would not fit
             if sizes.get(read.frame.group) == read.frame.block_bytes:
                 reads.append(read)
             else:
@@ -232,6 +236,7 @@ def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[Fram
             before = run[-1].frame
             end = align(before.offset + before.stored_length)
             gap_bytes = read.frame.offset - end
+            # negative: a frame of another pack, at a lower offset
             is_near = 0 <= gap_bytes <= most_gap_bytes
             if not is_near or read.pack is not run[-1].pack:
                 yield run
@@ -280,6 +285,7 @@ def _parts(
         scratch = 0 if read.direct else length
         is_full = size + length > part_bytes or indirect + scratch > scratch_bytes
         if part and not is_full:
+            # another pack: a part of its own, unless this one is too small for a call of its own
             is_full = size >= scratch_bytes and part[-1].pack is not read.pack
         if part and is_full:
             yield part
@@ -316,15 +322,20 @@ class PartRead:
         self._part = part
         is_remote = backend.capabilities.remote
         self._streams = is_remote and (is_timed or _any_encoded(part))
+        """Whether frames pass through a buffer (``_stream``), so that only this object writes rows;
+        otherwise the backend may (``_gather``)."""
         self._may_abandon = self._streams or is_private
+        """Whether a running read may be abandoned: the call of the backend, which continues, then
+        writes no rows that have another use."""
         # held while rows are written, without I/O
         self._lock = threading.Lock()
         self._rows: BlockMemory | None = rows
         """None: the read has ended, or was abandoned."""
         self._unread = dict(enumerate(part))
+        """Frames about which nothing is in ``_outcome`` yet, by their numbers in the part."""
         self._outcome = ReadOutcome()
         self._seals: dict[bytes, FrameSeal] = {}
-        """By pack id."""
+        """Seal of the frames of each pack, by pack id."""
 
     def __call__(self) -> ReadOutcome:
         """Read, verify and decode the part into its rows. Raises no errors: see
@@ -336,6 +347,7 @@ class PartRead:
                 else:
                     self._gather(take)
         except _AbandonedError:
+            # ``drop`` has returned it to the caller already
             return self._outcome
         except Exception as error:
             # not after the end: the read was abandoned, and its result is not used
@@ -348,6 +360,7 @@ class PartRead:
                     why,
                 )
             return self._end(is_lost=False)
+        # the medium has answered: packs of frames that are unread now are absent or too short
         return self._end(is_lost=True)
 
     def abandon(self) -> ReadOutcome | None:
@@ -363,7 +376,7 @@ class PartRead:
     def _stream(self, take: Take) -> None:
         """Read frames of one pack through one buffer, and verify each as it arrives."""
         frames = [read.frame for read in self._part]
-        raw = memoryview(b"")
+        raw = memoryview(b"")  # for decoded frames; raw ones need no memory
         if _any_encoded(self._part):
             raw = self._take_raw(take)
         buffer = take(max(frame.stored_length for frame in frames))
@@ -375,12 +388,14 @@ class PartRead:
         self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
 
     def _gather(self, take: Take) -> None:
-        """Read all frames with one call, and verify them afterwards."""
+        """Read all frames with one call, and verify them afterwards. Frames that the medium lacks
+        stay in ``_unread``."""
         raw = self._take_raw(take)
         padding = take(PAGE_BYTES)
         spans: list[ReadSpan] = []
-        # for each span, and each of its frames: the memory to read it into
+        # for each span, and each of its frames: the views of memory to read it into
         buffers: list[list[list[memoryview]]] = []
+        # 0: only frames without other bytes between them form one span
         for run in _runs(self._part, 0):
             of_run: list[list[memoryview]] = []
             for read in run:
@@ -432,6 +447,7 @@ class PartRead:
         read = self._part[number]
         frame = read.frame
         if not in_rows:
+            # without the padding that was read behind the frame
             stored = [stored[0][: frame.stored_length]]
         try:
             # not under the lock: a shared store may read its keys again
@@ -445,7 +461,7 @@ class PartRead:
                 del self._unread[number]
         except CorruptPackError as error:
             with self._lock:
-                # raises if the read was abandoned in between, and has counted this frame
+                # raises if the read was abandoned meanwhile: then ``_end`` has counted this frame
                 self._memory()
                 self._fail(read, error)
                 del self._unread[number]
@@ -473,6 +489,7 @@ class PartRead:
         :param is_late: whether the deadline has passed.
         """
         outcome = self._outcome
+        # the lock: a thread that is writing a frame into its rows finishes it first
         with self._lock:
             self._rows = None
             for read in self._unread.values():
@@ -517,6 +534,7 @@ def _span(
         if gap:
             buffers.append(padding[:gap])
         buffers += of_frame
+        # a buffer outside of the rows also takes the padding behind its frame
         end = read.frame.offset + sum(map(len, of_frame))
     return ReadSpan(run[0].pack.pack_id, start, buffers)
 
@@ -540,6 +558,7 @@ def _decode(
         decode_frame(codec, frame, stored, decoded)
     else:
         decoded = stored
+    # copy the wanted blocks to their rows, which may be anywhere
     all_bytes = np.frombuffer(decoded, dtype=np.uint8)
     blocks = all_bytes.reshape(frame.block_count, frame.block_bytes)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]

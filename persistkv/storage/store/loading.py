@@ -38,6 +38,7 @@ class _Wanted(NamedTuple):
     block_ids: Sequence[int]
     """For each key, the row to fill."""
     rows: BlockMemory
+    """Memory to fill: that of the engine, or of a probe."""
     deadline: float | None
     """See ``StoreThreads.read_until``."""
 
@@ -61,6 +62,7 @@ class Loader:
         self._counters = counters
         self._sources = sources
         self._scratch_bytes = MemoryShares.of(options.staging_bytes).part
+        """Bound on the stored bytes of a part that are not read straight into rows."""
         self._scratch = Scratch(self._scratch_bytes)
         capabilities = catalogue.backend.capabilities
         self._remote = capabilities.remote
@@ -85,6 +87,7 @@ class Loader:
     async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
         """See ``Store.probe``."""
         layout = self._rows.layout
+        # as many as fit in 8 MiB, in memory of their own: the engine uses its rows meanwhile
         num_rows = max(1, _PROBE_BYTES // layout.row_stride)
         keys = keys[:num_rows]
         num_bytes = len(keys) * layout.row_stride
@@ -112,6 +115,7 @@ class Loader:
             return ReadOutcome(list(wanted.keys))
         outcome = ReadOutcome(missing)
         for read, result in zip(reads, results, strict=True):
+            # None: the read had not begun at the deadline, so all its blocks have failed
             outcome.add(read.drop() if result is None else result)
         return outcome
 
@@ -122,9 +126,10 @@ class Loader:
         size = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
         is_timed = wanted.deadline is not None
-        is_probe = wanted.rows is not self._rows
+        is_probe = wanted.rows is not self._rows  # it has rows of its own
         reads: list[PartRead] = []
         missing = list(wanted.keys)
+        # each namespace is asked for the keys that the ones before it lack
         for source in self._sources():
             if not missing:
                 break

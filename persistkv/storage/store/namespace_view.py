@@ -55,6 +55,7 @@ from persistkv.storage.threads import StoreThreads
 logger = logging.getLogger(__name__)
 
 _FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
+# attempts to delete damaged packs, each of which a commit of another process makes stale
 _QUARANTINE_ATTEMPTS = 3
 _MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 3 MB
 _READ_AT_ONCE = 4
@@ -89,22 +90,24 @@ class _RepairWork:
 
 
 class _RecentTables:
-    """Key tables of the packs that were used last, by their number in the index. Above 16,384 keys
-    in all, the oldest tables are dropped."""
+    """Key tables that were read or written last, by the number of their pack in the index. Above
+    16,384 keys in all, the tables that were added first are dropped."""
 
     def __init__(self) -> None:
         self._packs: OrderedDict[int, HeldPack] = OrderedDict()
         self._keys = 0
+        """Number of keys in all tables."""
 
     def get(self, number: int) -> HeldPack | None:
         return self._packs.get(number)
 
     def add(self, pack: HeldPack) -> None:
-        """Keep the table of a pack that the index contains."""
+        """Keep the table of a pack, unless the index does not contain the pack (number 0)."""
         if not pack.number or pack.number in self._packs:
             return
         self._packs[pack.number] = pack
         self._keys += len(pack.keys)
+        # the newest one is kept, however large it is
         while self._keys > _MOST_RECENT_KEYS and len(self._packs) > 1:
             _, oldest = self._packs.popitem(last=False)
             self._keys -= len(oldest.keys)
@@ -165,9 +168,11 @@ class NamespaceView:
         """Raw bytes of one block of each KV cache group."""
         self._recent = _RecentTables()
         self._collisions: dict[bytes, None] = {}
+        """Ordered set of the keys that are not held although held keys have their fingerprints, as
+        ``_find_others`` found; at most 4,096."""
         self._repair_work = _RepairWork()
-        # monotonic time of the last warning of each kind
         self._failures_logged_at: dict[str, float] = {}
+        """Kind of failure (``log_failure``) → monotonic time of its last warning."""
         self._file: _IndexFile | None = None
         """Where the index is saved; None: nowhere."""
         try:
@@ -176,22 +181,25 @@ class NamespaceView:
         except BaseException:
             self.index.close()
             raise
+        # without the keys that the catalogue held
         self.report = StoreReport()
-        trim_heap()  # about 50 bytes per block
+        # the parsed tables have left free memory on the heap, about 50 bytes per block
+        trim_heap()
 
     def _load(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the
         whole catalogue."""
         path = self.backend.index_file(self.namespace)
         if path is not None:
-            # the seal of now: a backend that is closed has none
             name = b"index of " + self.namespace
+            # kept for ``close``, which saves the index after the backend is closed and has no seal
             seal = self.backend.seal
             self.cursor = self.index.load(path, seal, name)
             self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
         if path is not None and changes.reset:
-            # its cursor must not become valid later, in a store that is restored from a copy
+            # The file is too old. Without its deletion, its cursor could become valid again in a
+            # store that is restored from a copy.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         return changes
@@ -256,6 +264,7 @@ class NamespaceView:
             packs until the next refresh, which reads the whole catalogue.
         """
         changes = await self.read_changes(self.cursor)
+        # without another ``await``: no other task sees an index that has only some of the changes
         with self._changing_index():
             self._learn(changes)
 
@@ -281,7 +290,9 @@ class NamespaceView:
     def _learn(self, changes: Changes) -> None:
         """Apply changes of the catalogue to the index, and report them."""
         if changes.reset:
+            # the keys of packs that this adds, or that the store held at the opening, go unreported
             self.report.lost |= self._announced is not None and len(self.index) > 0
+            # those that are still held are in the index again, and a later read decides
             self._repair_work.suspects.clear()
             self.index.reload(changes.added, changes.blocks)
             self._announce_gone()
@@ -293,7 +304,9 @@ class NamespaceView:
     def _add(self, tables: Sequence[PackTable]) -> None:
         """Add new packs to the index, and report their keys."""
         for table in tables:
+            # in the index again, because it was written again or its refresh failed: no suspect
             self._repair_work.suspects.pop(table.pack_id, None)
+            # only then are full keys needed, which take time to unpack
             if self._collisions or self._announced is not None:
                 keys = table.keys.unpack()
                 found = [key for key in keys if key in self._collisions]
@@ -331,6 +344,7 @@ class NamespaceView:
         fingerprints: dict[bytes, bytes] = {}
         removed: list[PackedKeys | None] = []
         for pack_id, known in packs.items():
+            # ``suspect`` adds its packs again after this call
             self._repair_work.suspects.pop(pack_id, None)
             number = self.index.number_of(pack_id)
             if not number:
@@ -346,7 +360,7 @@ class NamespaceView:
             return
         # after the removal: keys that other packs hold can still be loaded
         for keys in removed:
-            if keys is None:
+            if keys is None:  # unknown
                 self.report.lost = True
                 continue
             absent = self.index.absent(keys.unpack())
@@ -355,7 +369,10 @@ class NamespaceView:
             self._announced.pop(pack_id, None)
 
     def _keys_of(self, pack_id: bytes, number: int) -> PackedKeys | None:
-        """Return the keys of a pack if they are in memory."""
+        """Return the keys of a pack if they are in memory; None if not.
+
+        :param number: of the pack in the index.
+        """
         if self._announced is not None and pack_id in self._announced:
             return self._announced[pack_id]
         recent = self._recent.get(number)
@@ -376,6 +393,8 @@ class NamespaceView:
         if not distinct:
             return found
         packs = await self._packs(distinct)
+        # places of the keys that the first pack with their fingerprint does not hold, or whose
+        # table could not be read: further packs may have the fingerprint
         unsure: list[int] = []
         for place, pack_id in enumerate(candidates):
             if pack_id is None:
@@ -431,6 +450,7 @@ class NamespaceView:
                 found[pack_id] = recent
         if not unread:
             return found
+        # the numbers of before the read, so that callers notice packs that were replaced meanwhile
         for table in await self._read_tables(unread):
             number = numbers[table.pack_id]
             pack = HeldPack(table, number)
@@ -442,7 +462,8 @@ class NamespaceView:
         return found
 
     async def _read_tables(self, pack_ids: Sequence[bytes]) -> Sequence[PackTable]:
-        """Read the tables of packs; a few of a local store without another thread."""
+        """Read the tables of packs; a few of a local store on the event loop's thread, which is
+        faster (``_READ_AT_ONCE``)."""
         read = partial(self.backend.tables, self.namespace, pack_ids)
         is_remote = self.backend.capabilities.remote
         with _translated():
@@ -494,6 +515,7 @@ class NamespaceView:
         await self.refresh_or_log()
         unchanged: list[bytes] = []
         for pack_id, number in packs.items():
+            # another number: the pack was removed and added again since the lookup
             if number and self.index.number_of(pack_id) == number:
                 unchanged.append(pack_id)
         if not unchanged:
@@ -505,6 +527,7 @@ class NamespaceView:
             readable = {table.pack_id for table in tables}
             damaged = [pack_id for pack_id in unchanged if pack_id not in readable]
             self._repair_work.index_lacks = True
+            # empty: their fingerprints are not known, so the index searches all its slots
             self._forget(dict.fromkeys(damaged, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
@@ -539,7 +562,9 @@ class NamespaceView:
         """Apply the result of a commit, see ``committed``; return whether the index is complete
         without a refresh."""
         self._counters.commits += 1
+        # not written: the backend held the pack already, while the index may lack it
         unknown = not all(writer.written for writer in writers)
+        # before the index changes: if that fails, ``_changing_index`` sets the cursor to None
         if followed and not unknown:
             self.cursor = result.cursor
         for writer in writers:
@@ -549,7 +574,8 @@ class NamespaceView:
                 self._counters.held_blocks += len(writer.keys)
         self._forget_evicted(result)
         if unknown and followed:
-            # the backend holds a pack that the index lacks: reload the catalogue
+            # no change after the cursor names the pack, so the next refresh must read the whole
+            # catalogue
             self.cursor = None
         return followed and not unknown
 
@@ -580,6 +606,7 @@ class NamespaceView:
         :param bad_frames: number of frames of each pack, by id, that did not verify. ``repair``
             counts them if the store still holds the pack.
         """
+        # another number: removed, and perhaps added again, since the read
         bad = {
             pack.pack_id: pack.table
             for pack in packs
@@ -607,6 +634,8 @@ class NamespaceView:
                 self.log_failure(error)
                 self._add([suspect.table for suspect in suspects.values()])
                 return
+            # those that are still suspects are still held, so their frames are damaged; counted
+            # once, also if this is repeated
             for pack_id, suspect in suspects.items():
                 self._counters.verification_failures += suspect.bad_frames
                 suspects[pack_id] = suspect._replace(bad_frames=0)
@@ -627,6 +656,8 @@ class NamespaceView:
             batch = await self._shorten(bad)
             if batch is None:
                 return False
+            # ``seen``: position of the refresh that found them unchanged, or of the last commit of
+            # ``_shorten`` since
             result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
         except TenantForgottenError:
             # no failure of the store: the caller drops the blocks of the tenant
@@ -654,12 +685,15 @@ class NamespaceView:
         batch = CommitBatch()
         backend = self.backend
         catalogue = await self.call(partial(backend.catalogue, self.namespace))
+        # manifests without their keys, which are read below, some at a time
         heads = await self.call(partial(catalogue.manifests_naming, bad))
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
+            # the batch of the round before, because the last one is left to the caller
             if batch.manifests:
                 result = await self.commit(batch)
                 if result.stale:
                     return None
+                # moves ``cursor``, which the next commit names as ``seen``, behind this one
                 await self.committed([], result, followed=True)
             some = heads[start : start + SHORTENED_AT_ONCE]
             read = partial(read_requests, backend, self.namespace, some)
@@ -693,6 +727,7 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
 
 
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
+    """Call ``Backend.changes``, and read all tables of added packs into memory."""
     changes = backend.changes(namespace, cursor)
     # read here, on the thread of the call
     return replace(changes, added=list(changes.added))
@@ -711,7 +746,8 @@ def _translated() -> Iterator[None]:
 
 
 def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
-    """Commit a batch once; afterwards, no pack reads its blocks any more."""
+    """Commit a batch once. Afterwards, also after a failure, no thread reads the blocks of its
+    packs."""
     for writer in batch.packs:
         writer.restart()
     try:
@@ -743,6 +779,7 @@ def make_manifest(
     if not any(counts):
         return None, whole
     tokens = end.tokens
+    # a prefix has as many tokens as its shortest group covers
     if not whole:
         tokens = min(tokens, min(counts) * end.block_size)
     raw_bytes = 0
@@ -763,10 +800,11 @@ def make_manifest(
         restored_tokens=end.restored_tokens,
         tenant=end.tenant,
     )
+    # all first blocks, then all second ones, …: packs in the order of the context, each once
     by_depth = chain.from_iterable(zip_longest(*kept))
     packs: dict[bytes, None] = {}
     for key in by_depth:
-        if key is not None:
+        if key is not None:  # None: its group has fewer blocks
             packs[pack_of[key]] = None
     return ManifestWrite(manifest, keys, list(packs)), whole
 
@@ -782,7 +820,11 @@ class NamedRequest(NamedTuple):
 def read_requests(
     backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]
 ) -> list[NamedRequest]:
-    """Read the keys and pins of these requests, except those whose keys are missing or damaged."""
+    """Read the keys and pins of these requests; leave out requests whose keys are missing or
+    damaged.
+
+    :param heads: their manifests.
+    """
     names = [head.id for head in heads]
     keys_of_each = backend.manifest_keys(namespace, names)
     uses = backend.catalogue(namespace).uses(names)
@@ -822,6 +864,7 @@ def shortened(
     pins: list[tuple[str, bool]] = []
     for manifest, keys, pinned in requests:
         most_blocks = max([1, *manifest.group_blocks])
+        # the end that would write the present manifest; its block size is an estimate
         end = RequestEnd(
             request=manifest.id,
             manifest_id=manifest.id,

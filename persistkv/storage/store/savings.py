@@ -42,13 +42,14 @@ _MOST_LABEL_BYTES = 128  # of name and value together
 MEASURED_TOKENS = 64
 """Prefills of fewer tokens do not show the speed of long ones, and are not recorded."""
 _DAY_S = 86_400
-_FINAL_DAYS = 2
-_FOLDED = "all"
+_FINAL_DAYS = 2  # age of a day in days at which its sources are final
+_FOLDED = "all"  # in the name of a folded note, in the place of the source
 _READ_ATTEMPTS = 3  # of a sum during folds, each of which takes moments, once a day
 _NAME = re.compile(
     r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
 )
-_LOCAL_S = 60.0
+"""Name of a note: the day since the epoch, the first digits of the namespace's id, the source."""
+_LOCAL_S = 60.0  # seconds between two writes
 _REMOTE_S = 300.0  # each write is a request that costs money
 
 
@@ -123,9 +124,10 @@ class SavingsRecorder:
         self._namespace = identity.digest
         self._model = identity.model_name
         self._folded_day = 0
-        """The day on which older notes were added up last."""
+        """The day on which this object folded older notes last; 0: never."""
         # calls of ``add``: all of them, and those that the last write included
         self._num_added = self._num_written = 0
+        # sets ``_day``, ``_name`` and ``_total``
         self._begin(today())
         self.interval_s = _LOCAL_S
         self.prefill = (0, 0.0)
@@ -147,6 +149,7 @@ class SavingsRecorder:
                 self.prefill = (total.prefill_tokens, total.prefill_s)
 
     def _begin(self, day: int) -> None:
+        """Begin a source of this day, with a new random name and empty totals."""
         self._day = day
         self._name = _source_name(day, self._namespace, secrets.token_hex(8))
         self._total = Savings(self._namespace.hex(), self._model)
@@ -183,6 +186,7 @@ class SavingsRecorder:
     def write(self) -> None:
         """Write the counts since the last call; a failure is logged, and the next call writes
         it. Blocks; ``add`` may run in another thread meanwhile."""
+        # before the totals are encoded: they include at least these calls, and later ones stay due
         num_added = self._num_added
         is_changed = num_added != self._num_written
         if not is_changed or not self._backend.capabilities.writable:
@@ -192,6 +196,7 @@ class SavingsRecorder:
         try:
             self._backend.put_note(STORE, self._name, content)
             self._num_written = num_added
+            # once a day
             if day != self._folded_day:
                 fold(self._backend, day - _FINAL_DAYS)
                 self._folded_day = day
@@ -212,6 +217,7 @@ def add_savings(
     name = _source_name(today(), identity.digest, source)
     total = Savings(identity.digest.hex(), identity.model_name)
     try:
+        # a damaged note begins again at zero
         found = _sum([backend.note(STORE, name)])
         total = found.get(total.namespace, total)
         total.add(part)
@@ -221,6 +227,7 @@ def add_savings(
 
 
 def _source_name(day: int, namespace: bytes, source: str) -> str:
+    """Return the name of a source's note, which ``_NAME`` matches."""
     return f"s{day:05}{namespace.hex()[:8]}{source}"
 
 
@@ -234,6 +241,7 @@ def fold(backend: Backend, last_day: int) -> None:
 
     :raises StoreError: the medium failed; nothing is lost, and it can be repeated.
     """
+    # name without the source, which has the day and the namespace → names of the sources
     groups: dict[str, list[str]] = {}
     for name in backend.note_names(STORE):
         found = _NAME.fullmatch(name)
@@ -243,15 +251,18 @@ def fold(backend: Backend, last_day: int) -> None:
             prefix = name.removesuffix(found["source"])
             groups.setdefault(prefix, []).append(name)
     for prefix, sources in groups.items():
+        # the sum is durable before the sources are deleted
         if _has_sum(backend, prefix + _FOLDED, sources):
             for name in sources:
                 backend.put_note(STORE, name, None)
 
 
 def _has_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
-    """Write the sum of these notes as the note ``folded``, unless it exists. Return False if they
-    have no sum: another engine folds them, they are damaged, or of namespaces with the same first
-    digits."""
+    """Return whether the note ``folded`` exists, with the sum of the sources; write it if not.
+
+    False: no sum can be written. Another engine, which folds them, has deleted some meanwhile; all
+    are damaged; or they are of several namespaces whose ids begin with the same digits.
+    """
     if backend.note(STORE, folded) is not None:
         return True
     contents = list(backend.notes(STORE, sources))
@@ -280,7 +291,9 @@ def read_savings(backend: Backend) -> list[Savings]:
 
 
 def _counted_names(backend: Backend) -> list[str]:
-    """Return the names of the notes that count: the folded ones, and sources of other days."""
+    """Return the names of the notes that count: the folded ones, and the sources of days that are
+    not folded. Sources of a folded day may still exist for a while."""
+    # (name of a source, name of the folded note of its day and namespace)
     sources: list[tuple[str, str]] = []
     counted: list[str] = []
     for name in backend.note_names(STORE):

@@ -138,7 +138,9 @@ class Store:
         """The namespaces that serve loads: the own one, and one of another engine release."""
         self._is_writable = backend.capabilities.writable
         self._is_ending = False
+        """Whether ``refuse_rows`` was called."""
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
+        """Bound on the raw bytes of one pack."""
 
         # once: the digest of a whole identity takes some 50 µs
         namespace = self.namespace
@@ -163,6 +165,7 @@ class Store:
             options,
             self.sources.readable,
         )
+        # made for each call of ``delete``, which is rare
         self._new_deleter = partial(
             Deleter, self.catalogue, self.committer, self.queue, options, make_writer
         )
@@ -215,7 +218,7 @@ class Store:
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
             )
         self.rows.check(block_ids)
-        # few different ones: each is decoded once
+        # the ends of the keys name their groups: few different ones, so each is decoded once
         suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
         groups = [group_of[suffix] for suffix in suffixes]
@@ -241,10 +244,13 @@ class Store:
             are_durable = all(write.result() for write in job.writes)
             if are_durable and not job.lost:
                 return []
-            # what other jobs were to store is lost with their packs, so the rows must not be freed
+            # Packs were dropped, perhaps those of earlier jobs with borrowed keys: of these blocks,
+            # the rows of this job have the only copies left, so they are accepted again.
             missing = self.missing(job.blocks.keys)
             is_forgotten = self.queue.losses[job.tenant] != job.losses
             is_stored = job.borrowed.isdisjoint(missing)
+            # not if rows are refused, if the tenant was forgotten since, or if no borrowed key is
+            # missing: then only packs of this job itself were dropped
             if self._is_ending or is_forgotten or is_stored:
                 return missing
             job = await self._accept(job.tenant, job.request, job.blocks)
@@ -277,23 +283,26 @@ class Store:
             borrowed = set(in_flight)
             writes = set(in_flight.values())
             new = self._new(blocks, held, borrowed)
+            # all blocks that need not be written: held, in flight, staged, or twice in this job
             self.counters.held_blocks += len(blocks.keys) - len(new.keys)
             for segments in plan_packs(self.rows, new, self._max_pack_bytes):
                 write = self.queue.add(tenant, request, segments)
+                # None: copied to staging memory, so the rows are free
                 if write is not None:
                     writes.add(write)
         except (OSError, MemoryError) as error:
             why = describe_shortage(error)
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
-            # a pack may have been queued in part
+            # some packs of the job may have been queued before
             writes = set(self.queue.in_flight(blocks.keys).values())
         self._announce()
         losses = self.queue.losses[tenant]
         return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
 
     async def _held(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys that the store holds, and record uses of their packs."""
+        """Return the keys that the store holds, and record uses of their packs. If the medium
+        fails, the keys that it probably holds."""
         try:
             holders = await self.catalogue.holders(keys)
         except StoreError as error:
@@ -328,6 +337,7 @@ class Store:
         self._touch(self.index.first_candidates(list(keys)))
 
     def _touch(self, pack_ids: Iterable[bytes | None]) -> None:
+        """Record uses of packs, unless the store is read-only; None is skipped."""
         if self._is_writable:
             self.queue.touch(pack_ids)
             self.committer.has_work.set()
@@ -365,8 +375,8 @@ class Store:
         return await self._new_deleter().delete(keys)
 
     def refuse_rows(self) -> None:
-        """Drop the packs that wait to be written from rows and that no commit has taken yet. Later
-        failures of commits are not made up for from the rows of other jobs."""
+        """Drop the packs that wait to be written from rows and that no commit has taken yet. From
+        now on, ``finish`` accepts no blocks again from their rows."""
         self._is_ending = True
         self.committer.drop(self.queue.take_direct())
 
@@ -461,7 +471,7 @@ def _notice(
     """
     if backend.holds(identity.digest):
         return ""
-    compared = _COMPARED_REMOTELY if backend.capabilities.remote else None
+    compared = _COMPARED_REMOTELY if backend.capabilities.remote else None  # None: all
     namespaces = islice(backend.namespaces(), compared)
     others = [namespace.identity for namespace in namespaces]
     if not others or identity in others:
@@ -480,7 +490,7 @@ def _notice(
 def _summary(differences: Iterable[FieldDifference]) -> str:
     """Return the names of the fields that differ, the first ones of many."""
     fields = [printable(difference.field) for difference in differences]
-    # weights and dtype first
+    # those of the model's configuration after weights and dtype
     fields.sort(key=lambda field: field.startswith("config"))
     shown = ", ".join(fields[:_NOTICED_FIELDS])
     if len(fields) > _NOTICED_FIELDS:

@@ -37,11 +37,13 @@ from persistkv_lmdb.layout import (
 )
 from persistkv_lmdb.segments import PLACE, Extent, SegmentFiles
 
-_EXTENT = struct.Struct("<III")
-_SEGMENT = struct.Struct(">I")
+# Fields of rows. Big-endian in keys, so that LMDB's byte order is the order of the numbers.
+_EXTENT = struct.Struct("<III")  # segment, first page, number of pages
+_SEGMENT = struct.Struct(">I")  # number of a segment, as a key
+# number of pages, segment, first page: a key of ``sizes``
 _SIZE = struct.Struct(">III")
-_PAGES = struct.Struct("<I")
-_SPACE = struct.Struct("<QQQ")
+_PAGES = struct.Struct("<I")  # number of pages, as a value
+_SPACE = struct.Struct("<QQQ")  # the fields of ``Space``
 
 SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
@@ -102,7 +104,8 @@ def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Ext
             first.append(extent)
             pages -= extent.pages
             continue
-        # the extent that the division cuts, or the one after it
+        # This extent has more pages than are left to take. If none are left, it belongs to the rest
+        # as a whole.
         begin, end = extent.split(pages)
         if pages:
             first.append(begin)
@@ -132,7 +135,7 @@ def read_space(rows: TableRows) -> Space:
 
 class Allocator:
     """Allocator of segment pages within one transaction, which must call ``finish`` before it
-    commits.
+    commits: the methods write extents to LMDB at once, but ``finish`` writes the totals.
 
     A *name* is a namespace id followed by a pack id. If a method raises CorruptStoreError (fewer
     pages are free than the totals say, or an extent is outside of its segment), the transaction
@@ -142,13 +145,16 @@ class Allocator:
     def __init__(self, transaction: TableRows) -> None:
         self._rows = transaction
         self._before = read_space(transaction)
+        """Totals as the last transaction recorded them."""
         self.total = self._before.total
         """Pages of all segments, without holes."""
         self.free = self._before.free
         """Free pages."""
         self.reserved = self._before.reserved
         """Reserved pages."""
-        self._segments: dict[int, int] | None = None  # read on first use
+        self._segments: dict[int, int] | None = None
+        """Pages of each segment, holes included, by segment number; None until ``segments`` reads
+        them."""
 
     @property
     def used(self) -> int:
@@ -156,7 +162,8 @@ class Allocator:
         return self.total - self.free
 
     def segments(self) -> dict[int, int]:
-        """Return the number of pages of each segment, by segment number. Do not change it."""
+        """Return the number of pages of each segment, holes included, by segment number. Do not
+        change the dictionary."""
         if self._segments is None:
             self._segments = {}
             for key, row in self._rows.starting_with(SEGMENTS, b""):
@@ -166,6 +173,7 @@ class Allocator:
         return self._segments
 
     def _record_segment(self, segment: int, pages: int) -> None:
+        """Record the length of a new segment, or of one that grew."""
         self.segments()[segment] = pages
         self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
 
@@ -176,6 +184,7 @@ class Allocator:
     def largest(self) -> int:
         """Return the number of pages of the largest free extent; 0 if there is none."""
         with self._rows.cursor(SIZES) as cursor:
+            # the table is ordered by size
             if not cursor.last():
                 return 0
             return _free_extent(cursor.key()).pages
@@ -194,6 +203,7 @@ class Allocator:
         while pages and len(taken) != most_extents:
             free = self._best(pages)
             extent, rest = free.split(min(pages, free.pages))
+            # the rest stays free; it may have no pages
             self._replace([free], rest)
             self.free -= extent.pages
             taken.append(extent)
@@ -209,8 +219,11 @@ class Allocator:
         return writers
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
-        """Record allocated extents, and no others, as reserved by a writer."""
-        # in place of its former reservation
+        """Record allocated extents as the whole reservation of a writer; none: it has no
+        reservation any more.
+
+        The caller decides about extents of its former reservation: they stay allocated.
+        """
         self.reserved -= pages_of(read_reserved(self._rows, writer))
         self.reserved += pages_of(extents)
         key = WRITER.pack(writer)
@@ -240,8 +253,8 @@ class Allocator:
         segments = self.segments()
         for extent in extents:
             segment_end = segments.get(extent.segment, 0)
-            # otherwise the row is damaged: its pages are leaked, so that no page of another pack is
-            # freed
+            # An extent outside of its segment means a damaged row. Its pages stay allocated to no
+            # pack: freeing wrong ones could let another pack be overwritten.
             if extent.pages > 0 and extent.end <= segment_end:
                 self.free_now([extent])
 
@@ -253,6 +266,7 @@ class Allocator:
         """
         holes: list[Extent] = []
         while pages > 0 and self.free and len(holes) < at_most:
+            # no extent has so many pages, so this is the largest one
             free = self._best(_MOST_PAGES)
             num_kept = max(0, free.pages - pages)
             kept, hole = free.split(num_kept)
@@ -265,10 +279,11 @@ class Allocator:
         return holes
 
     def fill(self, hole: Extent, pages: int) -> None:
-        """Record that the first pages of a hole, or of the space after the end of a segment, have
-        disk space, and are free."""
+        """Record that the first ``pages`` pages of a hole, or of the space after the end of a
+        segment, have disk space now, and are free. The segment may be new."""
         filled, rest = hole.split(pages)
         segment_end = self.segments().get(hole.segment, 0)
+        # beyond the end there is no row of a hole: the segment grows instead
         if hole.page >= segment_end:
             self._record_segment(hole.segment, filled.end)
         else:
@@ -286,8 +301,9 @@ class Allocator:
         return map(_extent_at, self._rows.starting_with(HOLES, b""))
 
     def adopt(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
-        """Record segments that are not recorded yet, each as one extent.
+        """Record existing segment files in a new catalogue.
 
+        :param segments: for each file, the extent of all its pages.
         :param holes: all of their pages that no pack has.
         """
         for segment in segments:
@@ -312,14 +328,20 @@ class Allocator:
             yield _free_extent(key)
 
     def _best(self, pages: int) -> Extent:
-        """Return the smallest free extent of at least ``pages`` pages, or the largest one."""
+        """Return the smallest free extent of at least ``pages`` pages; if all are smaller, the
+        largest one. It stays free: the caller changes its rows.
+
+        :raises CorruptStoreError: there is none, or its row is damaged.
+        """
         least_key = _SIZE.pack(pages, 0, 0)
         with self._rows.cursor(SIZES) as cursor:
+            # the first entry of at least this size, otherwise the last entry
             if not cursor.set_range(least_key) and not cursor.last():
                 raise CorruptStoreError(
                     "there are fewer free extents than the totals say"
                 )
             found = _free_extent(cursor.key())
+        # a damaged row must not let a payload be written outside of the recorded pages
         segment_end = self.segments().get(found.segment, 0)
         if not found.pages or found.end > segment_end:
             raise CorruptStoreError(
@@ -341,10 +363,12 @@ class Allocator:
         self._replace(touching, merged)
 
     def _neighbours(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
-        """Return the free extents before and after an extent, by place."""
+        """Return the nearest free extents before and after an extent that is not free, by place:
+        they need not touch it, nor be in its segment. None: there is none."""
         before = None
         after = None
         with self._rows.cursor(FREE) as cursor:
+            # moves to the first free extent behind; False: all are before
             if cursor.set_range(extent.place):
                 after = _extent_at(cursor.item())
                 has_before = cursor.prev()
@@ -355,7 +379,8 @@ class Allocator:
         return before, after
 
     def _replace(self, old: Iterable[Extent], new: Extent) -> None:
-        """Replace free extents by another one, or by none if ``new`` has no pages.
+        """Replace the rows of free extents by those of another one, or by none if ``new`` has no
+        pages. The totals are the caller's concern.
 
         The new row is put first: a database that becomes empty loses a page until the transaction
         ends.
@@ -381,17 +406,19 @@ class ExtentPayloads:
     """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
 
     :param inline: whether payloads are stored in LMDB.
-    :param limit: bound on the bytes of all segments.
+    :param limit: bound on the bytes that all segments take on disk.
     """
 
     def __init__(
         self, transaction: TableRows, files: SegmentFiles, limit: int, *, inline: bool
     ) -> None:
         self.limit = limit
+        """Bound on the disk space of all segments in bytes. ``Room.expect`` lowers it for a batch
+        with many rows."""
         self.allocator = Allocator(transaction)
         self.placed: Mapping[bytes, Sequence[Extent]] = {}
         """For each pack to add, by namespace and pack id: the reserved extents that hold its
-        payload already."""
+        payload already. Set by ``BatchCommit`` before it adds the packs."""
         self.published: set[bytes] = set()
         """Names of the packs that this transaction has added from ``placed``."""
         self.holes: list[Extent] = []
@@ -399,9 +426,11 @@ class ExtentPayloads:
         self._rows = transaction
         self._files = files
         self._inline = InlinePayloads(transaction) if inline else None
+        """Storage in LMDB; None: payloads are in extents."""
 
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
-        """Store a payload in LMDB, or record the extents in ``placed`` as those of the pack.
+        """Store a payload in LMDB; or record the extents in ``placed`` as those of the pack,
+        without reading the stream, because the payload is in them already.
 
         :raises NotPlacedError: the payload is to be in extents, and was not written.
         """
@@ -422,6 +451,7 @@ class ExtentPayloads:
         """
         if pages > self.allocator.largest():
             self._grow(pages)
+        # after growing, several smaller extents may be enough
         if pages > self.allocator.free:
             free = self.allocator.free * PAGE_BYTES
             raise StoreFullError(
@@ -444,19 +474,21 @@ class ExtentPayloads:
         allocator = self.allocator
         limit_pages = limit // PAGE_BYTES
         excess = allocator.total - limit_pages
+        # pages that are in use stay: the caller evicts, and a later call returns their space
         if excess <= 0 or not allocator.free or not self._files.punches:
             return False
         self.holes += allocator.empty(excess, _HOLES_AT_ONCE)
         return allocator.free > 0 and allocator.total > limit_pages
 
     def _grow(self, pages: int) -> None:
-        """Give the segments at least ``pages`` more pages, or fewer if the limit or the disk
+        """Give the segments at least ``pages`` more free pages, or fewer if the limit or the disk
         prevents it: fill holes, then let a file grow.
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
         limit_pages = self.limit // PAGE_BYTES
         wanted = max(self._step_pages(pages), pages)
+        # 0 or less at the limit: nothing grows
         wanted = min(wanted, limit_pages - self.allocator.total)
         try:
             while wanted > 0:
@@ -469,12 +501,17 @@ class ExtentPayloads:
                 self.allocator.fill(hole, part.pages)
                 wanted -= part.pages
         except StoreFullError:
+            # the step is larger than what is needed: a part of it may have been added
             if pages > self.allocator.free:
                 raise
 
     def _step_pages(self, pages: int) -> int:
-        """Return the number of pages to add when ``pages`` are lacking. Growing takes 0.5 ms,
-        whatever the step."""
+        """Return by how many pages the segments should grow when ``pages`` are lacking; it may be
+        less than ``pages``.
+
+        Growing takes 0.5 ms, whatever the step: a large step makes it rare, and its bounds leave
+        disk space to others.
+        """
         limit_pages = self.limit // PAGE_BYTES
         least = _LEAST_STEP_BYTES // PAGE_BYTES
         most = _MOST_STEP_BYTES // PAGE_BYTES
@@ -485,10 +522,11 @@ class ExtentPayloads:
         return min(step, most, limit_pages // _STEPS)
 
     def _beyond(self) -> Extent:
-        """Return the space after the end of a segment that is not full, or of a new one."""
+        """Return the space into which segments grow next: after the end of the first segment that
+        is not full, or all of a new one."""
         limit_pages = self.limit // PAGE_BYTES
         share = divide_up(limit_pages, _MOST_SEGMENTS)
-        full = max(SEGMENT_BYTES // PAGE_BYTES, share)
+        full = max(SEGMENT_BYTES // PAGE_BYTES, share)  # pages of a full segment
         segments = self.allocator.segments()
         growing = [number for number, held in segments.items() if held < full]
         new_number = max(segments, default=-1) + 1
@@ -506,12 +544,13 @@ def _extent_at(item: Sequence[Buffer]) -> Extent:
 
 
 def _free_extent(key: Buffer) -> Extent:
-    """Return the extent in a key of ``sizes``."""
+    """Return the free extent in a key of ``sizes``."""
     pages, segment, page = _unpack(_SIZE, key)
     return Extent(segment, page, pages)
 
 
 def _size_key(extent: Extent) -> bytes:
+    """Return the key of a free extent in ``sizes``, which is ordered by size, then by place."""
     return _SIZE.pack(extent.pages, extent.segment, extent.page)
 
 

@@ -52,11 +52,13 @@ _STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 OPENING_PATIENCE_S = 30.0
 # for the writer lock: several times as long as a commit of 128 MiB to a slow disk
 WRITING_PATIENCE_S = 10.0
-_SHORT_PATIENCE_S = 0.2
+_SHORT_PATIENCE_S = 0.2  # for the writer lock, after a wait that timed out
+# content of the file of the writer lock (``WriterLock.mark``)
 _BEGUN = b"+"
 _ENDED = b"-"
-_ROOT = 0
+_ROOT = 0  # user id
 
+# integers in LMDB's pages, in the byte order of the machine
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
 _META_MAGIC = 0xBEEFC0DE
@@ -64,7 +66,7 @@ _PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
 # offsets within a meta page, after its header
 _PAGE_BYTES_AT = 24
 _LAST_PAGE_AT = 120
-_META_BYTES = 160
+_META_BYTES = 160  # enough of a meta page to read these fields, with either header
 _MOST_PAGE_BYTES = 64 << 10  # 64 KiB
 
 _FULL = (lmdb.MapFullError, lmdb.DiskError, lmdb.TxnFullError)
@@ -107,10 +109,11 @@ def translated(path: Path) -> Iterator[None]:
 
 
 def _kind_of(error: lmdb.Error, path: Path) -> type[StoreError]:
-    """Return the error of a store that an error of LMDB means."""
+    """Return the type of StoreError that corresponds to an error of LMDB, for the store at
+    ``path``."""
     if isinstance(error, _FULL) or error.code in _FULL_CODES:
         return StoreFullError
-    # a write that a full disk cut
+    # LMDB reports a write that a full disk cut short as an I/O error
     if error.code == errno.EIO and growth_bytes(path) < _NEARLY_FULL:
         return StoreFullError
     if isinstance(error, _CORRUPT):
@@ -138,8 +141,12 @@ def translated_at_open(path: Path) -> Iterator[None]:
 def translated_io(
     path: Path, full: type[StoreError] = StoreFullError
 ) -> Iterator[None]:
-    """Translate ``OSError`` into ``full`` (full disk, quota or file size limit) or
-    ``StoreError``."""
+    """Translate ``OSError`` within the ``with`` statement into a ``StoreError`` that names
+    ``path``.
+
+    :param full: type of the error for a full disk, an exceeded quota or file size limit. Callers
+        give ``StoreError`` if an eviction, which a ``StoreFullError`` causes, would not help.
+    """
     try:
         yield
     except OSError as error:
@@ -155,7 +162,9 @@ def map_is_full(error: StoreFullError) -> bool:
 
 
 def _reason(error: lmdb.Error) -> str:
-    return error.reason if error.code else str(error)  # LMDB's message, or py-lmdb's
+    """Return the message of an error."""
+    # without a code, the error is py-lmdb's own and has no reason
+    return error.reason if error.code else str(error)
 
 
 def free_disk_bytes(path: Path) -> int:
@@ -195,6 +204,7 @@ def allocated_bytes(status: os.stat_result) -> int:
     """Return the allocated bytes of a file, without holes and without preallocation beyond its
     end."""
     on_disk = STAT_BLOCK_BYTES * status.st_blocks
+    # the size is larger with holes, the bytes on disk with preallocation
     return min(status.st_size, on_disk)
 
 
@@ -203,7 +213,8 @@ def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> 
 
     :raises OSError: ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
     """
-    # O_NONBLOCK: opening a FIFO would wait for another process
+    # O_NONBLOCK: opening a FIFO would wait for another process. The type is checked after opening:
+    # between a check and the opening, another user could replace the file.
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path, flags, 0o600, dir_fd=dir_fd)
@@ -255,6 +266,8 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             _check_kind(store / name, stat.S_ISREG, "regular file")
         for name in _STORE_DIRECTORIES:
             _check_kind(store / name, stat.S_ISDIR, "directory")
+        # It is a store. With the guard file alone, its creation was interrupted or its catalogue is
+        # lost, and opening it handles that.
         if (store / DATA_FILE).exists() or (store / GUARD_FILE).exists():
             return
         _check_no_other_files(store)
@@ -271,8 +284,8 @@ def _create_directories(store: Path) -> None:
 
 
 def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:
-    """Raise a StoreUnavailableError if a file or directory of a store exists and is something
-    else."""
+    """Raise a StoreUnavailableError if a file or directory of a store exists and is of another kind
+    than ``kind``, the name of that for which ``is_kind`` returns True for a mode."""
     try:
         mode = file.lstat().st_mode
     except FileNotFoundError:
@@ -287,7 +300,7 @@ def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:
 def _check_no_other_files(directory: Path) -> None:
     """Raise a StoreUnavailableError if a directory without a store holds files that are not
     persistkv's."""
-    # the last one: of a file system's root
+    # each root of an ext4 file system has a directory lost+found
     own = {*STORE_FILES, *_STORE_DIRECTORIES, "lost+found"}
     others: list[str] = []
     for entry in directory.iterdir():
@@ -324,6 +337,7 @@ def write_durably(path: Path, content: bytes, offset: int) -> None:
     fd = open_regular(path, os.O_RDWR)
     try:
         rest = memoryview(content)
+        # a system call may write a part
         while rest:
             done = os.pwrite(fd, rest, offset)
             rest = rest[done:]
@@ -344,6 +358,7 @@ def is_cut_short(directory: Path) -> bool:
         with (directory / DATA_FILE).open("rb") as file:
             first = _read_meta(file.read(_META_BYTES))
             second = None
+            # the first page names the size of pages, and so the place of the second one
             if first is not None:
                 file.seek(first.page_bytes)
                 second = _read_meta(file.read(_META_BYTES))
@@ -352,6 +367,7 @@ def is_cut_short(directory: Path) -> bool:
     except OSError:  # opening it reports the reason
         return False
     metas = [meta for meta in (first, second) if meta is not None]
+    # LMDB may use the snapshot of either page
     return any(meta.end > size for meta in metas)
 
 
@@ -359,11 +375,12 @@ def rewrite_meta_pages(directory: Path) -> None:
     """Write LMDB's two meta pages again as they read, and make them durable. The caller excludes
     other writers.
 
-    After a failed write, the kernel may hold the bytes and consider them written: a sync alone does
-    nothing.
+    After a failed write, the kernel may hold the bytes in its cache and consider them written: a
+    sync alone would do nothing, so they are written again.
 
     :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
+    # stays empty without a valid meta page: then only the sync remains
     both_pages = b""
     with (directory / DATA_FILE).open("rb") as file:
         meta = _read_meta(file.read(_META_BYTES))
@@ -385,6 +402,7 @@ def _read_meta(page: bytes) -> _MetaPage | None:
     """Decode the beginning of a meta page; return None if it is no meta page."""
     if len(page) != _META_BYTES:
         return None
+    # the magic number shows which release of LMDB wrote the page
     for header in _PAGE_HEADERS:
         (magic,) = _U32.unpack_from(page, header)
         if magic != _META_MAGIC:
@@ -416,11 +434,17 @@ class WriterLock:
     def __init__(self, directory: Path) -> None:
         self._file = directory / WRITER_LOCK_FILE
         self._threads = threading.RLock()
+        """Excludes other threads of this process, which share the descriptor and so its flock."""
         self._depth = 0
-        # whether the last wait timed out
+        """How often the thread that holds ``_threads`` has entered ``held``: the flock is taken by
+        the first and released with the last one."""
         self._timed_out = False
-        self._wait: LockWait | None = None  # pending
+        """Whether the last wait for another process timed out: the next ones are short."""
+        self._wait: LockWait | None = None
+        """Wait that is pending, also after a timeout; None: none was begun since the last one was
+        granted."""
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
+        """Descriptor of the file; -1 after ``close``. A granted wait replaces it."""
         self._id = file_id(self._fd)
 
     @contextmanager
@@ -441,6 +465,7 @@ class WriterLock:
         """
         if patience_s is None:
             patience_s = _SHORT_PATIENCE_S if self._timed_out else WRITING_PATIENCE_S
+        # one deadline for both waits: for other threads, and for other processes
         deadline = time.monotonic() + patience_s
         if not self._threads.acquire(timeout=patience_s):
             raise self._busy("another thread of this process", patience_s)
@@ -488,7 +513,8 @@ class WriterLock:
         return self._id == file_id(self._file)
 
     def _lock(self, deadline: float, patience_s: float) -> None:
-        """Lock the file; raise StoreBusyError at the deadline."""
+        """Take the flock; raise StoreBusyError at the deadline."""
+        # usually one attempt; again if a wait ends without the lock before the deadline
         while not self._try_lock(deadline):
             if time.monotonic() >= deadline:
                 self._timed_out = True
@@ -496,7 +522,8 @@ class WriterLock:
         self._timed_out = False
 
     def _try_lock(self, deadline: float) -> bool:
-        """Try to lock the file until the deadline; return whether it is locked."""
+        """Try to take the flock until the deadline; return whether it is held. False before the
+        deadline: the pending wait had been granted and given up, so a new one must begin."""
         try:
             flock(self._fd, LOCK_EX | LOCK_NB)
             return True
@@ -507,13 +534,15 @@ class WriterLock:
         granted = self._wait.result(remaining_s)
         if granted is None:
             return False
+        # the lock belongs to the open file description of the wait, which becomes this object's
         self._wait = None
         os.close(self._fd)
         self._fd = granted
         return True
 
     def _holder(self) -> str:
-        """Return the process that holds the lock, with its PID if the kernel reports it."""
+        """Return the process that holds the lock as words for a message, with its PID if the kernel
+        reports it."""
         held = os.fstat(self._fd)
         major = os.major(held.st_dev)
         minor = os.minor(held.st_dev)
@@ -522,7 +551,7 @@ class WriterLock:
             locks = Path("/proc/locks").read_text(encoding="ascii")
         except OSError:
             return "another process"
-        # number, FLOCK, ADVISORY, WRITE, process, device and inode, range
+        # fields of a line: number, FLOCK, ADVISORY, WRITE, process, device and inode, range
         pattern = rf"^\d+: FLOCK +\w+ +WRITE +(-?\d+) +{place} "
         found = re.search(pattern, locks, re.MULTILINE)
         # 0 or less: in another PID namespace
@@ -531,6 +560,7 @@ class WriterLock:
         return f"process {found[1]}"
 
     def _busy(self, holder: str, patience_s: float) -> StoreBusyError:
+        """Return the error after a wait of ``patience_s`` seconds."""
         return StoreBusyError(
             f"{self._file.parent} is busy: {holder} has held its lock for writing for more "
             f"than {patience_s:g} s"

@@ -16,6 +16,7 @@ from persistkv_lmdb.layout import PIECES
 
 # 256 KiB: small enough to find contiguous room in a store of a few MiB
 PIECE_BYTES = 256 << 10
+# index of a piece, big-endian: LMDB orders the pieces by it
 _PIECE = struct.Struct(">I")
 
 
@@ -26,7 +27,8 @@ class InlinePayloads:
         self._rows = rows
 
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
-        """Write a pack's payload. Errors of the stream are raised unchanged."""
+        """Write a payload as the pieces of the pack ``name`` (namespace and pack id). Errors of the
+        stream are raised unchanged."""
         for index, piece in enumerate(_pieces(stream)):
             key = _piece_key(name, index)
             self._rows.put(PIECES, key, piece)
@@ -44,10 +46,10 @@ def _piece_key(name: bytes, index: int) -> bytes:
 
 
 def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
-    """Cut a stream into pieces of ``PIECE_BYTES``, the last one shorter; copy only those of several
-    buffers."""
-    parts: list[memoryview] = []
-    length = 0
+    """Cut a stream into pieces of ``PIECE_BYTES``, of which the last one may be shorter. Only
+    pieces that span several buffers are copied."""
+    parts: list[memoryview] = []  # the beginning of the next piece
+    length = 0  # bytes of ``parts``
     for part in stream:
         rest = memoryview(part)
         while length + len(rest) >= PIECE_BYTES:
@@ -67,7 +69,8 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
 def page_bytes(payload_length: int) -> int:
     """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's
     headers included."""
-    # a header and an incomplete page for each piece, and for the last one
+    # For each piece a header and an incomplete page, at most a page each. One more piece than whole
+    # ones, for the last one.
     num_pieces = payload_length // PIECE_BYTES + 1
     return payload_length + 2 * num_pieces * PAGE_BYTES
 
@@ -79,6 +82,7 @@ def read_pieces(
     pack id) from the byte ``offset`` on. Return False if the pack is absent or too short: the
     buffers then have undefined content.
     """
+    # ``start`` is the place of the next byte in the piece ``index``
     index, start = divmod(offset, PIECE_BYTES)
     piece = rows.get(PIECES, _piece_key(name, index))
     for buffer in buffers:
@@ -88,6 +92,7 @@ def read_pieces(
                 index += 1
                 start = 0
                 piece = rows.get(PIECES, _piece_key(name, index))
+            # a missing piece, or the end of the last one, which is shorter
             if piece is None or start >= len(piece):
                 return False
             count = min(len(rest), len(piece) - start)

@@ -44,14 +44,16 @@ from persistkv_lmdb.files import (
 )
 from persistkv_lmdb.opening import quarantined
 
-_MOST_BYTES = 16 << 20  # 16 MiB
-_READS = 5  # of the file, while others replace it
+_MOST_BYTES = 16 << 20  # 16 MiB: limit of the file, written and read
+_READS = 5  # attempts to read the file, if others replace it meanwhile
 _ID_BYTES = 8  # of a keyring
+# the options of a URL with which a user gives a key
 _HINT = "key_file, key_env or key_command"
 
 
 class KeyFile:
-    """The data keys of the store in a directory.
+    """The data keys of the store in a directory: its own, which is wrapped with the user's key, and
+    those of tenants, which are sealed with the store's. They are known after ``seal``.
 
     :param key: the user's; None: none was given.
     """
@@ -63,24 +65,34 @@ class KeyFile:
         self._keyring: Keyring | None = None
         """The data keys of the open store; None: it has none, or is not open."""
         self.forgotten: Mapping[str, int] = {}
-        """Tenant → how often its keys have disappeared since the store was opened."""
+        """Tenant → how often this process has noticed that keys of it have disappeared from the
+        file, because the tenant was forgotten. Each change replaces the mapping. Callers compare
+        it with an earlier state (``refuse``)."""
         self._version: tuple[int, int] | None = None
-        """Inode and time of the file that was read last."""
-        # also while the file is read: a thread that has read it before a key was made must not take
-        # it for a destroyed one, nor add one that was destroyed meanwhile
+        """Inode and time of modification (ns) of the file that ``refresh`` read last; None: it has
+        not read any."""
+        # Held while the file is read, too. Otherwise, a thread that read the file before another
+        # one made a key could take this key for a destroyed one, or add one that was destroyed
+        # meanwhile.
         self._lock = threading.RLock()
         self._seal = KeySeal(self._known, self._reload)
-        # for the keys of tenants: it searches no other key, which would read the file again
+        """Seal of the store, which ``seal`` returns: it reads the file again if it meets an unknown
+        key."""
+        # Opens the records of tenants' keys in the file. It needs the store's key only, and must
+        # not read the file again.
         self._records = KeySeal(self._known)
 
     def prepare(self, *, create: bool) -> str:
-        """Return the id of the keyring of a store without a catalogue; empty: it has no key.
+        """Return the id of the keyring of a store whose catalogue is about to be created or
+        rebuilt, so that the caller records it there; empty: the store has no key.
 
-        :param create: make one for a new store, unless it is there or the user gave no key.
+        :param create: make a keyring and the file for a new store, unless the file is there or the
+            user gave no key. False: for a rebuild, whose packs need the keys that sealed them.
         :raises ConfigurationError: data keys are there, and the user's key does not unwrap them; or
             there are none, and the user gave a key, and not ``create``.
         """
         there = self._read()
+        # as after a creation that was interrupted, or in a store whose catalogue is lost
         if there.wrapped:
             return self._unwrapped(there).id
         if self._key is None:
@@ -95,7 +107,7 @@ class KeyFile:
         return keyring.id
 
     def seal(self, keyring_id: str) -> Seal:
-        """Return the seal of a store.
+        """Read the file, and return the seal of a store that is being opened.
 
         :param keyring_id: that the catalogue names; empty: the store has no key.
         :raises ConfigurationError: the user's key is missing, another one, or not for this store.
@@ -114,8 +126,8 @@ class KeyFile:
             raise CorruptStoreError(
                 f"{self._path} is missing: nothing can read the store without it"
             )
-        # an open handle keeps its keys, also if its store is opened again: the user's may have been
-        # replaced
+        # If the store is opened again, keep the keys that are known: the file may be wrapped with
+        # another key of the user meanwhile (``rotate``), which this handle was not given.
         keyring = self._keyring
         if keyring is None or keyring.id != there.wrapped[0].keyring:
             keyring = self._unwrapped(there)
@@ -128,15 +140,17 @@ class KeyFile:
         return self._seal
 
     def make(self, tenants: Iterable[str]) -> None:
-        """Make the data keys of these tenants, unless another process has made them. The caller
-        holds the writer lock.
+        """Make the data keys of those of these tenants that have none, durably. The caller holds
+        the writer lock, so no other process makes them at the same time.
 
         :raises CorruptStoreError: the file is missing, damaged, or that of another store.
         :raises StoreError: it has no room for more keys.
         :raises OSError: the file was not replaced.
         """
-        # a key that is added to another file is lost when the store's own is put back
+        # Only in the store's own file: a key that is added to another one, which a user has put
+        # there, would be lost when the own file is put back.
         there = self._present()
+        # first those that other processes have made
         self._add(there.tenants)
         made = list(map(DataKey.new, self._known().lacking(tenants)))
         if not made:
@@ -146,23 +160,29 @@ class KeyFile:
         self._add(added)
 
     def _known(self) -> Keyring:
+        """Return the keys of the open store that this process knows.
+
+        :raises StoreError: the store is not open, or has no key.
+        """
         if self._keyring is None:
             raise StoreError(f"{self._store} is not open, or has no key")
         return self._keyring
 
     def refresh(self) -> None:
-        """Read the keys of tenants again, if any process has changed them, and drop those that are
-        gone."""
+        """Read the keys of tenants again, if any process has changed the file: add new ones, and
+        drop those that were destroyed. Called before each transaction. Errors are ignored."""
         if self._keyring is None:
             return
         try:
             status = self._path.stat()
         except OSError:
-            return  # the store was deleted
+            return  # the store was deleted: the transaction reports it
+        # each change replaces the file
         version = (status.st_ino, status.st_mtime_ns)
         if self._version == version:
             return
-        # lost, damaged or not readable: the engine runs on with the keys that it has
+        # If the file is lost, damaged or not readable, the engine runs on with the keys that it
+        # has.
         with self._lock, suppress(CorruptStoreError, OSError):
             there = self._present().tenants
             self._add(there)
@@ -172,31 +192,33 @@ class KeyFile:
         self._version = version
 
     def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
-        """Raise a TenantForgottenError if any of these tenants was forgotten since ``forgotten``
-        was ``before``."""
+        """Raise a TenantForgottenError if any of these tenants was forgotten since the attribute
+        ``forgotten`` had the value ``before``."""
         now = self.forgotten
         gone = [name for name in tenants if now.get(name, 0) != before.get(name, 0)]
         if gone:
             raise TenantForgottenError(gone)
 
     def destroy(self, tenant: str) -> list[bytes]:
-        """Destroy the data keys of a tenant, also in the copies that damaged stores have; return
-        their ids. The caller holds the writer lock.
+        """Destroy the data keys of a tenant in the file, and in the copies of it that quarantined
+        stores have; return their ids, sorted. The caller holds the writer lock.
 
         :raises OSError: some keys may be left.
         """
         if self._keyring is None:
             return []
-        self._present()
+        self._present()  # raises if the file is not that of this store
         gone: set[bytes] = set()
-        # this store last: as long as it has the key, the command is repeated
+        # This store comes last: as long as it has the key, a repeated command knows whose rows to
+        # delete, and destroys the copies that are left.
         for directory in (*quarantined(self._store), self._store):
             gone |= self._destroy_in(directory / KEY_FILE, tenant)
         self._drop(gone)
         return sorted(gone)
 
     def _destroy_in(self, path: Path, tenant: str) -> set[bytes]:
-        """Destroy the data keys of a tenant in one file; return their ids."""
+        """Destroy the data keys of a tenant in one file; return their ids. Without any, the file is
+        not written."""
         there = self._read(path)
         own = {key.id for key in there.tenants if self._tenant_of(key) == tenant}
         if not own:
@@ -211,14 +233,16 @@ class KeyFile:
         return {key.id for key in own if key.tenant == tenant}
 
     def _tenant_of(self, key: TenantKey) -> str | None:
-        """Return whose key it is; None: it is damaged, or of another store."""
+        """Return the tenant whose key a record in the file is; None: the record is damaged, or of
+        another store."""
         try:
             return self._records.opened_key(key.id, key.sealed).tenant
         except CorruptPackError:
             return None
 
     def _drop(self, key_ids: Collection[bytes]) -> None:
-        """Drop data keys that were destroyed."""
+        """Drop data keys that were destroyed from those that are known, and count their tenants as
+        forgotten."""
         with self._lock:
             known = self._known()
             tenants = {known.keys[key_id].tenant for key_id in key_ids}
@@ -229,12 +253,15 @@ class KeyFile:
                 self.forgotten = counts
 
     def _reload(self, key_id: bytes) -> Keyring:
-        """Read the keys of tenants again."""
+        """Read the keys of tenants again, because the seal met the unknown key ``key_id``."""
         self.refresh()
         return self._known()
 
     def _add(self, tenants: Iterable[TenantKey]) -> None:
-        """Add the data keys of tenants that are not known."""
+        """Add those of the data keys in a file that are not known yet.
+
+        :raises CorruptStoreError: one does not open with the store's key.
+        """
         with self._lock:
             known = self._known()
             new = [key for key in tenants if key.id not in known.keys]
@@ -265,14 +292,17 @@ class KeyFile:
     def _wrapped(
         self, key: StoreKey, keyring: Keyring, tenants: tuple[TenantKey, ...]
     ) -> StoredKeys:
+        """Return the content of the file: the store's key, wrapped with a user's, and the records
+        of tenants' keys, which do not depend on the user's."""
         return StoredKeys((key.wrap(keyring.id, keyring.store),), tenants)
 
     def _unwrapped(self, there: StoredKeys) -> Keyring:
-        """Return the data keys of the store, opened with the key of the URL.
+        """Return the store's keyring, without tenants' keys, opened with the key of the URL.
 
         :raises ConfigurationError: the URL names no key, or another one.
+        :raises CorruptStoreError: the file is damaged.
         """
-        given = there.wrapped[0].store_key
+        given = there.wrapped[0].store_key  # id of the user's key that wrapped it
         if self._key is None:
             raise ConfigurationError(
                 "key", "none", f"the key {given} of {self._store}: name it with {_HINT}"
@@ -287,7 +317,10 @@ class KeyFile:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
 
     def _read(self, path: Path | None = None) -> StoredKeys:
-        """Return the content of the file, or of a copy of it; no keys if it is missing."""
+        """Return the content of the file, or of a copy at ``path``; no keys if it is missing.
+
+        :raises CorruptStoreError: it is damaged, or was replaced during each attempt.
+        """
         path = path or self._path
         problem = ""
         for _ in range(_READS):
@@ -299,7 +332,8 @@ class KeyFile:
                 content = file.read(_MOST_BYTES)
                 is_replaced = os.fstat(file.fileno()).st_nlink == 0
             if is_replaced:
-                # meanwhile, and perhaps overwritten
+                # by ``_write`` of another process, which overwrites the old file: what was read may
+                # be a part of it
                 problem = "others replace it all the time"
                 continue
             try:
@@ -310,7 +344,7 @@ class KeyFile:
         raise CorruptStoreError(f"{path} is damaged: {problem}")
 
     def _present(self) -> StoredKeys:
-        """Return the content of the file.
+        """Return the content of the file, after a check that it is the open store's.
 
         :raises CorruptStoreError: it is missing, damaged or of another store.
         """
@@ -321,8 +355,8 @@ class KeyFile:
         return there
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
-        """Replace the file, or a copy of it, durably. Overwrite the one before: its free blocks
-        would keep keys that are destroyed later.
+        """Replace the file, or the copy at ``path``, durably. Then overwrite the one before,
+        because keys that are destroyed, now or later, could be read from its free blocks.
 
         :raises StoreError: it would be longer than readers accept; nothing was written.
         """
@@ -335,6 +369,7 @@ class KeyFile:
                 f"{path} has data keys of {len(keys.tenants) - 1} tenants, and no room for more"
             )
         with ExitStack() as opened:
+            # opened first: after the rename, no name leads to it
             before = None
             with suppress(FileNotFoundError):
                 before = open_regular(path, os.O_WRONLY)
@@ -346,6 +381,7 @@ class KeyFile:
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(path)
+            # before the overwriting: a power loss must leave the old file or the new one
             sync_directory(path.parent)
             if before is not None:
                 _overwrite(before)
@@ -355,14 +391,15 @@ def _copy_owner(source: int, target: int) -> None:
     """Give a file the owner and the mode of another one: an engine of another user than that of the
     command reads it."""
     status = os.fstat(source)
-    # only root may give files away
+    # only root may give files away; the mode is copied in any case
     with suppress(PermissionError):
         os.fchown(target, status.st_uid, status.st_gid)
     os.fchmod(target, status.st_mode & 0o777)
 
 
 def _overwrite(fd: int) -> None:
-    """Overwrite a file that was replaced, unless it has another name, as that of a backup."""
+    """Overwrite a file that was replaced with zeros, unless it has another name: a hard link may be
+    a user's backup."""
     status = os.fstat(fd)
     if status.st_nlink == 0:
         os.pwrite(fd, bytes(status.st_size), 0)

@@ -58,30 +58,36 @@ DATABASES = (*TABLES, PIECES, EXTENTS, SEGMENTS, FREE, SIZES, HOLES, RESERVED)
 
 # Rows of ``meta``, in addition to the catalogue's: key and shape.
 _FORMAT_ROW = b"format"
-_FORMAT = struct.Struct("<8sI")
+_FORMAT = struct.Struct("<8sI")  # ``_MAGIC``, ``FORMAT_VERSION``
 _MAGIC = b"PKVLMDB1"
 _FOREIGN = "it is an LMDB environment of something else"
 _CAPACITY_ROW = b"capacity"
-_BYTES = struct.Struct("<Q")
+_BYTES = struct.Struct("<Q")  # capacity in bytes, or number of the last erasure
 _TTL_ROW = b"ttl"
-_TTL = struct.Struct("<d")
+_TTL = struct.Struct("<d")  # seconds
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads in LMDB, as values
 # the other one: in segment files; LMDB holds the extents (page ranges)
 PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
 _KEYRING_ROW = b"keyring"
+# prefix; then the digest of a tenant's name and random bytes → number of the writer that forgets it
 _REFUSED = b"refused"
 # numbers of pages of the segment files: with disk space, of these free, and reserved
 SPACE_ROW = b"space"
 
 
-_REFUSAL_BYTES = 8  # random: a tenant may be forgotten twice at once
-WRITER = struct.Struct(">I")  # number of a writer
+# random bytes, because two commands may forget the same tenant at once
+_REFUSAL_BYTES = 8
+WRITER = struct.Struct(">I")
+"""Number of a writer, that is, of a process that reserves extents (``Guard.claim``)."""
+# of a trailer: segment, first page and pages of the last extent, number of extents, erasures
 _FIELDS = struct.Struct("<IIIIQ")
+# of a trailer: checksum, ``_TRAILER_MAGIC``
 _END = struct.Struct("<Q8s")
 _TRAILER_MAGIC = b"PKVXTNT1"
 _TRAILER_BYTES = _FIELDS.size + _END.size
+# 8-byte words of a page; the last one may be a trailer's magic number
 _PAGE_WORDS = PAGE_BYTES // 8
 
 
@@ -120,6 +126,7 @@ def open_databases(
     try:
         # the format first: another one may have other databases
         meta = env.open_db(META.encode(), txn=txn, create=False)
+        # the caller's transaction stays open
         with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
             _check_format(reading.get(_FORMAT_ROW, db=meta))
         for name in DATABASES:
@@ -213,7 +220,8 @@ def write_erasures(rows: TableRows, number: int) -> None:
 
 
 def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
-    """Return the number in a row of ``META``; 0 if the row is missing or has another length."""
+    """Return the number that a row of ``META`` holds; 0 if the row is missing or has another
+    length."""
     row = rows.get(META, name)
     if row is None or len(row) != shape.size:
         return 0
@@ -232,7 +240,11 @@ def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
 
 
 def read_refusals(rows: TableRows, tenant: str | None = None) -> dict[bytes, int]:
-    """Return the writers that forget a tenant, by the key of the record; None: any tenant."""
+    """Return the numbers of the writers that forget a tenant, by the key of the record; those of
+    dead processes included.
+
+    :param tenant: None: any tenant.
+    """
     prefix = _REFUSED
     if tenant is not None:
         prefix += rows.tenant_digest(tenant)
@@ -265,10 +277,12 @@ def encode_tail(
 ) -> None:
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
+    :param encoded: the table, with the table's own trailer (length, checksum, magic number).
     :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
     """
     last_extent = extents[-1]
     fields = _FIELDS.pack(*last_extent, len(extents), erasures)
+    # the trailer's checksum covers the table's one, so it is valid for this table only
     table_trailer = encoded[-TRAILER_BYTES:]
     checksum = _trailer_checksum(table_trailer, fields)
     content = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
@@ -279,7 +293,7 @@ def encode_tail(
 def find_trailers(pages: memoryview) -> list[int]:
     """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are
     whole pages."""
-    # one word of each page
+    # compares the last word of each page only: a rebuild searches all pages of a store
     last_words = pages.cast("Q")[_PAGE_WORDS - 1 :: _PAGE_WORDS]
     magic = int.from_bytes(_TRAILER_MAGIC, sys.byteorder)
     return [number for number, word in enumerate(last_words) if word == magic]
@@ -302,9 +316,11 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     extent = Extent(own_segment, first, pages)
     # a copy of a trailer, at another place, is not valid
     is_here = extent.segment == segment and extent.end == number + 1
+    # the checksum proves no origin: a payload may contain any bytes
     is_possible = num_extents > 0 and 0 < extent.pages <= extent.end
     if not is_here or not is_possible:
         return None
+    # the table's own trailer begins with the length of the table
     table_length = int.from_bytes(table_trailer[:8], "little")
     tail_length = table_length + TRAILER_BYTES + _TRAILER_BYTES
     return Trailer(extent, num_extents, erasures, tail_length)
@@ -319,4 +335,5 @@ def decode_table(tail: memoryview, seal: Seal) -> PackTable:
 
 
 def _trailer_checksum(table_trailer: Buffer, fields: bytes) -> int:
+    """Return the checksum of a trailer: over the end of the table before it, and its own fields."""
     return xxhash.xxh3_64_intdigest(bytes(table_trailer) + fields)

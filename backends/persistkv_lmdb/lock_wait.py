@@ -39,9 +39,11 @@ class LockWait:
         """The process in which the daemon thread runs: a forked child has no such thread."""
         self._is_over = False
         """Whether ``flock`` has returned."""
-        self._granted: int | None = None  # until ``result`` returns it
-        # The link leads to this file even if its name was removed. A duplicate would share the
-        # lock.
+        self._granted: int | None = None
+        """Descriptor that holds the lock, until ``result`` returns it or it is closed; None: no
+        lock to give away."""
+        # A new open file description, because a duplicate of the descriptor would share its lock.
+        # The link leads to this file even if its name was removed.
         self._fd = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
         try:
             threading.Thread(
@@ -69,7 +71,7 @@ class LockWait:
             self._is_awaited = True
             try:
                 self._changed.wait_for(lambda: self._is_over, timeout_s)
-            except BaseException:  # Ctrl-C: the lock would stay taken
+            except BaseException:  # Ctrl-C: a lock obtained meanwhile would stay taken
                 self._release()
                 raise
             finally:
@@ -82,7 +84,7 @@ class LockWait:
 
     def forget(self) -> None:
         """Close the descriptor in a forked child, where no thread waits. In the parent this does
-        nothing."""
+        nothing: its thread is blocked in ``flock`` and still needs the descriptor."""
         if self._process != os.getpid() and not self._is_over:
             os.close(self._fd)
             self._is_over = True
@@ -94,6 +96,7 @@ class LockWait:
         except OSError as error:
             self._error = error
         with self._changed:
+            # also after an error: ``_release`` then closes the descriptor
             self._granted = self._fd
             self._is_over = True
             if self._error is not None or not self._is_awaited:
@@ -101,7 +104,8 @@ class LockWait:
             self._changed.notify_all()
 
     def _release(self) -> None:
-        """Release the lock if it was obtained and not returned. The caller holds the condition."""
+        """Release the lock, by closing its descriptor, if it was obtained and ``result`` has not
+        returned it. The caller holds the condition."""
         granted = self._granted
         self._granted = None
         if granted is not None:

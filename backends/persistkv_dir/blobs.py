@@ -5,8 +5,9 @@
    synced once per handle, because the process that created them may not have synced them yet.
 3. Names never leave the root: symbolic links below it are not followed, and only regular files are
    blobs.
-4. Lists, deletions and writes open directories anew, and a blob counts as missing only after that:
-   a client of NFS then compares its cached directory with the server's.
+4. Each list, deletion and write opens its directories with ``_REVALIDATE``: a client of NFS then
+   compares its cached directory with the server's. A blob counts as missing only after such an
+   attempt.
 5. A root that a handle has seen, and that is gone, is unavailable, not empty: it may be unmounted.
 6. Files are removed if they are blobs to delete, or temporary files of dead writers. Directories
    stay.
@@ -59,8 +60,10 @@ _REMEDIES = {
 }
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
-_LOOK_UP = os.O_PATH  # trusts what the client of a network file system has cached
-_REVALIDATE = os.O_RDONLY  # compares it with the server
+# How a directory is opened. The client of a network file system answers from its cache for the
+# first, and compares its cache with the server for the second.
+_LOOK_UP = os.O_PATH
+_REVALIDATE = os.O_RDONLY
 
 _REFUSED = frozenset(
     {
@@ -112,7 +115,7 @@ class _OpenBlob:
         self.place = place
         self.descriptor = descriptor
         self.version = (status.st_ino, status.st_size, status.st_mtime_ns)
-        """Another blob at the same place has another one."""
+        """Inode, size and time of modification: another blob at the same place has others."""
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -143,8 +146,11 @@ class DirBlobs(Blobs):
         self.read_only = read_only
         self._closed = False
         self._root_was_seen = False
-        self._durable: set[tuple[int, int]] = set()  # directories whose path is synced
+        """Whether ``root`` has existed at some time: then it is not created again."""
+        self._durable: set[tuple[int, int]] = set()
+        """Directories whose path is synced, as ``_identity`` returns them."""
         self._server_time: _ServerTime | None = None
+        """Time of the last ``put``; None: there was none, so the server's clock is not known."""
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
         check_name(name)
@@ -156,7 +162,8 @@ class DirBlobs(Blobs):
             except OSError as error:
                 if error.errno not in _CHANGED:
                     raise
-                # The directory is new or was removed meanwhile; or the temporary file, after a day.
+                # The directory does not exist yet or was removed meanwhile; or another machine has
+                # removed the temporary file, which was a day old.
                 self._create(place.directories)
                 written = self._write(place, pieces)
         self._server_time = _ServerTime(written, time.monotonic())
@@ -174,6 +181,7 @@ class DirBlobs(Blobs):
             for buffer in buffers:
                 rest = buffer.cast("B")
                 while rest:
+                    # only around the read: errors of the iterable pass unchanged
                     with self._translated(name):
                         done = self._read_some(
                             blob, rest, offset + count, is_first=count == 0
@@ -199,6 +207,7 @@ class DirBlobs(Blobs):
             raise failures[0]
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        # here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)
         self._check_open()
         return self._list(prefix, after)
@@ -240,7 +249,8 @@ class DirBlobs(Blobs):
 
         :raises UnavailableError: it was there before, and is not there now.
         """
-        # before: another thread may create it at this moment
+        # Read before the call: another thread may create the root after this one has missed it, and
+        # then sets the attribute.
         was_seen = self._root_was_seen
         try:
             descriptor = os.open(self.root, access | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -258,7 +268,11 @@ class DirBlobs(Blobs):
 
     @contextmanager
     def _directory(self, directories: Iterable[str], access: int) -> Iterator[int]:
-        """Open a directory below the root; the ``with`` statement receives its descriptor."""
+        """Open a directory below the root; the ``with`` statement receives its descriptor.
+
+        :param directories: the names on the path from the root.
+        :param access: ``_LOOK_UP`` or ``_REVALIDATE``.
+        """
         with ExitStack() as opened:
             descriptor = opened.enter_context(_closing(self._open_root(access)))
             for directory in directories:
@@ -269,7 +283,9 @@ class DirBlobs(Blobs):
             yield descriptor
 
     def _create(self, directories: Sequence[str]) -> None:
-        """Create missing directories below the root, and itself; make their entries durable."""
+        """Create the directories on a path below the root if they are missing, and the root; make
+        their entries durable."""
+        # a root that was seen and is gone may be unmounted: ``_open_root`` raises
         if not self._root_was_seen:
             for path in (*reversed(self.root.parents), self.root):
                 if not path.exists():
@@ -292,8 +308,9 @@ class DirBlobs(Blobs):
     def _sync_parents_of_root(self, device: int) -> None:
         """Make the entries of the store's directory and its parents durable, up to a mount."""
         for parent in self.root.parents:
+            # the root is a mount, or in one: the entries above it were not created with the store
             if parent.stat().st_dev != device:
-                break  # the root is a mount, or in one
+                break
             try:
                 descriptor = os.open(
                     parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -312,6 +329,7 @@ class DirBlobs(Blobs):
         :raises UnavailableError: the blob is at its place, but it may not be durable.
         """
         with self._directory(place.directories, _REVALIDATE) as directory:
+            # it exists, but nobody is known to have synced the entries on its path
             if _identity(directory) not in self._durable:
                 self._create(place.directories)
             modified = _write_and_rename(directory, place.file, pieces)
@@ -320,6 +338,7 @@ class DirBlobs(Blobs):
                 # The rename set the directory's time. The file's is older, by any pause before it.
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
+                # not an OSError, which means that nothing was written
                 raise UnavailableError(
                     f"{self.root / str(place)}: {_reason(error)}"
                 ) from error
@@ -330,11 +349,13 @@ class DirBlobs(Blobs):
     ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the failures."""
         failures: list[StoreError] = []
+        # the outer ``try`` is for the directory, the inner one for each blob
         try:
             with (
                 self._translated("/".join(directories)),
                 _if_exists(self._directory(directories, _REVALIDATE)) as directory,
             ):
+                # without the directory, all of its blobs are deleted already
                 if directory is None:
                     return failures
                 for place in places:
@@ -354,6 +375,7 @@ class DirBlobs(Blobs):
 
         :raises BlobMissingError: there is no regular file at its path.
         """
+        # the usual case: no request to the server for each directory on the path
         try:
             return self._open_file(place, _LOOK_UP)
         except OSError as error:
@@ -401,8 +423,9 @@ class DirBlobs(Blobs):
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-        # another machine deleted or replaced the file, or the server started again
+        # ESTALE: another machine deleted or replaced the file, or the server started again
         fresh = self._open_blob(blob.place)
+        # the bytes that were read belong to the earlier blob
         if not is_first and blob.version != fresh.version:
             fresh.close()
             raise UnavailableError(
@@ -416,6 +439,8 @@ class DirBlobs(Blobs):
     # Listing
 
     def _list(self, prefix: str, after: str) -> Iterator[BlobInfo]:
+        """Yield the blobs of a listing."""
+        # the prefix is empty or ends with a slash, so the last part is empty
         directories = prefix.split("/")[:-1]
         with (
             self._translated(prefix),
@@ -429,14 +454,21 @@ class DirBlobs(Blobs):
         prefix: str,
         after: str,
     ) -> Iterator[BlobInfo]:
-        """Iterate over the blobs below a directory, whose names start with ``prefix``."""
+        """Iterate over the blobs below a directory, whose names start with ``prefix`` and are
+        greater than ``after``.
+
+        :param directory: its descriptor; None: it does not exist.
+        """
+        # longer names are not those of blobs; this also bounds the depth of the recursion
         if directory is None or len(prefix) >= MAX_NAME:
             return
         for entry in self._entries(directory):
             name = prefix + entry
             if entry.endswith("/"):
+                # A directory below which all names are smaller, too. One that contains ``after``
+                # itself may hold greater ones.
                 if name <= after and not after.startswith(name):
-                    continue  # all names below it are smaller, too
+                    continue
                 inner_directory = _directory_in(directory, entry[:-1], _REVALIDATE)
                 with _if_exists(inner_directory) as inner:
                     yield from self._list_directory(inner, name, after)
@@ -452,7 +484,7 @@ class DirBlobs(Blobs):
         With the ``/``, this is the order of the full names below them: ``a-b`` precedes ``a/b``.
         """
         entries = []
-        # a directory that is removed meanwhile ends
+        # the scan of a directory that is removed meanwhile ends early
         with suppress(FileNotFoundError), os.scandir(directory) as scan:
             for entry in scan:
                 if _TEMPORARY.fullmatch(entry.name):
@@ -472,6 +504,7 @@ class DirBlobs(Blobs):
         status = _status_of_file(directory, temporary)
         if status is None:
             return
+        # by the server's clock, which has set the time of the file
         if status.st_mtime < self._server_time.now() - _DEAD_AFTER_S:
             with suppress(OSError):  # removed by another process, or not allowed
                 os.unlink(temporary, dir_fd=directory)
@@ -500,18 +533,21 @@ def _write_and_rename(directory: int, name: str, pieces: Sequence[Buffer]) -> fl
 def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
     """Write all pieces to a file, in several calls if there are many."""
     rest = [memoryview(piece).cast("B") for piece in pieces]
+    # index of the first piece with bytes that are not written yet
     number = 0
     while number < len(rest):
         done = os.writev(file, rest[number : number + _MOST_BUFFERS])
-        # skip complete pieces, empty ones among them
+        # pass the pieces that are complete, empty ones among them
         while number < len(rest) and done >= len(rest[number]):
             done -= len(rest[number])
             number += 1
+        # the call has ended within this piece
         if done:
             rest[number] = rest[number][done:]
 
 
 def _unlink_file(directory: int, name: str) -> None:
+    """Delete a file. If there is none, or something that is no file, do nothing."""
     try:
         os.unlink(name, dir_fd=directory)
     except OSError as error:
@@ -530,6 +566,11 @@ def _status_of_file(directory: int, name: str) -> os.stat_result | None:
 
 @contextmanager
 def _directory_in(parent: int, name: str, access: int) -> Iterator[int]:
+    """Open a directory in another one, not through a link, for the ``with`` statement.
+
+    :param parent: descriptor of the other one.
+    :param access: ``_LOOK_UP`` or ``_REVALIDATE``.
+    """
     with _closing(
         os.open(name, access | os.O_DIRECTORY | _SAFE, dir_fd=parent)
     ) as descriptor:
@@ -541,6 +582,7 @@ def _if_exists(directory: AbstractContextManager[int]) -> Iterator[int | None]:
     """Open a directory; the ``with`` statement receives None instead if it does not exist."""
     with ExitStack() as opened:
         descriptor = None
+        # only around the opening: errors of the ``with`` statement's body pass
         try:
             descriptor = opened.enter_context(directory)
         except OSError as error:
@@ -551,6 +593,7 @@ def _if_exists(directory: AbstractContextManager[int]) -> Iterator[int | None]:
 
 @contextmanager
 def _closing(descriptor: int) -> Iterator[int]:
+    """Close a descriptor at the end of the ``with`` statement, which receives it."""
     try:
         yield descriptor
     finally:
@@ -558,10 +601,12 @@ def _closing(descriptor: int) -> Iterator[int]:
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
+    """Return device and inode of an open directory."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino
 
 
 def _reason(error: OSError) -> str:
+    """Return the error's code and description as text, without a path."""
     code = errno.errorcode.get(error.errno or 0, "unknown error")
     return f"{code} ({error.strerror})"

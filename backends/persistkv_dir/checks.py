@@ -1,4 +1,4 @@
-"""What ``persistkv doctor`` finds about a shared directory, apart from its calls."""
+"""Checks of a shared directory for ``persistkv doctor``: its file system, mount and mode."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from persistkv.storage.mounts import existing_parent, remote_type, type_of
 _ON_DISK = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "tmpfs", "ramfs"}
 )
-"""Types of which no other host sees anything. Others that are not known as remote may be either."""
+"""Types of file systems that no other host can see. A type that is neither here nor known as remote
+may be local or shared."""
 
 
 def check_directory(root: Path) -> Iterator[Check]:
-    """Yield what is found about a directory, which need not exist. Nothing is raised, and nothing
-    changed."""
+    """Yield the checks of a directory, which need not exist. Failures are outcomes; nothing is
+    raised, and nothing is changed."""
     try:
         existing = existing_parent(root)
         yield _file_system(existing)
@@ -38,7 +39,10 @@ def check_directory(root: Path) -> Iterator[Check]:
 
 
 def _file_system(existing: Path) -> Check:
-    """Check whether other hosts can mount the directory."""
+    """Check whether other hosts can mount the directory.
+
+    :param existing: the directory, or its nearest parent that exists.
+    """
     check = "file system"
     remote = remote_type(existing)
     if remote is not None:
@@ -93,7 +97,10 @@ def _mode(root: Path) -> Check:
 
 
 def _absent(root: Path, existing: Path) -> Check:
-    """Check whether the store's directory can be created."""
+    """Check whether the store's directory can be created.
+
+    :param existing: its nearest parent that exists.
+    """
     if os.access(existing, os.W_OK | os.X_OK):
         return Check(
             "directory",

@@ -37,7 +37,7 @@ class StagedPack:
     since: float
     """Time of creation, by ``time.monotonic``."""
     segments: list[Segment] = field(default_factory=list)
-    """The blocks, one segment for each one of a job; their sources are ``StagedBlocks``."""
+    """Copies of segments of jobs, in the order of arrival; their sources are ``StagedBlocks``."""
     num_bytes: int = 0
     """Raw bytes of all blocks."""
     closed: bool = False
@@ -138,6 +138,7 @@ class Staging:
         num_bytes = sum(pack.num_bytes for pack in self._waiting)
         if everything or 2 * num_bytes >= self._max_bytes:
             return list(self._waiting)
+        # packs of this time or earlier are old enough
         due_since = time.monotonic() - self._max_age_s
         if self._gather_all:
             is_due = any(pack.since <= due_since for pack in self._waiting)

@@ -256,7 +256,7 @@ class Committer:
         self._drop(Transaction(writers, ends), None)
 
     def _drop(self, transaction: Transaction, refused: str | None) -> None:
-        """Count the lost packs and ends of requests of a failed transaction.
+        """Drop the packs and ends of requests of a failed transaction, and count and report them.
 
         :param refused: the tenant whose quota it did not fit; None: it failed otherwise.
         """
@@ -269,7 +269,7 @@ class Committer:
         self.drop(transaction.packs)
 
     def drop(self, writers: Iterable[PackWriter]) -> None:
-        """Drop packs, and count their blocks."""
+        """Drop packs, and count their blocks. Their rows are free then."""
         for writer in writers:
             self._counters.dropped_blocks += len(writer.keys)
             self._counters.dropped_bytes += writer.raw_length
@@ -301,8 +301,8 @@ class Committer:
         :param uses: ids of packs that were used since the last commit.
         :param seen: ``CommitBatch.seen``.
         """
-        writers, needs = await self._without_held(transaction.packs)
         # ``needs``, extended below: packs that must still be held when the batch is written
+        writers, needs = await self._without_held(transaction.packs)
         pack_of = await self._pack_of(writers, transaction.ends)
         manifests: list[ManifestWrite] = []
         pins: list[tuple[str, bool]] = []

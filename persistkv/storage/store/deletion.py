@@ -80,7 +80,7 @@ class Deleter:
                 self._committer.forget(error.tenants)
                 raise
             finally:
-                # the owner of the store then sends the changed index and the report
+                # the owner of the store then publishes the changed index and the report
                 self._committer.changed.set()
 
     async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:

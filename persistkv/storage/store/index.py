@@ -346,8 +346,8 @@ class _FingerprintTable:
             left = left[values != _EMPTY]
             _advance(probed, left, self.slots)
         slots = np.sort(np.concatenate(found))
-        # equal fingerprints found the same slots; ``remove`` needs each once
-        # NumPy's ``unique`` imports 100 ms of modules
+        # equal fingerprints have found the same slots; NumPy's ``unique`` would drop the copies,
+        # after 100 ms for its imports
         is_first = np.ones(len(slots), np.bool_)
         is_first[1:] = slots[1:] != slots[:-1]
         return slots[is_first]
@@ -357,8 +357,8 @@ class _FingerprintTable:
         self.fingerprints[at] = _GONE
         self.packs[at] = 0
         self._header[0] -= np.uint64(len(at))
-        # No probe needs a _GONE before an empty slot; without this, a table whose packs are evicted
-        # and replaced would fill up with _GONE.
+        # No probe needs a _GONE before an empty slot: from each such slot backwards, they become
+        # empty. Otherwise, a table whose packs are evicted and replaced would fill up with _GONE.
         while len(at):
             is_gone = self.fingerprints[at] == _GONE
             following = (at + 1) % self.slots
@@ -627,7 +627,8 @@ class Index:
             # entries in slots whose turn is past; the others are copied with their slots
             copied = at < self._copied
             self._new.insert(fingerprints[copied], packs[copied])
-            # commits of many blocks leave few rounds: the new table must be complete in time
+            # The committer replaces a slice in each of its rounds. Commits of many blocks need more
+            # slices, so that the new table is complete before this one is full.
             for _ in range(len(packs) // _KEYS_PER_SLICE):
                 self.replace_some()
         elif self._table.room(_FILL) < 0:
@@ -659,6 +660,7 @@ class Index:
 
     @property
     def _tables(self) -> list[_FingerprintTable]:
+        """The table in use, then the one that will replace it: removals apply to both."""
         return [self._table] if self._new is None else [self._table, self._new]
 
     def add_adopted(self, keys: Sequence[bytes]) -> None:

@@ -78,6 +78,7 @@ class Scratch:
         """
         self._num_bytes = align(part_bytes + 2 * FRAME_BYTES)
         self._free: list[mmap.mmap] = []
+        """Buffers that are not lent. No lock: ``pop`` and ``append`` are atomic."""
 
     @contextmanager
     def lend(self) -> Iterator[Take]:
@@ -94,6 +95,7 @@ class Scratch:
 
         def take(num_bytes: int) -> memoryview:
             nonlocal rest
+            # whole pages, so that the next piece begins at a page, too
             taken = align(num_bytes)
             if taken > len(rest):
                 own = huge_memory(max(taken, PAGE_BYTES))
@@ -128,6 +130,7 @@ class ReadOutcome:
     the job."""
 
     def add(self, other: ReadOutcome) -> None:
+        """Add the result of a part."""
         self.is_late |= other.is_late
         self.failed += other.failed
         self.suspects.update(other.suspects)

@@ -304,7 +304,7 @@ class NamespaceView:
     def _add(self, tables: Sequence[PackTable]) -> None:
         """Add new packs to the index, and report their keys."""
         for table in tables:
-            # in the index again, because it was written again or its refresh failed: no suspect
+            # no suspect any more: it was written again, or ``_quarantine`` restores it
             self._repair_work.suspects.pop(table.pack_id, None)
             # only then are full keys needed, which take time to unpack
             if self._collisions or self._announced is not None:
@@ -312,6 +312,7 @@ class NamespaceView:
                 found = [key for key in keys if key in self._collisions]
                 self._set_collisions(found, collided=False)
                 self._announce(table, keys)
+        # after the reports, which name only keys that the index lacks
         self.index.add(tables)
 
     def _announce(self, table: PackTable, keys: Sequence[bytes]) -> None:
@@ -441,7 +442,7 @@ class NamespaceView:
         ``repair`` decides."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
         found: dict[bytes, HeldPack] = {}
-        unread: list[bytes] = []
+        unread: list[bytes] = []  # packs whose tables are not in memory
         for pack_id, number in numbers.items():
             recent = self._recent.get(number)
             if recent is None:
@@ -629,6 +630,7 @@ class NamespaceView:
         suspects = self._repair_work.suspects
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
+                # removes those from ``suspects`` that were removed or written again
                 await self.refresh()
             except StoreError as error:  # unknown whether the packs are unchanged
                 self.log_failure(error)

@@ -179,6 +179,7 @@ class SavingsRecorder:
         self._total.requests += 1
         self._total.tokens += tokens
         for name, value in labels.items():
+            # a long label is left out: a note has room for 256 of 128 bytes
             label = f"{name}={value}"
             if len(label.encode()) <= _MOST_LABEL_BYTES:
                 self._total.add_label(label, restored)

@@ -94,12 +94,14 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
 
 
 def _log_to_stderr(level: int) -> None:
+    """Print log messages of this level and above, of all libraries, on standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableFormatter())
     logging.basicConfig(handlers=[handler], level=level)
 
 
 def _exit_with(error: PersistKVError) -> NoReturn:
+    """Print the error, and exit with 3 if the store or the host is the cause, otherwise with 2."""
     # one line: scripts and logs quote it
     message = printable(" ".join(str(error).split()))
     sys.stderr.write(f"persistkv: {message}\n")
@@ -115,7 +117,9 @@ def _run(arguments: list[str]) -> None:
         found = completion.completions(arguments or [""], list(COMMANDS), command)
         render.print_exact("".join(f"{printable(word)}\n" for word in found))
     elif command is not None:
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see ``entry``
+        # ``entry`` let Ctrl-C end the process during imports; from here on, it raises
+        # KeyboardInterrupt, so that the command can clean up
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         command.run(name, arguments[1:])
     else:
@@ -192,12 +196,14 @@ def _summaries() -> str:
 
 
 def _load(name: str) -> Command:
+    """Import the module of a command, and return the command."""
     module, _, attribute = COMMANDS[name].partition(":")
     command: Command = getattr(import_module(module), attribute)
     return command
 
 
 def _print_causes(error: PersistKVError) -> None:
+    """Print the traceback of the error and of the errors that caused it on standard error."""
     for line in "".join(traceback.format_exception(error)).splitlines():
         sys.stderr.write(f"{printable(line)}\n")
 

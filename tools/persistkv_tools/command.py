@@ -36,6 +36,7 @@ class Positional(NamedTuple):
     is_many: bool = False
     """Whether it takes all remaining words. They may be none."""
     is_needed: bool = True
+    """Whether its absence is an error. If False, the function gets None instead."""
 
 
 URL = Positional(
@@ -56,6 +57,7 @@ class Command(NamedTuple):
     """A command. Its help is the docstring of its function."""
 
     function: Callable[..., None]
+    """Runs the command. Its parameters have the names of the positional arguments and options."""
     positionals: tuple[Positional, ...] = (URL,)
     add_options: Callable[[ArgumentParser], None] = lambda parser: None
 
@@ -108,7 +110,8 @@ def looks_like_store(word: str) -> bool:
 
 
 def store_of(words: Sequence[str]) -> str | None:
-    """Return the first store among arguments, or that of the environment; None: there is none."""
+    """Return the URL or path of the first store among arguments, or of the store that the
+    environment names; None: there is neither."""
     for word in words:
         if looks_like_store(word):
             return resolved(word)
@@ -121,7 +124,8 @@ def number(least: int, most: int | None = None) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         bound = f"from {least}" if most is None else f"from {least} to {most}"
-        value = int(text) if text.isdecimal() else -1  # below every bound
+        # -1 is below every bound: text that is no number gets the same error
+        value = int(text) if text.isdecimal() else -1
         if value < least or (most is not None and value > most):
             problem = f"{text!r} is not valid; expected a whole number {bound}"
             raise ArgumentTypeError(problem)
@@ -267,8 +271,9 @@ def _assigned(
 def _with_default_store(
     positionals: Sequence[Positional], words: list[str]
 ) -> list[str]:
-    """Return the words, with URLs or absolute paths of stores, and with the store of the
-    environment in front if fewer stores are given than the command takes."""
+    """Return the words with each store's name or relative path replaced by its URL or absolute
+    path. If fewer stores are given than the command takes, the store of the environment comes
+    first."""
     stores = sum(positional.is_store for positional in positionals)
     given: list[str] = []
     for word in words[:stores]:
@@ -316,5 +321,6 @@ def resolved(word: str) -> str:
     word = named_stores().get(word, word)
     if not word.startswith("."):
         return word
+    # a path may end with options of the store: ./kv?option=value
     path, mark, query = word.partition("?")
     return os.path.abspath(path) + mark + query

@@ -31,10 +31,11 @@ def completions(
 
     :param command: the command that the first argument names; None: it names none.
     """
-    # bash breaks words at colons
+    # bash breaks words at colons: the three words of lmdb : //path are one URL
     words = "\n".join(arguments).replace("\n:\n//", "://").split("\n")
     begin = words[-1]
     if len(words) < 2 or command is None:
+        # the word to complete is the command
         return [name for name in commands if name.startswith(begin)]
     if begin.startswith("-"):
         # from the help: argparse has no public list of its options
@@ -44,11 +45,13 @@ def completions(
     named = [name for name in sorted(named_stores()) if name.startswith(begin)]
     if not _takes_request(command):
         return named
+    # ids of requests need the store that they are in; before it is given, its name is completed
     store = store_of(words[1:-1])
     return named if store is None else _requests(store, begin)
 
 
 def _takes_request(command: Command) -> bool:
+    """Return whether an argument of the command is the id of a request, or several ids."""
     names = [positional.metavar for positional in command.positionals]
     return any(name.startswith("REQUEST") for name in names)
 

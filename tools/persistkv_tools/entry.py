@@ -32,7 +32,9 @@ _DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 )
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-_PID_ATTEMPTS = 8
+_PID_ATTEMPTS = (
+    8  # children, each with another PID, until one gets a PID that the store accepts
+)
 # ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
 _BY_A_PROCESS = 0
 _PR_SET_PDEATHSIG = 1
@@ -49,7 +51,9 @@ def main() -> NoReturn:
     by that signal; if it is one that damaged files cause, print an error and exit with code 3.
     """
     lower_priority(sys.argv[1:])
+    # the caller may have left it ignored: then the kernel discards the child's exit code
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # blocked before the fork: a signal that comes meanwhile waits for ``_wait``
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
     parent = os.getpid()
     for attempt in range(_PID_ATTEMPTS):
@@ -57,7 +61,8 @@ def main() -> NoReturn:
         child = os.fork()
         if not child:
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it ended meanwhile
+            # the parent ended before the call above, which then sends no signal
+            if os.getppid() != parent:
                 os._exit(_STORE_FAILED)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             _run(may_retry=may_retry)
@@ -88,8 +93,10 @@ def _run(*, may_retry: bool) -> NoReturn:
     try:
         run(may_retry=may_retry)
     except SystemExit as end:
+        # a text instead of a code: the interpreter prints it, and exits with 1
         if not isinstance(end.code, int):
             raise
+        # ``os._exit`` does not wait for threads, and does not flush
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code)
@@ -102,9 +109,11 @@ def _wait(child: int) -> int:
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:
+            # the terminal sends its signals to the child, too
             if found.si_code <= _BY_A_PROCESS:
                 os.kill(child, found.si_signo)
             continue
+        # SIGCHLD also comes when the child is stopped or continued: then ``ended`` is 0
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -126,8 +135,10 @@ def _end(code: int) -> NoReturn:
             "starts with an empty store\n"
         )
         sys.exit(_STORE_FAILED)
+    # by the same signal, so that a shell sees how the command ended; SIGKILL has no handler to set
     if number is not signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
+    # still here, such as with PID 1 in a container, which the kernel protects from these signals
     sys.exit(128 + number)

@@ -88,13 +88,14 @@ def _options(parser: ArgumentParser) -> Iterator[str]:
 
 
 def _entry(term: str, text: str) -> Iterator[str]:
+    """Yield the lines of a term in bold with its indented text."""
     yield ".TP"
     yield rf"\fB{_escape(term)}\fR"
     yield _escape(text)
 
 
 def _escape(text: str) -> str:
-    """Return a text for roff: a dash is a hyphen, and a leading dot or quote a request, without an
-    escape."""
+    """Return a text with the characters escaped that roff would interpret: backslashes, dashes
+    (roff prints a hyphen for them), and a dot or quote that begins the line (a roff command)."""
     escaped = text.replace("\\", r"\e").replace("-", r"\-")
     return re.sub(r"^([.'])", r"\\&\1", escaped)

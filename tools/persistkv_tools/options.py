@@ -29,7 +29,10 @@ def show_adoptions(found: Iterable[AdoptionView]) -> None:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file, which is replaced atomically. A device or pipe is written as it is."""
+    """Replace a file atomically. A device or pipe, which must not be replaced, is written to.
+
+    :raises FileError: it cannot be written. The old content stays; a ``.part`` file may be left.
+    """
     # in the same directory, so that the rename is atomic
     part = path.with_name(path.name + ".part")
     try:

@@ -96,6 +96,7 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     size = 0
     frames: list[Frame] = []
     for frame in table.frames:
+        # ``frames`` is empty for the first frame of a piece, which may be larger than the limit
         if frames and size + frame.stored_length > most_bytes:
             yield Piece(table, frames, first, block, start, size, False)
             first += len(frames)
@@ -118,6 +119,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
     table = piece.table
     block = piece.first_block
     keys = table.keys.unpack()
+    # once for each pack: the id covers the table and no frames
     if not block and not seal.is_id_of(table):
         yield _defect(
             table,
@@ -130,6 +132,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
+        # the kind to report if the next call raises
         problem = Problem.PAYLOAD
         try:
             placed = PlacedFrame(number, frame, own_keys)
@@ -178,7 +181,8 @@ def check_pack(
 ) -> list[Defect]:
     """Read a pack and return its defects.
 
-    :param keep: receives the whole payload, appended, with opened frames. Its bytes must not be
+    :param took: called after each read, with its bytes.
+    :param keep: the whole payload is appended to it, with decrypted frames. Its bytes must not be
         used if there are defects.
     :raises UnknownCodecError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.

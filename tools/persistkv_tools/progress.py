@@ -81,7 +81,9 @@ class Throttle:
         self._rate = bytes_per_s
         self._share = share
         self._resumed = time.monotonic()
+        """When the last sleep ended; the time since then was spent on reads or writes."""
         self._free_at = self._resumed
+        """When all bytes so far would be done at the limited rate."""
 
     @property
     def bounded(self) -> bool:
@@ -92,10 +94,12 @@ class Throttle:
         """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
         busy_s = now - self._resumed
+        # then the busy time is ``share`` of both together
         idle_s = busy_s / self._share - busy_s
         # bounded: a read that waited for a slow disk would pause for minutes
         pause = min(_LONGEST_S, idle_s)
         if self._rate is not None:
+            # of the time without transfers, at most the last second counts for later bytes
             begin = max(self._free_at, now - _LONGEST_S)
             self._free_at = begin + num_bytes / self._rate
             pause = max(pause, self._free_at - now)

@@ -26,9 +26,9 @@ from persistkv.rounding import divide_up
 
 PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
-_WIDE = 120  # columns
-_UNBROKEN = 12  # characters
-_BAR = 24
+_WIDE = 120  # columns of a terminal that shows tables in full
+_UNBROKEN = 12  # characters that a cell shows on one line
+_BAR = 24  # characters of the longest bar
 _LONGEST_CELL = 200  # characters
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "m"))  # of times, in seconds
 _ALMOST = 0.98  # part of a unit that is shown as one
@@ -153,6 +153,7 @@ def print_json(value: Any) -> None:
 
 
 def _json_escape(char: str) -> str:
+    """Return a character as it stands in a JSON string: unprintable ones as an escape."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
 
 
@@ -216,8 +217,11 @@ def pairs(columns: Columns, record: object) -> dict[str, str]:
 
 
 def _cell(record: object, column: str | Callable[[Any], str]) -> str:
-    """Return the text of a field, or of a function of the record, formatted by the ending of its
-    name."""
+    """Return the text of a cell of a table.
+
+    :param column: function that returns the text; or a field, formatted according to the end of
+        its name. A dot leads to a field of a field; None on the way is shown as ``-``.
+    """
     if callable(column):
         return column(record)
     value: Any = record
@@ -286,6 +290,7 @@ def show_table(
     kept = dict(columns)
     for header, column in columns.items():
         texts = [_cell(record, column) for record in records[:most]]
+        # nothing remains of "", "-" and "0"
         is_used = any(text.strip("-0") for text in texts)
         if header in can_be_left_out and not is_used:
             del kept[header]
@@ -385,7 +390,8 @@ def raise_output_error(error: OSError) -> NoReturn:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal; for pipes and files, 1000 columns wide."""
+    """Return a console as wide as the terminal; for pipes and files, 1000 columns wide, so that no
+    line is broken."""
     file = sys.stderr if stderr else OUTPUT
     made = Console(file=file)
     return made if made.is_terminal else Console(file=file, width=_PLAIN_WIDTH)

@@ -33,7 +33,8 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def by_model(rows: Sequence[SavedTotals]) -> list[SavedTotals]:
-    """Return the rows of whole namespaces, without those of labels."""
+    """Return the rows of whole namespaces, without those of labels, which count the same tokens
+    again."""
     return [row for row in rows if row.label is None]
 
 
@@ -57,6 +58,7 @@ class RecentSavings:
     def __init__(self) -> None:
         self._rows: list[SavedTotals] = []
         self._read_at: float | None = None
+        """When ``_rows`` were read, on the monotonic clock; None: not yet."""
 
     def by_namespace(self, backend: Backend) -> list[SavedTotals]:
         """Return the totals of ``rows`` for each namespace; those of namespaces that have saved

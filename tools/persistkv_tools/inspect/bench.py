@@ -149,6 +149,7 @@ def _scratch(url: str) -> Iterator[str]:
     scratch = f"{parsed.scheme}://{location}"
     if parsed.options:
         scratch += f"?{urlencode(parsed.options)}"
+    # created before the ``try``: if that fails, there is nothing to remove
     open_backend(scratch).close()
     try:
         yield scratch
@@ -172,7 +173,8 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
         namespace = backend.open_namespace(identity).id
         for number in range(rounds + 1):
-            # new keys: a store does not write blocks again that it holds
+            # new keys: a store does not write blocks again that it holds; the last 4 bytes of a
+            # key are its KV cache group, here 0
             keys = [os.urandom(32) + bytes(4) for _ in rows]
             segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
             pack = PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
@@ -200,6 +202,7 @@ def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:
     if backend.read(pack.namespace, [span]) != [True]:
         raise StoreError("a stored pack is gone: the capacity in the URL is too small")
     table = pack.table
+    # the whole pack as one piece
     piece = Piece(table, table.frames, 0, 0, 0, table.payload_length, True)
     if any(check_piece(piece, target, backend.seal)):
         raise StoreError("a stored pack was read with wrong bytes")
@@ -238,6 +241,7 @@ class _PlainFile(PlainMedium):
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, buffers))
+        # the bytes of the last write end the file
         os.preadv(self._file, buffers, self._end - num_bytes)
         for buffer in buffers:  # a load computes checksums
             xxhash.xxh3_64_intdigest(buffer)

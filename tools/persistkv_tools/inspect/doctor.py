@@ -43,7 +43,7 @@ CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
 """Factor by which the ratio of a codec must be better than the store's present one to be
 recommended."""
-_SAMPLE_PACKS = 64
+_SAMPLE_PACKS = 64  # packs that the sample for the codecs is taken from
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
 """Pattern of the file names of primary tiers under /dev/shm; see ``persistkv.cpu.region_file``."""
@@ -69,7 +69,7 @@ _OPTIONAL_PACKAGES = {
 _MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
 _MIN_FILES = 1024
 _RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
-_SKEW_S = 300.0
+_SKEW_S = 300.0  # by which clocks of machines may differ
 _SAMPLE_BYTES = 8 << 20  # 8 MiB: encoded with each codec in a tenth of a second
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
 
@@ -97,6 +97,7 @@ def doctor(url: str | None, *, json: bool) -> None:
         render.print_json({"url": url, "findings": findings})
     else:
         made = render.table(("check", "level", "found"), [], left="level,found")
+        # without rows, ``table`` takes the texts of this column for short ones
         made.columns[-1].no_wrap = False
         for finding in findings:
             level = render.plain(finding.level.value, _STYLES[finding.level])
@@ -127,6 +128,7 @@ def examine(
 def _passed(
     check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING
 ) -> Check:
+    """Return the outcome of a check: OK if it passed, otherwise ``level`` with the remedy."""
     return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)
 
 
@@ -301,6 +303,8 @@ def _codec(stats: BackendStats, sample: bytes) -> Check:
 
 
 def _store_clock(newest: float) -> Check:
+    """Check that the newest request, created at ``newest`` (seconds since the epoch), is not from
+    the future."""
     # engines of several machines write: a difference of some minutes is common, and harmless
     is_right = newest <= time.time() + _SKEW_S
     found = "no request is from the future"
@@ -344,6 +348,7 @@ def smallest(sample: bytes) -> tuple[str, float]:
         frame = sample[start : start + FRAME_BYTES]
         for name in CODECS:
             encoded = len(parse_codec(name).encode(frame))
+            # as a store does: a frame that its codec makes no smaller is stored raw
             sizes[name] += align(min(encoded, len(frame)))
     best = min(sizes, key=sizes.__getitem__)
     return best, len(sample) / sizes[best]
@@ -355,6 +360,7 @@ def _pid_namespace() -> Check:
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
+        # unknown: advice would be a guess
         is_initial = True
     found = "that of the machine" if is_initial else "this container's own"
     todo = (
@@ -367,6 +373,7 @@ def _pid_namespace() -> Check:
 def _space(location: Path, held: int, capacity: int | None) -> Check:
     """Check whether the disk has room for a store that grows up to its capacity."""
     disk = shutil.disk_usage(location)
+    # negative: the store is above its capacity, and shrinks
     grows = 0 if capacity is None else capacity - held
     fits = grows <= disk.free
     found = f"{render.format_size(disk.free)} free"
@@ -384,6 +391,7 @@ def _direct(location: Path) -> Check:
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
+        # EINVAL is the refusal of O_DIRECT; another error, such as no permission, says nothing
         if error.errno != errno.EINVAL:
             return Check(
                 "O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}"

@@ -26,7 +26,7 @@ from persistkv_tools.command import (
     number,
 )
 
-_PAGE = 50
+_PAGE = 50  # rows of a table without --limit
 _SORT_HELP = (
     "Newest or largest first: created, used, tokens, blocks, size, hits. "
     "Alphabetically: id, namespace."
@@ -165,6 +165,7 @@ def _print(page: Page) -> None:
     words += " expires copies hits pinned labels"
     if has_models:
         words += " model"
+    # several namespaces of one model: its name does not tell them apart
     if render.is_wide() and len(models) > len(set(models.values())):
         words += " namespace"
 
@@ -181,14 +182,17 @@ def _print(page: Page) -> None:
         left="pinned,labels,model,namespace",
         optional="by group,stored,expires,copies,hits,pinned,labels",
     )
+    # without a column of models, there is at most one: the line below the table names it
     _print_counts(page, "" if has_models else "".join(set(models.values())))
 
 
 def _copies(request: RequestView) -> str:
+    """Return the number of copies, empty for one: so a column without copies is left out."""
     return f"{request.copies:,}" if request.copies > 1 else ""
 
 
 def _blocks_by_group(request: RequestView) -> str:
+    """Return the blocks of each KV cache group, such as ``12+3``; empty if there is one group."""
     if len(request.group_blocks) == 1:
         return ""
     return "+".join(f"{blocks:,}" for blocks in request.group_blocks)

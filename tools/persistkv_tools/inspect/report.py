@@ -211,8 +211,10 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     last = found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
     periods = []
+    # one more than the quotient: the last request may begin an interval
     for number in range(int((last - first) / length) + 1):
         periods.append(Period(first + number * length))
+    # by namespace id, the keys of the requests so far
     named: dict[bytes, set[bytes]] = {}
     for one in found:
         namespace = one.namespace
@@ -299,6 +301,7 @@ def _parts(data: ReportData) -> Iterator[str]:
 
 
 def _histogram(header: str, bins: list[Bin]) -> str:
+    """Return a table of the requests in each bin, with bars relative to the fullest bin."""
     largest = max(found.requests for found in bins) or 1
     rows = (
         _bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest)
@@ -345,6 +348,7 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
     """Return the section of the prefix tree: a bar for each node, from its first to its last
     block."""
     nodes = list(_walk(tree.children))
+    # the right end of all bars
     deepest = max((node.end for _, node in nodes), default=1)
     rows = []
     for level, node in nodes:
@@ -425,6 +429,7 @@ def _columns(*parts: str) -> str:
 
 
 def _records(columns: render.Columns, records: Iterable[object]) -> str:
+    """Return an HTML table of records."""
     rows = []
     for row in render.cells(columns, records):
         rows.append("".join(f"<td>{_escape(cell)}</td>" for cell in row))
@@ -454,6 +459,10 @@ def _bar(
 
 
 def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
+    """Return an HTML table.
+
+    :param rows: for each row, the HTML of its cells: ``<td>`` elements.
+    """
     head, body = (
         "".join(f"<th>{header}</th>" for header in headers),
         "</tr><tr>".join(rows),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Fields of the store's or an engine's totals, which name the metrics, with the help of each metric.
 _STORE: dict[str, str] = {
     "packs": "Packs in the store.",
     "blocks": "Blocks in all packs; a block in two packs counts twice.",
@@ -143,6 +144,7 @@ def _address(listen: str) -> tuple[str, str]:
 
 
 def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
+    """Return all samples of the metrics as JSON objects."""
     samples: list[dict[str, object]] = []
     for metric in metrics:
         for one in metric.samples:
@@ -182,8 +184,10 @@ class StoreCollector:
         # the server answers each scrape in a thread of its own; ``collect`` closes a failed store
         self._lock = threading.RLock()
         self._backend: Backend | None = None
+        """The open store; None: the next scrape opens it."""
         self._savings = RecentSavings()
         self._failure = ""
+        """What prevented the last read, as logged; empty: it succeeded."""
         self._failed_at = -math.inf  # ``time.monotonic`` time of the last failure
 
     def collect(self) -> list[Metric]:
@@ -200,8 +204,9 @@ class StoreCollector:
 
         began = time.monotonic()
         with self._lock:
-            # Scrapes of several servers would queue while each call of a hanging medium takes its
-            # deadline, and all of them would time out.
+            # The store failed for another scrape while this one waited for the lock. A further
+            # attempt may take the deadline of a medium that hangs: the scrapes of several servers
+            # would queue, and all of them would time out.
             if self._failed_at >= began:
                 add("persistkv_up", _UP, 0)
                 return metrics
@@ -215,6 +220,7 @@ class StoreCollector:
             except StoreError as error:
                 self._report(str(error))
                 self._failed_at = time.monotonic()
+                # the next scrape opens the store again
                 self.close()
                 add("persistkv_up", _UP, 0)
                 return metrics
@@ -286,6 +292,7 @@ class StoreCollector:
             for status in engines:
                 value = getattr(status.counters, name)
                 labels = self._labels(status)
+                # ``created`` shows Prometheus a restart of the engine, after which it counts from 0
                 counter.add_metric(labels, value, created=status.started)
             metrics.append(counter)
         name = "persistkv_engine_requests"

@@ -37,13 +37,14 @@ from persistkv_tools.command import (
 )
 from persistkv_tools.options import opened
 
-_SHOWN_PACKS = 40
-_SHARERS = 5
+_SHOWN_PACKS = 40  # rows of the table
+_SHARERS = 5  # ids of other requests to list for each pack
 _KEY_DIGITS = 12  # enough to distinguish the keys of one store
 _NAMES = 2  # of the requests that end in a node
 _BRANCHES = 8  # of a node
 _NODE_DIGITS = 8
 _Chain = tuple[list[bytes], str]
+"""Keys of a request in one KV cache group, and the id of the request."""
 _Place = tuple[PackTable, Frame]
 """Location of a block: its pack, and the frame in it that contains the block."""
 
@@ -73,12 +74,16 @@ class PackView(msgspec.Struct, frozen=True):
 
     id: str
     blocks: int
+    """Blocks of the request that the pack holds."""
     pack_blocks: int
+    """All blocks that the pack holds."""
     raw_bytes: int
     stored_bytes: int
     codec: str
     shared_with: int
+    """Number of other requests that use some of ``blocks``."""
     sharers: list[str]
+    """Ids of the first of these requests."""
 
 
 class ContextView(msgspec.Struct, frozen=True):
@@ -90,22 +95,32 @@ class ContextView(msgspec.Struct, frozen=True):
     groups: list[GroupView]
     packs: list[PackView]
     shared_blocks: int
+    """Blocks of the request that other requests name, too."""
     copies: int
+    """Requests with the same context and labels, this one included."""
     copies_hits: int | None
+    """Hits of all copies; None: unknown."""
 
 
 class TreeNode(msgspec.Struct):
     """Node of a prefix tree: a run of consecutive blocks that the same requests share."""
 
     start: int
+    """Blocks before the node in each of its requests."""
     blocks: int
     key: str
+    """First digits of the key of the first block."""
     requests: int
+    """Requests that share the run."""
     ends: int
+    """Part of ``requests``: those that end with the last block of the run."""
     names: list[str]
+    """Ids of the first of the requests that end here."""
     chosen: bool
+    """Whether the shown request is one of ``requests``."""
     children: list[TreeNode]
     hidden: int = 0
+    """Children that are left out."""
 
     @property
     def end(self) -> int:
@@ -232,6 +247,7 @@ N = TypeVar("N", int, float)
 
 
 def _or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
+    """Return a value as text; ``-`` if it is unknown."""
     return "-" if value is None else format_value(value)
 
 
@@ -303,6 +319,7 @@ def show_context(
     copies = found.copies(backend)
     # a later request with the same context counts as a hit of the oldest copy alone: its hits are
     # those of all copies
+    # ``copies`` is sorted by age
     (oldest_use,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest_use is None else oldest_use.hits
     return ContextView(
@@ -359,6 +376,7 @@ def _sharers(
     wanted = [frozenset(chain) for chain in chains]
     found: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
+        # None: its keys were deleted meanwhile, or are damaged
         for among, group in zip(wanted, groups or (), strict=False):
             keys = group.unpack()
             # most requests share nothing: this test halves the time
@@ -447,6 +465,7 @@ def prefix_tree(
     group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
     chains = _chains_of_group(backend, found.namespace.id, group)
     top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
+    # nodes without their children yet, each with the chains that begin with its path
     waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
     while waiting:  # first along the path of the chosen request, then level by level
         parent, below = waiting.pop(0)
@@ -459,6 +478,7 @@ def prefix_tree(
         node_limit -= len(shown)
         parent.hidden = len(branches) - len(shown)
         parent.children = [node for node, _ in shown]
+        # in front of the others, so that ``node_limit`` is spent on the chosen request first
         if shown and shown[0][0].chosen:
             waiting.insert(0, shown.pop(0))
         waiting += shown
@@ -502,6 +522,7 @@ def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
     ends = zip(first_keys, last_keys, strict=False)
     end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
     names = [name for keys, name in branch if len(keys) == end]
+    # the chosen request first, because only the first names are shown
     names.sort(key=lambda name: name != chosen)
     digits = first_keys[depth].hex()[:_NODE_DIGITS]
     return TreeNode(

@@ -154,6 +154,7 @@ def _rows(store: StoreTotals) -> dict[str, str]:
 
 
 def _print_groups(namespaces: list[NamespaceTotals]) -> None:
+    """Print one row for each KV cache group of each namespace."""
     groups = []
     for space in namespaces:
         for group in space.groups:
@@ -183,6 +184,10 @@ def _age(time: float | None) -> str:
 
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
+    """Print the requests and bytes of each bin, with a bar relative to the fullest one.
+
+    :param header: of the column with the upper bounds of the bins.
+    """
     largest = max(found.requests for found in bins)
     columns = render.columns(
         f"{header}=bound requests raw=raw_bytes share",

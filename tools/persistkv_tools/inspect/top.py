@@ -108,7 +108,7 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
     with options.opened(url) as backend:
         watch = Watch(url, backend)
         if endless:
-            # the way out
+            # Ctrl-C ends the display; it is no error
             with (
                 suppress(KeyboardInterrupt),
                 Live(console=console, auto_refresh=False) as live,
@@ -118,6 +118,7 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
                     time.sleep(pause_s)
                     live.update(_screen(watch.look()), refresh=True)
             return
+        # not shown: rates need two
         watch.look()
         for _ in range(count or 1):
             time.sleep(pause_s)
@@ -184,7 +185,9 @@ class Watch:
         self._url = url
         self._backend = backend
         self._last_statuses: dict[str, EngineStatus] = {}
+        """By engine id, the status rows that the last ``look`` read."""
         self._rates: dict[str, Rates] = {}
+        """By engine id, the rates between its last two different status rows."""
         self._savings = savings.RecentSavings()
 
     def look(self) -> Snapshot:
@@ -231,12 +234,14 @@ class Watch:
 
 
 def hit_rate(counters: StoreCounters) -> float | None:
-    """Return the share of loaded among loaded, stored and dropped blocks; None: no blocks."""
+    """Return the share of loaded blocks among all that requests needed: loaded ones, and computed
+    ones, which the engine stored or dropped. None: no blocks."""
     needed = counters.loaded_blocks + counters.stored_blocks + counters.dropped_blocks
     return round(counters.loaded_blocks / needed, 4) if needed else None
 
 
 def _rates(before: EngineStatus, after: EngineStatus) -> Rates:
+    """Return the rates of an engine between two of its status rows."""
     seconds = after.time - before.time
     rates: dict[str, float] = {}
     for name in Rates.__struct_fields__:

@@ -29,7 +29,7 @@ from persistkv_tools.options import opened, show_adoptions
 
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
 _REQUEST_HELP = "Id of a request in its engine, or the beginning of the id."
-_DTYPES = ("dtype", "torch_dtype")
+_DTYPES = ("dtype", "torch_dtype")  # new and old name of the field in config.json
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
@@ -93,12 +93,14 @@ def why(
         spaces = chosen_namespaces(backend, None)
         chosen = chosen_namespaces(backend, namespace or None)
         if against is None:
-            # of two namespaces of the whole store, one comparison is enough
+            # among all namespaces, each pair is compared once; a chosen one is compared with all
+            # others
             only_older = not namespace
             candidates = _compare_within(chosen, spaces, only_older=only_older)
         else:
             candidates = _compare_against(against, chosen, backend)
-    # the nearest one tells most: all others differ in more fields
+    # ``candidates`` has one list of comparisons for each namespace or model that is explained; the
+    # nearest one tells most: all others differ in more fields
     comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
         report: dict[str, Any] = {"url": url, "against": against}
@@ -319,6 +321,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
         raise FileError("read", path, error) from None
     except (ValueError, RecursionError) as error:
         raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
+    # the model's dtype is one part of this field; the others are the engine's choice
     has_model_dtype = isinstance(stored.get("dtype"), dict)
     for name in _DTYPES:
         if has_model_dtype and isinstance(config.get(name), str):
@@ -342,6 +345,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
 def _count(identity: Identity) -> int:
     """Return the number of fields of an identity, nested ones included: all that differ from an
     empty identity."""
+    # the empty identity is itself a difference, with an empty field name, which is not counted
     return sum(bool(difference.field) for difference in Identity({}).diff(identity))
 
 

@@ -125,6 +125,7 @@ class _Usage:
 
     @cached_property
     def held(self) -> NamespacePacks:
+        """The packs of the namespace, read when they are first needed."""
         return NamespacePacks(self._backend, self.namespace.id)
 
     @cached_property
@@ -191,6 +192,7 @@ class _Usage:
     def plan(self, *, orphans: bool, shared_packs: bool) -> int:
         """Choose the packs and requests to delete; return the number of blocks that only chosen
         requests name, and that stay in packs of others."""
+        # packs that chosen requests use, and those that requests use which stay
         of_chosen = self.used(self.chosen)
         of_others = self.used(self.manifests.keys() - self.chosen)
         # blocks that the user wants to go, in packs that stay
@@ -207,8 +209,11 @@ class _Usage:
         return 0 if shared_packs else sum(private.values())
 
     def _private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
-        """Return, by pack id, how many blocks of a shared pack only chosen requests name, if there
-        are any."""
+        """Return, by pack id, how many blocks of a shared pack only chosen requests name; packs
+        without such blocks are left out.
+
+        :param shared: ids of packs that chosen and other requests use.
+        """
         pack_of: dict[bytes, bytes] = {}
         for pack in shared:
             for key in self.held.tables[pack].keys.unpack():
@@ -381,6 +386,7 @@ class Prune:
             day = date.fromtimestamp(created)
             is_newest_of_day = day not in days_seen and len(days_seen) < days
             days_seen.add(day)
+            # taken out of the choice: the prune keeps it
             if number < last or is_newest_of_day:
                 usage.chosen.remove(name)
 
@@ -438,7 +444,8 @@ class Prune:
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
                 self._commit(backend, usage, CommitBatch(deletions=wanted))
-            # the deletion of a pack has deleted the requests that name it
+            # the deletion of a pack has deleted the requests that name it; left are chosen requests
+            # all of whose packs stay
             left = usage.chosen & usage.present(backend)
             for names in batched(sorted(left), _AT_ONCE):
                 self._commit(backend, usage, CommitBatch(manifest_deletions=names))
@@ -467,6 +474,7 @@ class Prune:
         time.sleep(min(seconds, _MOST_PAUSE_S))
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
+        """Count the planned requests of a namespace that the store no longer holds."""
         self.done.requests += len(usage.going - usage.present(backend))
 
 

@@ -60,8 +60,8 @@ from persistkv_tools.packs import (
 )
 
 _STATE_VERSION = 2
-_ATTEMPTS = 5
-_MANIFESTS_AT_ONCE = 512
+_ATTEMPTS = 5  # at a reading that no other process disturbs
+_MANIFESTS_AT_ONCE = 512  # whose keys are in memory together
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of packs of one namespace that are read together."""
@@ -160,6 +160,8 @@ def read_catalogues(backend: Backend) -> list[NamespacePacks]:
 def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if
     others kept writing."""
+    # The totals and the rows are read one after the other, so they can only be compared if nothing
+    # was written in between: then all that was read before is found unchanged afterwards.
     for _ in range(_ATTEMPTS):
         before = backend.stats()
         tenants = backend.tenants()
@@ -193,6 +195,7 @@ def _unread_tenants(
     read: dict[str, TenantTotals] = {}
     for space in spaces:
         for table in space.tables.values():
+            # the totals that the readable packs add up to
             new = TenantTotals(table.tenant)
             read.setdefault(table.tenant, new).count(table, 1)
     counted = {totals.tenant: totals for totals in recorded}
@@ -255,7 +258,8 @@ def _cut(
 def _portions(
     packs: Iterable[tuple[NamespacePacks, bytes]], most_bytes: float
 ) -> Iterator[list[tuple[NamespacePacks, bytes]]]:
-    """Divide packs, sorted by namespace, into portions of one namespace each."""
+    """Divide packs, sorted by namespace, into portions of one namespace each and of at most
+    ``most_bytes``; a larger pack is a portion of its own."""
 
     def payload_bytes(pack: tuple[NamespacePacks, bytes]) -> int:
         space, pack_id = pack
@@ -293,10 +297,16 @@ class Verifier:
         self._took = took
         self._batch_bytes = batch_bytes
         self._portions = iter(_portions(packs_left(spaces, state), portion_bytes))
+        """Portions that have not begun."""
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
+        """Packs of the portion in progress, by namespace and id; None: no portion is in
+        progress."""
         self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
+        """Batches of the portion in progress, each with a function that returns which of its pieces
+        are good; see ``_begun``."""
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
+        """Memory of each reading thread; see ``_memory``."""
 
     def begin(self) -> None:
         """Prepare the next portion, unless one is in progress. With threads, start to read it; see
@@ -316,10 +326,11 @@ class Verifier:
                 parts.extend(pieces(space.tables[name], self._batch_bytes))
         # for one read each
         batches = _cut(parts, attrgetter("length"), self._batch_bytes)
+        # a generator: without threads, each batch is read when ``packs`` comes to it
         looks = ((batch, self._begun(batch)) for batch in batches)
         self._looks = looks
         if self._pool is not None:
-            # all begin now
+            # exhausted, so that the pool gets all batches now
             self._looks = list(looks)
 
     def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
@@ -392,7 +403,8 @@ class Verifier:
     def _count(
         self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool
     ) -> None:
-        """Count a pack that was read; if a look found it bad, first make sure."""
+        """Count a pack whose pieces were read. A suspect pack, of which a piece was not good, is
+        checked again first, and its findings are added to the tally."""
         try:
             if is_suspect:
                 tally.findings += self._confirmed(space, table, tally)
@@ -426,6 +438,8 @@ class Verifier:
 
 
 def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
+    """Return whether a piece with these stored bytes has no defect. False for an unknown codec,
+    which the second check counts."""
     try:
         return next(check_piece(piece, found, seal), None) is None
     except UnknownCodecError:
@@ -443,7 +457,8 @@ def check_manifests(
         names = request_ids(backend, space.namespace)
         num_checked += len(names)
         suspects = _suspects(backend, space, names, took)
-        # others may have written, evicted or replaced what looks wrong
+        # Others may have written, evicted or replaced what looks wrong: keys and packs were not
+        # read at the same time. Only what fails three checks is a finding.
         for _ in range(2):
             if not suspects:
                 break
@@ -482,7 +497,7 @@ def _suspects(
                 namespace=space.namespace.hex(),
                 request=name,
             )
-        took(0)
+        took(0)  # reads no payload, but the pace may require a sleep
     return found
 
 
@@ -495,7 +510,8 @@ class HeldKeys:
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """Return, for each request, the number of its keys that no pack holds."""
-        # sorted they are found five times as fast
+        # usually all keys of all requests are held, which one search shows; sorted they are found
+        # five times as fast
         prints = np.sort(_fingerprints(chain.from_iterable(requests)))
         if not self._absent(prints).any():
             return [0] * len(requests)
@@ -517,5 +533,6 @@ class HeldKeys:
 
 
 def _fingerprints(packed: Iterable[PackedKeys]) -> _Fingerprints:
+    """Return the 64-bit fingerprints of all these keys, in their order."""
     joined = b"".join(keys.fingerprints for keys in packed)
     return np.frombuffer(joined, dtype="<u8")

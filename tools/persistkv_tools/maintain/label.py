@@ -66,6 +66,7 @@ def label(
 
 
 def _check_changes(given: Mapping[str, str], removed: Sequence[str]) -> None:
+    """Raise an error if there is nothing to change, or if one label is both set and removed."""
     if not (given or removed):
         raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
     both = given.keys() & set(removed)
@@ -166,6 +167,7 @@ def _chosen(
     :param what: command, for errors.
     :raises NotFoundError: an id matches no request, or several; or no request has the labels.
     """
+    # neither, or both
     if bool(requests) == bool(labels):
         raise MissingOptionError(what, "either REQUEST ... or --label NAME[=VALUE]")
     selection = Selection.parse(labels)

@@ -30,7 +30,7 @@ from persistkv_tools.maintain.deletion import (
     plan_prune,
 )
 
-_SHOWN = 20
+_SHOWN = 20  # requests in the table of the plan
 _COLUMNS = render.columns(
     "request=short_id age=created expires tokens size=raw_bytes pinned labels namespace"
 )
@@ -140,8 +140,11 @@ class _Outcome(NamedTuple):
     done: Done | None = None
     """None: nothing was deleted, because it was only a plan or the user did not consent."""
     failure: StoreError | None = None
+    """Error that ended the deletion; ``done`` counts the commits before it. None: it succeeded."""
     stats: BackendStats | None = None
+    """Totals of the store afterwards; None: nothing was deleted, or the deletion failed."""
     free: FreeSpace | None = None
+    """Free space of the store afterwards; None: unknown, or as for ``stats``."""
 
 
 def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
@@ -160,6 +163,8 @@ def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outc
 
 
 def _json_report(pruning: Prune, outcome: _Outcome) -> dict[str, object]:
+    """Return the plan and the outcome as fields of the JSON output; sizes of the store are null
+    unless the deletion succeeded."""
     disk_bytes = None
     free_bytes = None
     if outcome.stats is not None:

@@ -82,6 +82,10 @@ def _shown(progress: Progress) -> Callable[[int, int], None]:
 
 
 def _report(url: str, found: Rebuilt | None, seconds: float) -> RebuildReport:
+    """Return the report of a rebuild.
+
+    :param found: what the driver found; None: the catalogue is intact.
+    """
     if found is None:
         return RebuildReport(url=url, rebuilt=False, intact=True, seconds=seconds)
     return render.view_of(

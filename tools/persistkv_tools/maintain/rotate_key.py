@@ -65,6 +65,7 @@ def _new_key(values: dict[str, str | None]) -> StoreKey:
 
 
 def _key_options(url: str) -> dict[str, str]:
+    """Return the options of a URL that name the key of the store."""
     options = StoreUrl.parse(url).options
     return {name: options[name] for name in KEY_OPTIONS if name in options}
 

@@ -161,6 +161,7 @@ def _consequences(
     """Return the effects of a change of the policy: evictions, expiry, and a lack of disk
     space."""
     stats = backend.stats()
+    # negative: the store is above the new capacity
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
     location = Path(StoreUrl.parse(url).location)
     missing = 0
@@ -200,9 +201,9 @@ def _expiring(backend: Backend, policy: Policy) -> int:
     for namespace in backend.namespaces():
         manifests = backend.catalogue(namespace.id).manifests()
         for _, use in with_uses(backend, namespace.id, manifests):
-            # requests with a ttl of their own expire by it, whatever the store's is
             if use is None:
                 continue
+            # without the request's own ttl: what expires by that is no effect of this change
             expires = use.expires(own_ttl_s=None, store_ttl_s=policy.ttl_s)
             if expires is not None and expires < now:
                 expiring += 1

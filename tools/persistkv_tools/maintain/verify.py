@@ -60,16 +60,18 @@ from persistkv_tools.maintain.integrity import (
 from persistkv_tools.packs import BATCH_BYTES, Defect, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
-_SAVE_S = 5.0
+_SAVE_S = 5.0  # between writes of the progress file
+# The progress is saved after a portion. A limit of the pace has smaller portions, because they take
+# longer.
 _PORTION_BYTES = 1 << 30  # 1 GiB
 _BOUNDED_PORTION_BYTES = 64 << 20  # 64 MiB
 # 1 MiB: small reads, so that reads of an engine need not wait long
 _BOUNDED_BATCH_BYTES = 1 << 20
 _SHARE_BESIDE_ENGINES = 0.05  # of the time
 _THREADS = 4
-_SWITCH_S = 0.0002
-_SHOWN = 20
-_ATTEMPTS = 100
+_SWITCH_S = 0.0002  # after which a thread that waits for the GIL asks for it
+_SHOWN = 20  # rows of a table
+_ATTEMPTS = 100  # at a check and deletion that no commit of another process disturbs
 
 
 class Summary(Tally, kw_only=True):
@@ -310,6 +312,7 @@ def check_store(
         threads = 0
         portion_bytes = _BOUNDED_PORTION_BYTES
         batch_bytes = _BOUNDED_BATCH_BYTES
+    # portions only serve the saving of the progress
     if resume is None:
         portion_bytes = math.inf
     verifier = Verifier(
@@ -340,6 +343,7 @@ def check_store(
 
 
 def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
+    """Return the number of defects of each kind; a finding may stand for several."""
     counts = Counter[str]()
     for finding in findings:
         counts[finding.problem.value] += finding.count
@@ -525,7 +529,10 @@ def _delete(
         # an engine may have deleted or replaced it since it was found bad
         if table is None or not check_pack(backend, table):
             return
+        # a commit with ``seen`` has no effect if the namespace was changed after this cursor: its
+        # result is then ``stale``, and all is read again
         seen = space.cursor
+        # requests that keep no block
         doomed: set[tuple[bytes, str]] = set()
         # requests first: the deletion of the pack deletes those that still name it
         for heads, batch in _shortenings(backend, space, [pack_id]):
@@ -534,13 +541,16 @@ def _delete(
                 result = backend.commit(name, replace(batch, seen=seen))
                 if result.stale:
                     break
+                # the own commit is no change by others
                 seen = result.cursor
             done.shortened |= shorter
             doomed |= {(name, head.id) for head in heads} - shorter
         else:
+            # no commit was stale
             result = backend.commit(name, CommitBatch(bad=[pack_id], seen=seen))
             if not result.stale:
                 done.packs.append(pack_id)
+                # some may have been shortened before, because of another bad pack
                 done.shortened -= doomed
                 done.deleted |= doomed
                 return
@@ -568,6 +578,7 @@ def _shortenings(
                 kept.append(table)
         num_groups = max((len(request.keys) for request in requests), default=0)
         block_bytes = _block_bytes(kept, num_groups)
+        # None: ``_delete`` sets the cursor that the commit depends on
         yield some, shortened(requests, _packs_of_keys(kept), block_bytes, None)
 
 

@@ -38,7 +38,7 @@ from persistkv_tools.progress import Throttle, byte_progress, counted
 from persistkv_tools.transfer.plan import Copied, CopyPlan, CopyTarget, Source, counts
 from persistkv_tools.transfer.writer import run_plan
 
-_SHOWN = 20
+_SHOWN = 20  # ids of requests in a list
 _ALL = Selection()
 
 
@@ -251,6 +251,7 @@ def _print_left_out(copied: Copied) -> None:
 
 
 def _print_names(title: str, names: list[str]) -> None:
+    """Print a title and the first of these ids below it."""
     render.say(title)
     for name in names[:_SHOWN]:
         render.say(f"  {name}")

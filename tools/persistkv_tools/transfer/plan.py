@@ -200,6 +200,7 @@ class CopyPlan:
     ) -> None:
         """Add the requests and packs of a source that the target lacks, and count those that it
         holds."""
+        # ids of requests in the target, and of packs that it lacks
         held_requests, lacking = _held(source, target)
         # without packs to copy, there are no orphans among them
         finds_orphans = everything and bool(lacking)
@@ -208,7 +209,8 @@ class CopyPlan:
         for manifest in source.requests:
             is_held = manifest.id in held_requests
             self.known.requests_held += is_held
-            if is_held and not finds_orphans:  # its keys are not needed
+            # the keys of a held request only tell which packs are no orphans
+            if is_held and not finds_orphans:
                 continue
             keys = source.keys(manifest.id)
             named |= source.packs.holding(all_keys(keys))
@@ -312,7 +314,7 @@ def _age_order(manifest: RequestManifest) -> tuple[float, str]:
 
 def _store_bytes(requests: Sequence[Missing], packs: Iterable[PackTable]) -> int:
     """Return an upper estimate of the bytes that requests and packs take in a store."""
-    tables = list(packs)
+    tables = list(packs)  # iterated twice
     payload_bytes = sum(table.payload_length for table in tables)
     # the table of a pack lists the keys of its blocks, and a request those of its own
     num_keys = sum(len(table.keys) for table in tables)

@@ -19,6 +19,8 @@ _PACK_BYTES = 5 << 10
 _REQUEST_BYTES = 1280  # catalogue rows of a request
 _KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
 _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
+# Reserves that a store keeps free, as shares of its capacity (1/16) with bounds: for the next
+# commit, and for the catalogue.
 _COMMIT_SHARE = 16
 _MOST_COMMIT_BYTES = 256 << 20  # 256 MiB
 _LARGEST_CATALOGUE_SHARE = 32
@@ -44,6 +46,7 @@ def store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int
 def capacity_for(content_bytes: int) -> int:
     """Return the capacity for a new store that is to hold this content: bytes, a multiple of 1
     MiB."""
+    # more than the reserves of ``TargetRoom.free_bytes``, so that the content fits
     wanted = content_bytes + content_bytes // 8 + 16 * _MIB
     return round_up(wanted, _MIB)
 

@@ -80,11 +80,13 @@ class _NamespaceWriter:
         self._waiting: list[PackCopy] = []
         """Packs for the next commit."""
         self._offered: set[bytes] = set()
+        """Ids of the source's packs that were read, so that none is read twice."""
         self._written_requests: list[str] = []
         """Ids of the requests that were written."""
         self._written_keys: list[bytes] = []
         """One key of each pack that was written."""
         self._held_requests = self._present()
+        """Ids of the requests that the target held before the copy."""
 
     def pack(self, pack: bytes) -> None:
         """Read a pack for the next commit, if the target lacks any of its blocks; only count it if

@@ -208,7 +208,9 @@ class ThreadPool:
         self._name = name
         self._num_threads = threads
         self._num_started = 0
+        """Number of threads started so far, replacements included, for their names."""
         self._workers: list[_Worker] = []
+        """Threads that take calls from the queue."""
         self._replaced: list[_Worker] = []
         """Threads whose call was abandoned; they end with it."""
         self._closed = False
@@ -295,6 +297,7 @@ class ThreadPool:
         self._closed = True
         if cancel_futures:
             self._cancel_queued()
+        # each None ends one thread, behind the queued calls
         for _ in (*self._workers, *self._replaced):
             self._queue.put(None)
         if not wait:

@@ -431,7 +431,7 @@ class NamespaceView:
                 elif holder is None and key in pack.places:
                     holder = pack
             found.append(holder)
-            # a pack that could not be read may hold it
+            # a pack whose table could not be read may hold it
             if holder is None and all_read:
                 collided.append(key)
         self._set_collisions(collided, collided=True)
@@ -644,6 +644,7 @@ class NamespaceView:
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
                 return
+            # False: another process has committed meanwhile, so the next attempt refreshes
             if await self._delete(bad):
                 return
 

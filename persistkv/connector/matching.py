@@ -46,6 +46,7 @@ class GroupGeometry:
         window = self.spec.sliding_window
         if window is None:
             return start
+        # the window includes the token itself, at position ``num_tokens``
         window_start = num_tokens - window + 1
         first = max(start, window_start)
         return min(first, num_tokens)
@@ -60,6 +61,7 @@ class GroupGeometry:
         """Return the indices of the offloaded blocks that a prefix needs, also in part, from token
         ``start`` on."""
         first = self.first_needed(num_tokens, start)
+        # nothing is needed: rounding up would include the block in which the prefix ends
         if first == num_tokens:
             return range(0)
         stop = divide_up(num_tokens, self.offloaded_tokens)
@@ -94,6 +96,8 @@ def longest_match(
     for group in groups:
         length = min(length, len(group.keys) * group.geometry.offloaded_tokens)
     length -= length % unit
+    # Searches of the windows. They run last, because they begin at the length that the
+    # full-attention groups leave.
     searches = []
     for group in groups:
         if group.geometry.spec.sliding_window is None:
@@ -184,6 +188,7 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
             missing = next((block for block in needed if not is_found(block)), None)
             if missing is None:
                 break
+            # every prefix of up to ``length`` tokens that ends after this block's start needs it
             length = missing * geometry.offloaded_tokens
             length -= length % unit
         return length

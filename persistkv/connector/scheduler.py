@@ -81,17 +81,21 @@ class _ScheduledRequest:
     num_computed_tokens: int = 0
     """Leading tokens whose KV is in the device blocks."""
     promoted: set[OffloadKey] = field(default_factory=set)
-    """Keys whose lookup returned None; rarely, such a block was being written instead of
-    promoted."""
+    """Keys of blocks that a match had to wait for, because they were being promoted from a
+    secondary tier or, rarely, written by another request."""
     transfers: set[int] = field(default_factory=set)
     """Job ids of transfers in flight."""
     refused_ends: list[int] = field(default_factory=list)
     """For each group, the end of the blocks that were offered and found no room; they are offered
-    again."""
+    again. Empty: all blocks of the last offer were accepted or dropped."""
     gave_up_waiting: bool = False
+    """Whether blocks that are being promoted or written count as misses, from
+    ``give_up_waiting`` on."""
     finished: bool = False
+    """Whether the engine has ended the request; its last transfers may still run."""
     store_until: float = math.inf
-    """``time.monotonic`` time until which blocks that find no room are offered again."""
+    """``time.monotonic`` time until which blocks that find no room are offered again; set when the
+    request is finished."""
 
     @property
     def num_matched_tokens(self) -> int:
@@ -136,8 +140,8 @@ class _ScheduledRequest:
                 )
 
     def skip_stores(self, num_held_tokens: int) -> None:
-        """Do not offer blocks of the first ``num_held_tokens`` for storing, unless ``policy`` is
-        request-level."""
+        """Begin the next offer after the first ``num_held_tokens``, whose blocks need no store;
+        without effect if ``policy`` is request-level."""
         # A request-level manager needs the prefix hits, too, or the stored context has a gap.
         if self.policy is not OffloadPolicy.BLOCK_LEVEL:
             return
@@ -161,16 +165,19 @@ class _ScheduledRequest:
         return _device_blocks(tables, starts)
 
     def filled_blocks(self) -> list[_Offer]:
-        """Return, by group, the blocks that became full since the last call, and that the group
-        still has."""
+        """Return, by group, the blocks from ``next_store`` on that are full and that the group
+        still has; move ``next_store`` after them, so that each block is returned once."""
         offers = []
         for group, geometry in enumerate(self.geometries):
             keys = self.description.group_keys[group]
             table = self.block_tables[group]
             factor = geometry.factor
+            # A block can be stored if its KV is computed, its key known and its device blocks
+            # reported; any of the three may be behind the others.
             num_computed = self.num_computed_tokens // geometry.offloaded_tokens
             num_filled = min(num_computed, len(keys), len(table) // factor)
             first = self.next_store[group]
+            # an engine that took the device blocks away reports fewer tokens than before
             end = max(first, num_filled)
             filled = range(first, end)
             self.next_store[group] = end
@@ -184,7 +191,12 @@ class _ScheduledRequest:
         return offers
 
     def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
-        """Offer the blocks of each group after its first ``num_accepted`` ones again later."""
+        """Move ``next_store`` back to the first refused block of each group, so that the next call
+        of ``filled_blocks`` offers it again.
+
+        :param num_accepted: for each group, the number of leading blocks of its offer that found
+            room.
+        """
         self.refused_ends = list(self.next_store)
         for group, offer in enumerate(offers):
             indices = list(offer.values())
@@ -199,7 +211,8 @@ class _ScheduledRequest:
         :param firsts: for each group, the index of the first block that ``offers`` may contain.
         """
         num_lost = 0
-        # empty if no block was refused
+        # Blocks from ``firsts`` to ``end`` were refused before: those of them that the new offers
+        # lack are lost. The loop runs only if a block was refused.
         for group, refused_end in enumerate(self.refused_ends):
             end = min(refused_end, self.next_store[group])
             num_refused = max(0, end - firsts[group])
@@ -222,8 +235,8 @@ class _ScheduledRequest:
                 first = at * factor
                 blocks += table[first : first + factor]
             tables.append(blocks)
-            # From the start follows how many device blocks the worker skips in the first row; it
-            # has no meaning without blocks.
+            # The start tells the worker how many device blocks to skip in the first row. An empty
+            # offer has no first row, and 0 stands for its start.
             first_offered = next(iter(offer.values()), 0)
             starts.append(first_offered * factor)
         return _device_blocks(tables, starts)
@@ -298,13 +311,16 @@ class OffloadingConnectorScheduler:
         self._geometries = [GroupGeometry(spec, block_size_factor) for spec in groups]
         tokens_per_block = [geometry.offloaded_tokens for geometry in self._geometries]
         self._match_unit = math.lcm(*tokens_per_block)
+        """Tokens; a match is a multiple of it, so that it ends with a whole offloaded block in
+        every group."""
         # Without windows, a load needs at most the rows that the stored prefix had.
         has_windows = any(spec.sliding_window for spec in groups)
         self._max_load_blocks = max_load_blocks if has_windows else None
         self._requests: dict[str, _ScheduledRequest] = {}
         """By id: those that are not finished, or have transfers in flight or to plan."""
-        # requests with new blocks to store, by id
         self._to_plan: dict[str, _ScheduledRequest] = {}
+        """By id: requests that may have new blocks to store; each ``build_connector_meta`` takes
+        them all."""
         self._transfers: dict[int, _PlannedTransfer] = {}
         """By job id: planned, and not ended."""
         self._job_ids = count()
@@ -312,8 +328,8 @@ class OffloadingConnectorScheduler:
         """Planned since the last ``build_connector_meta``."""
         self._released: list[str] = []
         """Ids of requests that have ended, for the next ``ConnectorOutput``."""
-        # length of the engine's keys, known from the first one on
         self._key_bytes: int | None = None
+        """Length of the engine's own keys, without a tenant; None: no key was seen yet."""
 
     def on_new_request(
         self,
@@ -369,6 +385,7 @@ class OffloadingConnectorScheduler:
         """
         request = self._requests[req_id]
         tenant = request.context.tenant
+        # keys without a tenant pass unchanged, except the first ones, which show their length
         if tenant is not None or self._key_bytes is None:
             keys = self._keys_of_tenant(tenant, list(keys))
         description = request.description
@@ -378,8 +395,8 @@ class OffloadingConnectorScheduler:
     def _keys_of_tenant(
         self, tenant: str | None, keys: Sequence[OffloadKey]
     ) -> Sequence[OffloadKey]:
-        """Return a tenant's keys for the engine's, once for each block: all tiers, the primary one
-        too, know the blocks by these keys alone."""
+        """Return the tenant's keys of the same blocks, and learn the length of the engine's keys.
+        All tiers, the primary one too, know the blocks by the tenant's keys alone."""
         if keys:
             self._key_bytes = len(keys[0])
         if tenant is None:
@@ -444,6 +461,7 @@ class OffloadingConnectorScheduler:
 
         def is_available(key: OffloadKey) -> bool:
             answer = manager.lookup(key, context)
+            # None: the block is being promoted or written, and will be there in a later step
             if answer is None and not request.gave_up_waiting:
                 waiting.add(key)
                 return True
@@ -532,8 +550,8 @@ class OffloadingConnectorScheduler:
         request.check_load_target(device_block_ids, end)
         request.block_tables = [list(table) for table in device_block_ids]
         request.num_external_tokens = num_external_tokens
-        # A block that was evicted since the match ends the load: a second match for this rare race
-        # would need rules of its own for windows. The engine computes the tokens instead.
+        # If a block was evicted since the match, nothing is loaded and the engine computes the
+        # tokens: a second match for this rare race would need rules of its own for windows.
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
@@ -640,15 +658,16 @@ class OffloadingConnectorScheduler:
         """
         if not request.context.store:
             return None
-        # copied, because ``filled_blocks`` moves it on
+        # copied, because ``filled_blocks`` moves ``next_store``
         firsts = list(request.next_store)
         filled = request.filled_blocks()
-        # refused before, and gone from the sliding window since: no offer contains them
+        # count blocks that were refused before and have left the sliding window since: they are in
+        # no offer any more
         self.stats.dropped_blocks += request.num_lost(firsts, filled)
         request.refused_ends = []
 
-        # Half of it again and again: the manager reports that there is no room, not how much room
-        # there is.
+        # The offer is halved until the manager accepts it: the manager reports that there is no
+        # room, not how much room there is.
         offers = filled
         output = self._prepare_store(request, offers)
         while output is None and any(offers):
@@ -666,7 +685,8 @@ class OffloadingConnectorScheduler:
     def _prepare_store(
         self, request: _ScheduledRequest, offers: Sequence[_Offer]
     ) -> PrepareStoreOutput | None:
-        """Call ``prepare_store`` of the manager, unless no block is offered."""
+        """Reserve room for the offered blocks in the manager. Return None if there is no room, or
+        no block is offered."""
         keys: list[OffloadKey] = []
         for offer in offers:
             keys += offer
@@ -732,14 +752,16 @@ class OffloadingConnectorScheduler:
     def _end_load(
         self, transfer: _PlannedTransfer, result: TransferResult
     ) -> LoadProgress:
-        """Process the result of a load, and return the part that the engine needs."""
+        """Release the blocks of an ended load in the manager, count them, and return the result
+        for the engine."""
         request = transfer.request
         self.manager.complete_load(transfer.keys, request.context)
         num_tokens = request.num_external_tokens
         if not result.success:
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-            # the engine computes the tokens that the load did not bring
+            # The engine computes the tokens that the load did not bring. Their blocks are offered
+            # again: ``update_state_after_alloc`` had counted them as held.
             request.skip_stores(request.num_local_tokens)
             return LoadProgress(False, num_tokens, 0)
         self.stats.loaded_blocks += len(transfer.keys)
@@ -760,6 +782,7 @@ class OffloadingConnectorScheduler:
 
 
 def _first_half(offer: _Offer) -> _Offer:
+    """Return the leading half of an offer, rounded down; empty for a single block."""
     half = len(offer) // 2
     return dict(islice(offer.items(), half))
 

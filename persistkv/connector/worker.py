@@ -26,14 +26,15 @@ class OffloadingConnectorWorker:
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         self._isolations: dict[OffloadingHandler, Isolation] = {}
+        """By handler: logs its exceptions; the worker calls it through this only."""
         for source, target, handler in handlers:
             from_medium = source.medium()
             to_medium = target.medium()
             self._handlers[from_medium, to_medium] = handler
             name = f"transfer handler {from_medium} to {to_medium}"
             self._isolations[handler] = Isolation(name)
-        # handlers by the ids of their transfers in flight
         self._owners: dict[int, OffloadingHandler] = {}
+        """By job id: the handler of each transfer in flight."""
         self._not_started: list[TransferResult] = []
         """Results of transfers that could not be started."""
 
@@ -44,7 +45,7 @@ class OffloadingConnectorWorker:
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
-        # all handlers are found before the first transfer starts
+        # all handlers are found before the first transfer starts: a KeyError must leave none begun
         handlers = []
         for job in jobs:
             source, target = job.spec
@@ -53,7 +54,7 @@ class OffloadingConnectorWorker:
             started = self._isolations[handler].attempt(
                 "transfer_async",
                 "the transfer failed",
-                False,
+                False,  # the result if the handler raises
                 handler.transfer_async,
                 job.job_id,
                 job.spec,
@@ -79,7 +80,8 @@ class OffloadingConnectorWorker:
             if guarded.raised:
                 results += self._fail_transfers(handler)
             for result in results:
-                # a result that was reported before the exception is not reported as failed, too
+                # Each transfer is reported once: a handler may have returned its result before it
+                # raised, and then the failure that was made up here is dropped.
                 if self._owners.pop(result.job_id, None) is not None:
                     finished.append(result)
         return finished

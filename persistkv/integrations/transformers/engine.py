@@ -48,7 +48,7 @@ from persistkv.tenants import DEFAULT_TENANT, TENANT_OPTIONS
 from persistkv.tiering.load_cost import LOAD_POLICIES
 
 _DEFAULT_DEVICE_TOKENS = 8192
-_CLOSE_S = 60.0
+_CLOSE_S = 60.0  # for the flush of ``close``
 _POLL_S = 0.001  # far below the time of a commit
 
 
@@ -205,6 +205,7 @@ class Engine:
                 tenant=tenant,
             )
         except ConfigurationError as error:
+            # the tiers' name of an option that callers know by another one
             if error.field != "cpu_bytes_to_use":
                 raise
             raise ConfigurationError(
@@ -287,6 +288,7 @@ class Engine:
         :raises ConfigurationError: running requests may need the device blocks; nothing changed.
         """
         self._check_open()
+        # tokens after the last full block need no device block: they stay in the request's cache
         num_blocks = num_tokens // self._device.block_size
         self._check_room(num_blocks)
         self._num_requests += 1
@@ -399,6 +401,7 @@ class Engine:
         """
         seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
+            # None if it was detached before, so that ``_close`` runs once
             if self._closing.detach():
                 _close(self._tiers, seconds, os.getpid())
 
@@ -423,6 +426,7 @@ class Engine:
         block_size = self._device.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
+        # only full blocks are kept on the device: all of them, and then less than one more
         limit = (self._device.num_blocks + 1) * block_size - 1
         if num_tokens > limit:
             raise PromptTooLongError(

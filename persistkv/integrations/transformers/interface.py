@@ -58,6 +58,7 @@ class ModelForward:
     def __init__(self, model: Any) -> None:
         name = _cache_argument(model)
         if name is None:
+            # if even a plain Llama takes no known name, the release is the reason, not the model
             if _cache_argument(LlamaForCausalLM) is None:
                 problem = f"models take no {' or '.join(_CACHE_ARGUMENTS)}"
                 raise UnsupportedReleaseError(
@@ -85,6 +86,8 @@ class ModelForward:
 
 
 def _cache_argument(model: Any) -> str | None:
+    """Return the name under which a model, or its class, takes the KV cache; None: it takes
+    none."""
     parameters = inspect.signature(model.forward).parameters
     for name in _CACHE_ARGUMENTS:
         if name in parameters:

@@ -65,6 +65,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
         super().__init__()
+        # attributes of transformers' layers, some of which their first ``update`` would set
         self.dtype = buffer.dtype
         self.device = buffer.device
         self.sliding_window = sliding_window
@@ -74,6 +75,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
         """Use a buffer that holds the KV of ``length`` tokens."""
+        # a dimension for the sequences, of which there is one: (2, 1, kv_heads, capacity, head_dim)
         self._buffer = buffer.unsqueeze(1)
         self.set_length(length)
 
@@ -168,6 +170,7 @@ class RequestCache(Cache):  # type: ignore[misc]
                 layer.set_buffer(buffer, length)
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
+        """Return ``buffers`` for so many tokens, with undefined content."""
         buffers = []
         for group in self._geometry:
             num_layers = len(group.layers)
@@ -192,7 +195,10 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
+        """Blocks that are neither referenced nor published, as a stack: the lowest number is taken
+        first."""
         self._references = [0] * num_blocks
+        """For each block, the number of tables that use it."""
         self._by_hash: dict[bytes, int] = {}
         """Published blocks: hash of the tokens → block."""
         self._hashes: dict[int, bytes] = {}
@@ -302,6 +308,7 @@ class GroupPages:
         :param positions: for each of ``block_ids``, the index of the block in the request.
         """
         for paged, pages in self._runs(buffer, positions, block_ids):
+            # pages have the blocks first, buffers before the tokens of a block
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
     def scatter(
@@ -309,6 +316,7 @@ class GroupPages:
     ) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
         for paged, pages in self._runs(buffer, positions, block_ids):
+            # the reverse of the order in ``gather``
             pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
 
     def _runs(
@@ -344,6 +352,7 @@ class PagedKVCache:
 
     @property
     def block_bytes(self) -> int:
+        """Sum over all groups of the bytes of one block."""
         return sum(group.page_bytes for group in self.groups)
 
     def specs(self) -> list[KVCacheGroupSpec]:

@@ -43,10 +43,13 @@ from persistkv.storage.identity import (
 )
 
 IDENTITY_VERSION = 1
+"""Version of the fields of the identity; KV that was stored under another one is not found."""
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
+"""Order of the dimensions of a stored block, outermost first; part of the identity."""
 
-_SHOWN_KEYS = 3
+_SHOWN_KEYS = 3  # names of missing weights in an error
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Types of rotary embedding whose frequencies depend on the length of the whole sequence."""
 
 
 def load_model(
@@ -70,6 +73,7 @@ def load_model(
         extra["attn_implementation"] = attn_implementation
     try:
         saved = None
+        # a directory of adapters alone has no configuration of a model
         if not find_adapter_config_file(source):
             saved = AutoConfig.from_pretrained(source)
         # the causal class would load the decoder alone
@@ -90,6 +94,7 @@ def load_model(
         )
     if device is not None:
         model = model.to(device)
+    # set by transformers if it has loaded adapters, which the files of the weights do not show
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
 
@@ -114,7 +119,7 @@ def check_source(name: str, source: str | Path) -> None:
     except HfHubHTTPError:
         # a mirror without this call, or a refusal, whose reason is for the download to say
         return
-    # no network: libraries raise kinds of their own
+    # no network: each library below raises exceptions of its own
     except Exception as error:
         why = first_line(error)
         reason = f"there is no such directory, and Hugging Face cannot be asked ({why})"
@@ -159,6 +164,8 @@ def check_model_object(model: object) -> None:
 
 
 def _checkpoint_directory(source: str | Path) -> Path:
+    """Return the directory with a model's files: the source itself, or the place in the local cache
+    to which Hugging Face's library has downloaded the model."""
     if Path(source).is_dir():
         return Path(source)
     return Path(cached_file(str(source), "config.json")).parent
@@ -172,6 +179,7 @@ def _saved_model_class(config: Any) -> str:
 
 
 def _encoder_decoder(name: str) -> str:
+    """Return the text of the error for a model of this class."""
     return (
         f"{name} is an encoder-decoder: its cross-attention cache belongs to no token"
     )
@@ -190,11 +198,13 @@ def probe_model(model: Any) -> KVGeometry:
     try:
         return _probe(model)
     except UnsupportedModelError:
+        # raises another error if this release fails with every model
         _check_release()
         raise
 
 
 def _probe(model: Any) -> KVGeometry:
+    """See ``probe_model``, whose check of the release this lacks."""
     # the part of a multimodal model that has the KV cache
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
@@ -220,6 +230,7 @@ def _check_config(model: Any, config: Any) -> None:
     """Raise UnsupportedModelError if the configuration names a part that the engine does not
     support."""
     name = type(model).__name__
+    # ``config`` is the decoder's part of ``model.config``; either may have the field
     for part in (config, model.config):
         if getattr(part, "is_encoder_decoder", False):
             raise UnsupportedModelError(_encoder_decoder(name))
@@ -274,7 +285,8 @@ def _attends_to_later_tokens(model: Any, config: Any) -> bool:
         return True
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return True
-    # Some configurations say nothing, but the attention modules do.
+    # Some configurations say nothing, but the attention modules do: those that belong to a layer.
+    # A model with any causal attention counts as causal; None is a module that does not say.
     causal = set()
     for module in model.modules():
         if hasattr(module, "layer_idx"):
@@ -286,7 +298,7 @@ def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary embedding in a configuration, also those for one layer type."""
     found: set[str] = set()
     for parameters in _rope_parameters(config):
-        for field in ("rope_type", "type"):
+        for field in ("rope_type", "type"):  # the present name, and an older one
             if field in parameters:
                 found.add(str(parameters[field]))
     return found
@@ -364,11 +376,13 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
 
 
 class _Kind(NamedTuple):
-    """Properties that all layers of a KV cache group have in common."""
+    """Properties that all layers of a KV cache group have in common: the fields of
+    ``KVGroupGeometry`` after ``layers``, in the same order."""
 
     num_heads: int
     head_dim: int
     window: int | None
+    """Tokens of the sliding window; None: full attention."""
     dtype: torch.dtype
     device: torch.device
 
@@ -406,6 +420,7 @@ def _kind_of(where: str, layer: DynamicLayer) -> _Kind:
         )
     keys = layer.keys
     values = layer.values
+    # shape (sequences, heads, tokens, head size), here with one sequence and one token
     is_alike = keys.shape == values.shape and keys.dtype == values.dtype
     if not is_alike or keys.shape[:1] + keys.shape[2:3] != (1, 1):
         raise UnsupportedModelError(

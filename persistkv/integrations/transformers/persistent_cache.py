@@ -104,7 +104,7 @@ class ForwardRecord:
         """Return the tokens of the first ``length`` positions; those that no observed call had
         equal no token."""
         known = list(self._restored)
-        # A call after a crop replaces what follows its position.
+        # A call replaces the tokens from its position on: the cache may have been cropped before.
         for position, input_ids in self._calls:
             known = self._filled(known, position)
             known.extend(input_ids.tolist())
@@ -130,10 +130,13 @@ class ForwardRecord:
             )
 
     def _filled(self, known: list[int], length: int) -> list[int]:
+        """Return the first ``length`` known tokens, with ``_UNSEEN`` for those that are missing at
+        the end."""
         return known[:length] + [self._UNSEEN] * (length - len(known))
 
     def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record a call of the model, before it runs, if it gets the cache."""
+        # a forward pass that raised has left its time behind
         self._prefill_begin = None
         cache = self._cache()
         passed = any(value is cache for value in (*args, *options.values()))
@@ -167,6 +170,8 @@ class ForwardRecord:
         self._prefill_begin = None
 
     def _observe_mask(self, mask: Any) -> None:
+        """Keep a mask for ``check``, or note that its form is one that cannot be checked."""
+        # two dimensions, sequences and tokens: such a mask can only hide whole tokens
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self._mask = mask  # masks only grow, so the last one covers all tokens
         else:
@@ -174,7 +179,8 @@ class ForwardRecord:
 
 
 class PersistentCache(RequestCache):
-    """The KV cache of one sequence, for ``model.generate``. Made by ``load``.
+    """The KV cache of one sequence, for ``model.generate``. Made by the function ``load``, which
+    also calls the method ``load``: no other method may be called before that.
 
     :ivar argument: name under which ``generate`` takes it: ``cache``, or ``past_key_values`` before
         transformers 5.24.
@@ -225,7 +231,7 @@ class PersistentCache(RequestCache):
             raise ConfigurationError(
                 self.argument, f"{key_states.shape[0]} sequences", "one sequence"
             )
-        capacity = self.buffers[0].shape[3]
+        capacity = self.buffers[0].shape[3]  # in tokens, the same for all groups
         needed = self.layers[layer_idx].get_seq_length() + key_states.shape[-2]
         if needed > capacity:
             self.grow(max(needed, _GROWTH * capacity))
@@ -252,6 +258,7 @@ class PersistentCache(RequestCache):
             groups = []
             for geometry, keys in zip(self._groups, group_keys, strict=True):
                 groups.append(GroupBlocks(geometry, keys, is_available))
+            # A block in the index may turn out to be unreadable: it is a miss in the next round.
             while True:
                 length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
                 needed = [group.device_blocks(length) for group in self._groups]
@@ -278,7 +285,7 @@ class PersistentCache(RequestCache):
             self._put_absent(store, request, group_keys)
             end = RequestEnd(
                 request,
-                request,
+                request,  # the manifest's id: the random one of the request is unique, too
                 tuple(map(list, group_keys)),
                 num_tokens,
                 self._block_size,
@@ -308,7 +315,8 @@ class PersistentCache(RequestCache):
         record.prefill_s = 0.0
 
     def _add_savings(self, store: BlockingStore, **counts: Any) -> None:
-        """Add counts, which are fields of ``Savings``, to those of this thread."""
+        """Add counts, which are fields of ``Savings``, to those that this thread has recorded in
+        the store."""
         source = _savings_source(os.getpid(), threading.get_ident())
         identity = self._identity
         part = Savings(identity.digest.hex(), identity.model_name, **counts)
@@ -415,6 +423,7 @@ class PersistentCache(RequestCache):
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
         """Open the store of this identity, with memory for the rows of single blocks; close it at
         the end."""
+        # one worker; a row has room for a block of the group with the largest ones
         stride = row_stride_bytes(1, max(self._block_bytes))
         groups = map(GroupLayout.of_bytes, self._block_bytes)
         layout = RowLayout(stride, tuple(groups))
@@ -527,13 +536,15 @@ def save(
 
 
 def _holds(store: BlockingStore, group_keys: Sequence[Sequence[bytes]]) -> bool:
+    """Return whether the store holds all of these blocks."""
     return all(store.contains(key) for keys in group_keys for key in keys)
 
 
 @cache
 def _savings_source(pid: int, thread: int) -> str:
-    """Return the source of savings of a thread: of its own, so that none adds to a note while
-    another one does."""
+    """Return the name under which a thread records its savings in the store: drawn at random at the
+    first call, and cached. Each thread has its own, so that no two add to one record at the same
+    time; the process id keeps a fork from using its parent's."""
     return secrets.token_hex(8)
 
 

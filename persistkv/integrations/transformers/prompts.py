@@ -19,7 +19,8 @@ Chat = Sequence[Mapping[str, Any]]
 Prompt = str | Chat | TokenIds
 
 _FORMS = 'text, a chat ([{"role": "user", "content": "…"}]), or token ids in one row'
-_SPECIAL_TOKENS = 16  # no vocabulary is so small
+_SPECIAL_TOKENS = 16
+"""Largest vocabulary that counts as one of special tokens alone; no real one is so small."""
 _REPLACEMENT = "\ufffd"  # what tokenizers show for bytes that are no whole character
 
 
@@ -56,6 +57,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocabulary_size: int) -
     expected = f"at least one token, each from 0 to {vocabulary_size - 1}"
     if not token_ids:
         raise ConfigurationError(name, "no tokens", expected)
+    # the fast test of all tokens; the loop finds the first invalid one for the error
     if min(token_ids) >= 0 and max(token_ids) < vocabulary_size:
         return
     for position, token in enumerate(token_ids):
@@ -65,12 +67,14 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocabulary_size: int) -
 
 
 def _is_row(entry: object) -> bool:
+    """Return whether an entry of a prompt is itself a row of tokens, as in a batch."""
     if isinstance(entry, torch.Tensor):
         return entry.ndim > 0
     return isinstance(entry, Sequence)
 
 
 def _batch(name: str, size: int) -> ConfigurationError:
+    """Return the error for ``size`` prompts instead of one in the argument ``name``."""
     return ConfigurationError(
         name,
         f"a batch of {size} prompts",
@@ -161,6 +165,10 @@ class Tokenizer:
         return one_row(ids, "prompt")
 
     def _required(self, form: str) -> Any:
+        """Return the tokenizer; raise ConfigurationError if there is none.
+
+        :param form: kind of the prompt that needs one, for the error.
+        """
         if self._tokenizer is None:
             raise ConfigurationError(
                 "prompt", form, f"token ids, or a tokenizer: {self._missing}"
@@ -186,9 +194,10 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        # A tokenizer may drop the space before the first token that it decodes, so a piece is
-        # decoded together with the one before it.
         self._context = 0
+        """Index of the token from which on ``add`` decodes: the first one of the last piece. A
+        tokenizer may drop the space before the first token that it decodes, so a piece is decoded
+        together with the one before it."""
         self._shown = 0
         """Number of tokens whose text was returned."""
 
@@ -202,6 +211,7 @@ class TextPieces:
         context = self._tokens[self._context : self._shown]
         before = self._tokenizer.text(context) or ""
         text = self._tokenizer.text(self._tokens[self._context :]) or ""
+        # the last character lacks bytes, which the next tokens bring
         if text.endswith(_REPLACEMENT) and not last:
             return ""
         self._context = self._shown

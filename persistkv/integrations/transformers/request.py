@@ -26,7 +26,9 @@ from persistkv.integrations.transformers.tiers import Tiers
 from persistkv.tenants import DEFAULT_TENANT
 
 HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the root"
+"""How ``BlockHashChain`` hashes; part of the identity of stored KV."""
 _ROOT = b"persistkv block chain 1\n"
+"""Start of the bytes whose hash is the parent of each sequence's first block."""
 # the seeds that a generator of torch accepts
 _MIN_SEED = -(1 << 63)
 _MAX_SEED = (1 << 64) - 1
@@ -144,8 +146,8 @@ class Request:
         """Of the answer, so far."""
         self._logits = torch.empty(0)
         self.ended = False
-        # full blocks of the tokens with KV; the tables are empty once the blocks are released
         self._num_kept = 0
+        """Full blocks of the tokens that have KV; kept when ``release`` empties the tables."""
 
     def run(
         self,
@@ -166,6 +168,7 @@ class Request:
         self._announce(prompt, len(prompt))
         num_restored = self._restore(len(prompt)) if load else 0
         restored_s = time.perf_counter() - begin
+        # ``_restore`` has measured the load, which is the other part of this time
         self._stats.lookup_s = restored_s - self._stats.load_s
         most_tokens = len(prompt) + max_new_tokens
         cache = RequestCache(self._device.geometry, most_tokens)
@@ -176,6 +179,7 @@ class Request:
         while True:
             self._stats.total_s = time.perf_counter() - begin
             token = self._tokens[-1]
+            # before the yield: the stream reads it together with the token
             self.ended = len(self._tokens) == max_new_tokens or token in stop
             yield token
             if self.ended:
@@ -235,15 +239,18 @@ class Request:
         self._stats.device_tokens = on_device
         matched = self._tiers.match(self.req_id, on_device)
         begin = time.perf_counter()
-        # After ``match``, which may wait for promotions: device blocks would be kept meanwhile.
+        # Device blocks are allocated only now: ``match`` may have waited for promotions, and would
+        # have kept them from other requests meanwhile.
         first = self._num_blocks
         needed = self._tiers.scheduler.needed_device_blocks(self.req_id, matched)
         for (group, table), positions in zip(self._groups(), needed, strict=True):
+            # blocks before the sliding window are not restored
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
         progress = self._tiers.load(self.req_id, self.tables, matched)
         num_loaded = progress.num_tokens if progress.success else 0
         loaded_blocks = num_loaded // self._device.block_size
+        # After a failed load, the allocated blocks hold nothing that may be published.
         self._truncate(first + loaded_blocks)
         self._publish(first)
         self._stats.load_s = time.perf_counter() - begin
@@ -330,7 +337,8 @@ class Request:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
         requests first."""
         for attempt in range(3):
-            # finished requests keep their blocks until their stores have ended
+            # Finished requests keep their blocks until their stores have ended. The second wait is
+            # for stores that found no room in the primary tier during the first one.
             if attempt:
                 self._tiers.step(wait=True)
             allocated = pool.allocate(count)
@@ -357,11 +365,14 @@ class Request:
 
     @property
     def _num_blocks(self) -> int:
+        """Length of each table, the same for all groups."""
         return len(self.tables[0])
 
     def _groups(self) -> Iterable[tuple[GroupPages, BlockTable]]:
+        """Return the device's pages and the request's table of each KV cache group."""
         return zip(self._device.groups, self.tables, strict=True)
 
 
 def _present(table: Iterable[int | None]) -> list[int]:
+    """Return the device blocks of a table, without the positions that have none."""
     return [block_id for block_id in table if block_id is not None]

@@ -33,9 +33,9 @@ class RequestStats:
     bytes_loaded: int = 0
     """Bytes copied from the primary tier to the device for this request."""
     load_reason: str | None = None
-    """What became of the blocks that a store held for this request: ``loaded``, or computed because
-    the store was ``too_slow``, the prefix ``too_short``, or the load had passed its ``deadline``.
-    None: no store held any, or the primary tier did, too."""
+    """Use of the blocks that a store held for this request: they were ``loaded``, or the model
+    computed their tokens because the store was ``too_slow``, the prefix ``too_short``, or the load
+    had passed its ``deadline``. None: no store held any, or the primary tier did, too."""
     lookup_s: float = 0.0
     """Seconds from the call until the restorable prefix was known, including the wait for
     promotions."""

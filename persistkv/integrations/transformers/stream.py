@@ -43,8 +43,11 @@ class TokenStream(Iterator[Token]):
         self._tokenizer = tokenizer
         self._pieces = TextPieces(tokenizer)
         self._tokens: Iterator[int] | None = None
+        """The request's generator of tokens, from ``start``; None: the request has not begun."""
         self._ids: list[int] = []
+        """Ids of the tokens so far."""
         self._closed = False
+        """Whether no further token is computed, after the last one, an error or ``close``."""
 
     def __next__(self) -> Token:
         """Compute the next token. After an error the stream has ended.
@@ -57,16 +60,19 @@ class TokenStream(Iterator[Token]):
                 raise StopIteration
             try:
                 token = self._compute()
+            # also for StopIteration and KeyboardInterrupt: the request must not keep its blocks
             except BaseException:
                 self.close()
                 raise
             self._ids.append(token)
+            # the generator sets ``ended`` before it yields the last token
             last = self._request.ended
             if last:
                 self.close()
             return Token(token, self._pieces.add(token, last=last))
 
     def _compute(self) -> int:
+        """Return the id of the next token; begin the request with the first one."""
         if self._tokens is None:
             self._tokens = self._start()
         # closing the engine ends all requests
@@ -91,6 +97,7 @@ class TokenStream(Iterator[Token]):
         """End the request; no further token is computed. Idempotent."""
         with self._lock:
             self._closed = True
+            # the step plans the store of the last blocks now, not with the next request
             if self._tiers.end(self.req_id):
                 self._tiers.step()
 

@@ -22,7 +22,7 @@ from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
-_PREWARM_S = 60.0
+_PREWARM_S = 60.0  # longest wait for the promotions of ``prewarm``
 _POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
 
 
@@ -57,11 +57,12 @@ class Tiers:
             invalid.
         """
         caches = device.canonical()
-        # file names are unique per engine, so no engine replaces a killed engine's file
+        # Files of killed engines would keep their memory for ever: names are unique per engine, so
+        # no later engine replaces them.
         remove_leftover_regions()
         common = {
             "type": PersistentTier.get_tier_type(),
-            "unique_request_ids": True,
+            "unique_request_ids": True,  # the engine draws them as UUIDs
             **options,
         }
         secondary = [{**common, "url": url} for url in urls]
@@ -75,6 +76,7 @@ class Tiers:
             geometry=WorkerGeometry(
                 instance_id=uuid.uuid4().hex,
                 gpu_block_size=device.block_size,
+                # 1, here and below: a row of the primary tier holds one device block
                 gpu_block_bytes=cell_bytes(caches, 1),
             ),
             identity=identity,
@@ -103,10 +105,11 @@ class Tiers:
         """By request, the function to call when it is released. It has the running requests, and
         ended ones whose device blocks are still read."""
         self.running: dict[str, int] = {}
-        # requests whose persistence can be asked for, oldest first
         self._known: dict[str, None] = {}
-        # ended requests that the scheduler does not know of yet
+        """Ids of the requests that ``persisted`` can be asked about, oldest first."""
         self._ended: deque[str] = deque()
+        """Ids of ended requests whose end the next ``step`` reports to the scheduler. Other threads
+        append to it without a lock."""
 
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
@@ -130,9 +133,9 @@ class Tiers:
             del self._known[oldest]
 
     def end(self, req_id: str) -> bool:
-        """End a request; the next ``step`` tells the scheduler. May be called from any thread at
-        any time, also within another method: a stream that nothing refers to any more calls it.
-        Return False if it is not running.
+        """End a request; the next ``step`` reports the end to the scheduler. May be called from any
+        thread at any time, also within another method: the finalizer of a stream calls it. Return
+        False if the request is not running.
         """
         if self.running.pop(req_id, None) is None:
             return False
@@ -158,6 +161,7 @@ class Tiers:
             self._worker.wait(job.job_id for job in metadata.loads)
         finished = self._worker.get_finished()
         output = self.scheduler.update_connector_output(finished)
+        # nobody reads the events, but each step must take them, or they would pile up
         self.scheduler.take_events()
         for req_id in output.released:
             on_released = self._on_released.pop(req_id)
@@ -190,6 +194,7 @@ class Tiers:
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
+        # The step waits for the loads that it starts, so the first one usually has the result.
         loads = self.step()
         while req_id not in loads:
             time.sleep(_POLL_S)
@@ -250,7 +255,9 @@ class Tiers:
         while any(req_id not in self.running for req_id in self._on_released):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_S)  # a store may wait for room in the primary tier
+            # A store that found no room in the primary tier is planned again in the next step. Room
+            # appears when the secondary tiers have taken earlier blocks.
+            time.sleep(_POLL_S)
             self.step(wait=True)
         return True
 

@@ -105,7 +105,9 @@ class S3Blobs(Blobs):
         with self._calling():
             if length:
                 return self._bucket.read(self._key(name), offset, length, buffers)
-            self._bucket.head(self._key(name))  # there is no range without bytes
+            # HTTP has no range without bytes: only find out whether the blob exists
+            self._bucket.head(self._key(name))
+        # exhausted as after any other read
         for _ in buffers:
             pass
         return 0
@@ -121,6 +123,7 @@ class S3Blobs(Blobs):
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
         """See ``Blobs.erase``: also of a bucket whose versioning is suspended."""
         left: list[str] = []
+        # first the objects: in a versioned bucket, this adds markers, which are deleted below
         try:
             self.delete(list(names))
         except RefusedError as error:
@@ -137,6 +140,7 @@ class S3Blobs(Blobs):
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         """See ``Blobs.list``. Objects whose keys are not names of blobs are skipped."""
+        # here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)
         self._check_open()
         return self._listed(prefix, after)
@@ -146,11 +150,13 @@ class S3Blobs(Blobs):
         key_after = f"{self._place.prefix}{after}" if after else ""
         objects = self._bucket.list(f"{self._place.prefix}{prefix}", key_after)
         while True:
+            # only around the request, not around the code of the iteration's user
             with self._calling():
                 found = next(objects, None)
             if found is None:
                 return
             name = found.key.removeprefix(self._place.prefix)
+            # checked again: a server may ignore the start of a listing
             if name > after and is_name(name):
                 yield BlobInfo(name, found.size, found.modified)
 
@@ -163,6 +169,7 @@ class S3Blobs(Blobs):
         calls = CallsCheck(self, _REMEDIES, writes=writes)
         before = self._bucket.throttled
         yield from calls.run()
+        # without answers, each request for a setting would last until its deadline
         if not calls.answers:
             return
         throttled = self._bucket.throttled - before
@@ -184,6 +191,7 @@ class S3Blobs(Blobs):
         return self._breaker.state
 
     def _key(self, name: str) -> str:
+        """Return the key of a blob's object; raise ConfigurationError if the name is not valid."""
         check_name(name)
         return f"{self._place.prefix}{name}"
 
@@ -193,7 +201,8 @@ class S3Blobs(Blobs):
 
     @contextmanager
     def _calling(self) -> Iterator[None]:
-        """Translate the errors of requests that are made inside."""
+        """Translate the errors of requests within the ``with`` statement, which must not begin
+        after ``close``."""
         self._check_open()
         try:
             yield
@@ -202,6 +211,7 @@ class S3Blobs(Blobs):
 
 
 def _translated(error: client.S3Error) -> StoreError:
+    """Return the error of ``storage.blobs`` that a failed request means."""
     for kind, meaning in _ERRORS:
         if isinstance(error, kind):
             return meaning(str(error))

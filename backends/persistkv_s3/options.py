@@ -26,18 +26,23 @@ _DURATIONS = ("deadline", "slow")
 
 
 class S3Options(msgspec.Struct, frozen=True):
-    """Options of an opened store, which ``parse_url`` reads from its URL. docs/s3.md describes them
-    and the default behaviour, here None. Durations (``…_s``) are in seconds. Those of every shared
-    store are in ``persistkv.storage.shared``.
+    """Options of an opened store, which ``parse_url`` reads from its URL; docs/s3.md describes them
+    for users. Durations (``…_s``) are in seconds. The options of every shared store are in
+    ``persistkv.storage.shared``.
     """
 
     endpoint_url: str | None = None
+    """Server; None: that of boto3's configuration, by default AWS."""
     region: str | None = None
+    """None: that of boto3's configuration, else us-east-1."""
     path_style: bool | None = None
+    """Whether the bucket's name is in the path of requests instead of the host; None: if there is
+    an ``endpoint_url``."""
     checksum: Literal["when_required", "crc32"] = "when_required"
     """``when_required``: only uploads for which S3 requires it carry a CRC32. persistkv's own
     checksums cover bytes at rest in any case."""
     unsigned_payload: bool | None = None
+    """Whether signatures leave out the bodies of uploads, which saves time; None: with https."""
     sse: Literal["AES256", "aws:kms"] | None = None
     sse_kms_key_id: str | None = None
     sse_bucket_key: bool | None = None
@@ -46,6 +51,8 @@ class S3Options(msgspec.Struct, frozen=True):
     """For one operation (upload, download, page of a listing), including retries. The last attempt
     may exceed it by a socket timeout: a third of it, at least 1 s."""
     slow_s: float = msgspec.field(default=10.0, name="slow")
+    """Time after which an answer counts as slow for the breaker, plus that of its bytes at 1
+    MiB/s."""
     connections: int = 8
     """From 1 to 64. Concurrent calls share this number of threads."""
 
@@ -101,7 +108,8 @@ def parse_url(
 
 
 def _check_names(options: Mapping[str, str]) -> None:
-    """Raise a ``ConfigurationError`` that does not reveal the value, if an option is a secret."""
+    """Raise a ``ConfigurationError`` that does not reveal the value, if an option is a secret.
+    Called first: errors of other checks may show values."""
     for name in options:
         if _CREDENTIAL.search(name) and name not in S3Options.__struct_fields__:
             expected = "no credentials in URLs: see docs/s3.md, Credentials"
@@ -128,8 +136,10 @@ def _place(location: str) -> BucketPlace:
 def _check_endpoint(endpoint: str) -> None:
     """Raise ConfigurationError unless this is an http or https URL of a host, which contains no
     credentials."""
+    # the errors do not show an endpoint that may contain a password
     try:
         parts = urlsplit(endpoint)
+        # the access checks the port
         host, _ = parts.hostname, parts.port
     except ValueError:
         raise ConfigurationError("s3 option endpoint_url", "…", _ENDPOINT) from None

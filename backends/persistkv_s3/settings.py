@@ -1,4 +1,4 @@
-"""Settings of a bucket that a store pays for or breaks on, as ``persistkv doctor`` finds them.
+"""Checks of a bucket's settings for ``persistkv doctor``: those that cost money or lose content.
 
 1. Each setting takes a permission of its own, which no engine needs. Without it, the outcome says
    so and is no error.
@@ -24,18 +24,22 @@ class Rule(NamedTuple):
     """A rule of a bucket that applies to some objects of the store."""
 
     name: str
+    """Id of the rule; may be empty."""
     prefix: str
+    """Start of the keys of the objects that it applies to; empty: all of the bucket."""
     content: Mapping[str, Any]
+    """The rule as S3 returns it."""
 
     def __str__(self) -> str:
         return f"rule {self.name or '(no id)'} on {self.prefix or 'all objects'}"
 
 
 def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
-    """Yield what is found about a bucket's settings. Nothing is raised.
+    """Yield the checks of a bucket's settings. Failures are outcomes; nothing is raised.
 
-    :param prefix: of all objects of the store.
+    :param prefix: start of the keys of all objects of the store.
     """
+    # read first: whether versioning is a problem depends on the lifecycle rules
     lifecycle = _Setting(
         bucket,
         "lifecycle",
@@ -47,6 +51,7 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
         bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning"
     ).outcomes(lambda found: _versioning(found, rules, prefix))
     yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
+    # a permission that is not needed is not asked for: no rule moves objects to this class
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
         tiering = _Setting(
             bucket,
@@ -70,9 +75,17 @@ class _Setting:
     def __init__(
         self, bucket: Bucket, check: str, operation: str, permission: str
     ) -> None:
+        """Read the setting.
+
+        :param check: name of the check, for its outcome.
+        :param operation: boto3's name of the request.
+        :param permission: what the request takes, for the outcome if it is denied.
+        """
         self._check = check
         self._reason = ""
+        """Why the setting was not read; empty: it was."""
         self.content: Mapping[str, Any] = {}
+        """The setting; empty: it was never set, or was not read."""
         try:
             self.content = bucket.setting(operation)
         except RequestRefusedError as error:
@@ -88,7 +101,10 @@ class _Setting:
     def outcomes(
         self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]
     ) -> Iterator[Check]:
-        """Yield the outcomes of ``evaluate``, which returns (level, what was found, remedy)."""
+        """Yield an outcome for each finding of ``evaluate``, or one that the setting was not read.
+
+        :param evaluate: called with ``content``; its findings are (level, finding, remedy).
+        """
         if self._reason:
             todo = f"compare the bucket with {_RULES}, or let an administrator run this check"
             yield Check(self._check, Level.NOTE, f"not checked: {self._reason}", todo)
@@ -108,6 +124,7 @@ def _versioning(
         # The versions that a suspended bucket already has are few: nothing adds to them.
         yield Level.OK, "off" if not status else status.lower(), ""
         return
+    # such a rule helps only if it applies to all objects of the store
     expiring = [rule for rule in rules if "NoncurrentVersionExpiration" in rule.content]
     whole = [rule for rule in expiring if prefix.startswith(rule.prefix)]
     if whole:
@@ -142,9 +159,11 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
     """Yield the effect of a rule that expires objects of the store."""
     expiration = rule.content.get("Expiration", {})
     when = expiration.get("Days", expiration.get("Date"))
-    if when is None:  # only of delete markers
+    # a rule without a time expires markers of deletions at most, which no store reads
+    if when is None:
         return
     after = f"after {when} days" if "Days" in expiration else f"on {when}"
+    # expired packs are misses; a rule for other objects expires those of the index, too
     if "/packs/" in rule.prefix.removeprefix(prefix):
         yield (
             Level.NOTE,
@@ -181,6 +200,7 @@ def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
 
 
 def _storage_classes(rule: Rule) -> set[str]:
+    """Return the storage classes to which a rule moves present versions of objects."""
     return {
         transition.get("StorageClass", "")
         for transition in rule.content.get("Transitions", ())
@@ -233,14 +253,19 @@ def _object_lock(found: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
 
 
 def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
-    """Return the rules that are in force for some objects of the store. Its objects have no
-    tags."""
+    """Return the rules that are in force for some objects of the store.
+
+    :param contents: rules as S3 returns them.
+    """
     rules: list[Rule] = []
     for content in contents:
+        # a filter of several conditions has them in ``And``; old rules have a prefix and no filter
         scope = content.get("Filter", {})
         both = scope.get("And", scope)
+        # objects of a store have no tags, so a rule for tagged objects does not apply
         has_tags = bool(both.get("Tag") or both.get("Tags"))
         start = str(both.get("Prefix", content.get("Prefix", "")))
+        # the rule applies to a part of the store, or the store is a part of what it applies to
         overlaps = start.startswith(prefix) or prefix.startswith(start)
         if content.get("Status") == "Enabled" and overlaps and not has_tags:
             rules.append(

@@ -57,7 +57,9 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 256 << 10
 _CALLERS = 16  # threads of callers, which make a single request themselves
 _CONNECT_S = 5.0
-_MOST_S = 30.0
+_MOST_S = 30.0  # longest pause that a ``Retry-After`` header can request
+# Codes of errors, by their meaning: see ``_new_error``. Answers without a body, such as those to
+# HEAD, have the status in place of the code.
 _THROTTLES = frozenset(
     {
         "SlowDown",
@@ -69,6 +71,7 @@ _THROTTLES = frozenset(
     }
 )
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
+# a setting of the bucket that was never set
 _NOT_SET = frozenset(
     {"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"}
 )
@@ -90,6 +93,7 @@ class BotoClient(Transport):
 
     def __init__(self, place: BucketPlace, options: S3Options) -> None:
         self._place = place
+        # arguments of all requests, and of uploads
         self._target = _given(
             Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner
         )
@@ -100,11 +104,15 @@ class BotoClient(Transport):
         )
         self._client, self._credentials = make_client(options)
         self._lock = threading.Lock()
+        """Held while ``_counts`` is accessed."""
         self._counts: Counter[str] = Counter()
+        """Requests sent so far, by HTTP method."""
         self._client.meta.events.register("before-send.s3", self._count_one)
         server = urlsplit(self._client.meta.endpoint_url)
+        # for errors, so without the user and password that an endpoint may contain
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
+        """Whether the warning about old versions was logged."""
         if server.scheme == "http" and not _is_loopback(server.hostname or ""):
             text = (
                 "%s: connections are not encrypted, so the network can read and change "
@@ -118,6 +126,7 @@ class BotoClient(Transport):
             return dict(self._counts)
 
     def _count_one(self, request: Any, **_: Any) -> None:
+        """Count a request; botocore calls this before it sends one."""
         with self._lock:
             self._counts[request.method] += 1
 
@@ -127,6 +136,7 @@ class BotoClient(Transport):
             answer = self._client.put_object(
                 Body=body, ContentLength=len(body), **target
             )
+        # the bucket is versioned
         if "VersionId" in answer and not self._versions_reported:
             self._versions_reported = True
             logger.warning(
@@ -135,6 +145,7 @@ class BotoClient(Transport):
                 "expires noncurrent versions (docs/s3.md)",
                 self._where,
             )
+        # such as a page of a proxy with status 200, which does not prove that anything was written
         if "ETag" not in answer:
             raise BrokenError(
                 f"{self._where}: PUT {key}: the answer is not that of an S3 server: it has no ETag"
@@ -145,6 +156,7 @@ class BotoClient(Transport):
     def get(
         self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
     ) -> None:
+        # the last byte of an HTTP range is included
         wanted = f"bytes={start}-{stop - 1}"
         with self._request("GET", key, deadline):
             answer = self._client.get_object(**self._target, Key=key, Range=wanted)
@@ -155,7 +167,9 @@ class BotoClient(Transport):
                 _receive(body, f"{self._where}: GET {key}", sink, deadline)
 
     def _check_range(self, answer: Any, key: str, start: int, stop: int) -> None:
-        """Check that the server sends the requested range up to the end of the object."""
+        """Raise ``BrokenError`` unless the server sends the requested range, or its part before the
+        end of the object: a proxy may ignore the range and send the whole object."""
+        # such as "bytes 0-1023/5000": the last number is the size of the object
         found = answer.get("ContentRange", "")
         size = found.rpartition("/")[2]
         if not size.isdigit():
@@ -178,6 +192,7 @@ class BotoClient(Transport):
     def list(
         self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
     ) -> ListPage:
+        # ``after`` is for the first page: the token of a page continues behind it
         more = _given(
             ContinuationToken=page, StartAfter=after if page is None and after else None
         )
@@ -201,12 +216,14 @@ class BotoClient(Transport):
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         if len(keys) == 1:
+            # S3 itself ignores a missing object; other servers may report it
             with (
                 suppress(ObjectMissingError),
                 self._request("DELETE", keys[0], deadline),
             ):
                 self._client.delete_object(**self._target, Key=keys[0])
             return
+        # quiet: the answer lists only the failures
         wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
         with self._request("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
             answer = self._client.delete_objects(**self._target, Delete=wanted)
@@ -242,8 +259,11 @@ class BotoClient(Transport):
         self._check_deleted(answer.get("Errors", ()))
 
     def _check_deleted(self, errors: Sequence[Any]) -> None:
-        """Raise an error if some keys of a batch were not deleted: a retryable one rather than a
-        refusal."""
+        """Raise an error if some keys of a batch were not deleted: a retryable one, if there is
+        one, otherwise ``KeysRefusedError``. A missing object is no failure.
+
+        :param errors: the failures that an answer lists.
+        """
         refusals = []
         for entry in errors:
             error = _error_of(
@@ -272,7 +292,11 @@ class BotoClient(Transport):
 
     @contextmanager
     def _request(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
-        """Ensure credentials for the request that is made inside, and translate its errors."""
+        """Ensure credentials for the request that the ``with`` statement makes, and translate its
+        errors.
+
+        :param verb: for errors, with ``key``.
+        """
         what = f"{self._where}: {verb} {key}"
         with self._translated(f"{what}: search for credentials", deadline):
             self._credentials.ensure(deadline, what)
@@ -281,10 +305,16 @@ class BotoClient(Transport):
 
     @contextmanager
     def _translated(self, what: str, deadline: Deadline) -> Iterator[None]:
+        """Translate exceptions within the ``with`` statement into ``S3Error``. After the deadline,
+        raise ``LateError`` instead of beginning it.
+
+        :param what: names the request in errors.
+        """
         deadline.check(what)
         try:
             yield
         except StoreError:
+            # such as that of a body whose upload is late: it is an ``S3Error`` already
             raise
         except Exception as error:
             raise _ours(error, what, deadline) from None
@@ -298,6 +328,7 @@ class PlainBucket(BotoClient, PlainMedium):
         super().__init__(place, options)
         self._deadline_s = options.deadline_s
         self._written: list[str] = []
+        """Keys of the objects that ``close`` deletes."""
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         key = f"{self._place.prefix}plain-{len(self._written)}"
@@ -326,6 +357,7 @@ class PlainBucket(BotoClient, PlainMedium):
 
 
 def _given(**options: str | bool | None) -> dict[str, str | bool]:
+    """Return the options that are not None: boto3 accepts no None for its parameters."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -342,6 +374,7 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
     """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
     unchanged."""
     while len(room := sink.room()):
+        # only around the read: the sink's own exceptions are not those of the request
         try:
             count = body.readinto(room[:_READ_BYTES])
         except Exception as error:
@@ -388,6 +421,7 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     if isinstance(error, boto.ClientError):
         return _error_of(error.response, what)
     if deadline.remaining <= 0:
+        # whatever went wrong after the deadline, such as a connection that ``_cut_off`` shut down
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
     if isinstance(
         error,
@@ -417,6 +451,8 @@ def _cause(error: BaseException) -> str:
     """Describe an error by its type and the system error that caused it. Its message may hold
     request headers."""
     name, inner = type(error).__name__, error
+    # Follow the chain of causes to its end: botocore keeps some in ``kwargs``. Bounded, because a
+    # chain may have a cycle.
     for _ in range(10):
         inner = (
             getattr(inner, "kwargs", {}).get("error")
@@ -440,6 +476,7 @@ def _error_of(answer: Any, what: str) -> S3Error:
     """
     code = str(answer.get("Error", {}).get("Code", ""))
     error = _new_error(answer, what, code)
+    # for callers that tell errors of one class apart, such as ``setting``
     error.code = code
     return error
 
@@ -464,7 +501,8 @@ def _new_error(answer: Any, what: str, code: str) -> S3Error:
         return throttled
     if status >= 500 or code in _BROKEN or status in (408, 409):
         broken = BrokenError(text)
-        broken.healthy = status == 409  # another request on this object is in progress
+        # 409: another request on this object is in progress, so the server works
+        broken.healthy = status == 409
         return broken
     return RequestRefusedError(text)
 
@@ -479,6 +517,7 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
         raise MissingExtraError("boto3", "s3") from None
 
     def make(*, unsigned: bool) -> Any:
+        # signatures contain a region, also for servers that ignore it
         region = options.region or session.region_name or "us-east-1"
         return session.client(
             "s3",
@@ -491,10 +530,11 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
         client = make(unsigned=options.unsigned_payload is not False)
+        # only a client knows the endpoint, which may come from boto3's configuration
         is_encrypted = client.meta.endpoint_url.startswith("https:")
         if options.unsigned_payload is None and not is_encrypted:
             client.close()
-            # nothing else would protect bodies in transit
+            # without TLS, only their signature protects bodies in transit from changes
             client = make(unsigned=False)
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError(
@@ -506,6 +546,7 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
 def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
     """Return the arguments of botocore's ``Config`` for a client."""
     path_style = options.path_style
+    # servers other than AWS rarely have a domain name for each bucket
     if path_style is None:
         path_style = options.endpoint_url is not None
     verifies = options.checksum == "crc32"
@@ -543,6 +584,7 @@ def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:
     credentials = DeferredCredentials(
         core.get_component("credential_provider").load_credentials
     )
+    # botocore asks this component when it makes a client; it must not search by itself
     core.register_component(
         "credential_provider", SimpleNamespace(load_credentials=lambda: credentials)
     )

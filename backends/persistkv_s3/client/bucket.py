@@ -86,7 +86,9 @@ class Breaker:
         self._lock = threading.Lock()
         self._state: State = "closed"
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
+        """For each of the last answers, whether it was bad; cleared when the breaker closes."""
         self._pause_s = _FIRST_PAUSE_S
+        """Length of the next pause, before jitter."""
         self._wait_until = 0.0
         """While open: end of the pause. While half-open: when another request passes if the first
         has not ended."""
@@ -99,28 +101,33 @@ class Breaker:
             return "half-open" if over else self._state
 
     def admit(self) -> bool:
-        """Return whether a request may be made now. Each admitted request must end with
-        ``record``."""
+        """Return whether a request may be made now. Each admitted request must end with ``record``
+        or ``forget``."""
         with self._lock:
             if self._state == "closed":
                 return True
             now = self._clock.monotonic()
             if now < self._wait_until:
                 return False
+            # this request is the probe: no other passes until it has ended
             self._state = "half-open"
-            # a probe whose thread died must not block it for ever
+            # if it never ends, because its thread died, another one passes after this time
             self._wait_until = now + LONGEST_PAUSE_S
             return True
 
     def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
-        """Record that an admitted request has ended; ``well=False``: it failed because of the
-        server."""
+        """Record that an admitted request has ended, and change the state if that is due.
+
+        :param well: False: it failed because of the server.
+        :param num_bytes: bytes that it transferred, for which a good answer may take longer.
+        """
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
             recent = list(self._recent)
+            # it was sent before the breaker opened, and says nothing new
             if self._state == "open":
-                return  # it was sent before the breaker opened
+                return
             if self._state == "half-open" and not bad:
                 logger.warning("%s answers again", self._name)
                 self._state = "closed"
@@ -140,10 +147,13 @@ class Breaker:
     def forget(self) -> None:
         """Record that an admitted request has ended, which says nothing about the server."""
         with self._lock:
+            # it may have been the probe: let the next request be one
             if self._state == "half-open":
                 self._wait_until = self._clock.monotonic()
 
     def _open(self) -> None:
+        """Hold requests back for a pause, and double the next one. The lock is held."""
+        # half of it to all of it, at random, so that engines do not probe the server all at once
         self._wait_until = self._clock.monotonic() + self._pause_s * (
             0.5 + 0.5 * self._clock.random.random()
         )
@@ -171,6 +181,7 @@ class Bucket:
         self._transport = transport
         self._deadline_s = deadline_s
         self._last_failure = "none failed"
+        """The last failure that the breaker has counted, for the error while it is open."""
         self.throttled = 0
         """Number of attempts that the server has refused because it wants fewer requests."""
 
@@ -183,6 +194,7 @@ class Bucket:
         succeeded."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
 
+        # a new body for each attempt: an earlier one may be read in part
         def attempt(deadline: Deadline) -> float:
             return self._transport.put(key, Body(pieces, deadline), deadline)
 
@@ -195,7 +207,7 @@ class Bucket:
         fetches only the missing bytes. Return the number of bytes that arrived: fewer only if the
         object ends.
 
-        :raises ReplacedError: the object was replaced between two attempts.
+        :raises ObjectReplacedError: the object was replaced between two attempts.
         """
         sink = Sink(length, buffers)
 
@@ -205,8 +217,10 @@ class Bucket:
                     key, start + sink.position, start + length, sink, deadline
                 )
             except RangeError as error:
+                # bytes after these existed at an earlier attempt: it was a longer object
                 if sink.begun:
                     raise ObjectReplacedError(str(error)) from None
+                # the object ends before the range: nothing is to be read
                 sink.end()
 
         self._run(attempt, lambda: sink.position)
@@ -229,9 +243,10 @@ class Bucket:
         """Delete objects; ignore missing ones. After an error some may be deleted. Each request has
         its own deadline.
 
-        :raises RefusedError: the server refuses to delete some of them. The others are deleted,
-            unless it refuses all.
+        :raises RequestRefusedError: the server refuses to delete some of them. The others are
+            deleted, unless it refuses all.
         """
+        # raised at the end, so that one locked object does not keep the others
         refusal: RequestRefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
             batch = keys[start : start + MOST_DELETED]
@@ -240,6 +255,7 @@ class Bucket:
             except KeysRefusedError as error:
                 refusal = error
             except RequestRefusedError as error:
+                # a refusal of one key is final, and without credentials no request is made
                 if len(batch) == 1 or not error.healthy:
                     raise
                 # Ceph requires permission to delete the whole bucket for a request with several
@@ -261,6 +277,7 @@ class Bucket:
             try:
                 page = self._run(partial(self._transport.versions, prefix, after))
             except RequestRefusedError as error:
+                # unknown whether there are versions: the caller reports that some may be left
                 return str(error)
             own = [version for version in page.versions if version.key in wanted]
             for start in range(0, len(own), MOST_DELETED):
@@ -280,7 +297,8 @@ class Bucket:
     def _delete_each(self, keys: Sequence[str]) -> RequestRefusedError | None:
         """Delete objects with a request for each; return the last refusal if some are refused.
 
-        :raises RefusedError: many in a row are refused: probably there is no permission for any.
+        :raises RequestRefusedError: 8 in a row are refused, so probably there is no permission for
+            any. The rest is not tried.
         """
         refusal: RequestRefusedError | None = None
         in_a_row = 0
@@ -301,7 +319,7 @@ class Bucket:
         """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is
         left.
 
-        :param num_bytes: returns the bytes that all attempts so far have transferred.
+        :param num_bytes: returns the bytes that all attempts so far have transferred; default 0.
         """
         deadline = Deadline(self._deadline_s, self._clock)
         bound = _FIRST_BOUND_S
@@ -310,6 +328,7 @@ class Bucket:
             try:
                 return self._attempt(attempt, deadline, num_bytes)
             except LateError as error:
+                # the attempt before has left little time, so the error names its failure, too
                 if cause is None:
                     raise
                 raise LateError(
@@ -317,6 +336,7 @@ class Bucket:
                 ) from cause
             except S3Error as error:
                 cause = error
+                # a pause beyond the deadline is not begun: the caller learns the error now
                 pause = error.pause_s + self._clock.random.uniform(0, bound)
                 if (
                     not error.retryable

@@ -4,7 +4,7 @@
    none. So they run in a thread of their own, which is abandoned if it does not end.
 2. Credentials that are still valid are used while they are renewed: a hung source delays no
    request.
-3. Each search starts anew and shares no lock with an abandoned one.
+3. Each search is independent of an abandoned one, and shares no lock with it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class DeferredCredentials:
         self._found: Any = None
         """Credentials of botocore, which know when they expire; None: none were found yet."""
         self._frozen: Any = None
-        """Their values."""
+        """Values of ``_found`` (access key, secret, token) with which botocore signs requests."""
         self._search: Future[None] | None = None
-        """The last search; it may run."""
+        """The last search, running or ended; None: there was none."""
         self._search_began = 0.0
+        """``time.monotonic`` time of its start."""
 
     def ensure(self, deadline: Deadline, what: str) -> None:
         """Return when the credentials are valid. The error of a search passes unchanged.
@@ -63,6 +64,7 @@ class DeferredCredentials:
             raise LateError(
                 f"{what}: the source of credentials does not answer within {deadline.seconds:g} s"
             )
+        # raises the error of a search that failed
         search.result()
 
     def _pending_search(self, what: str) -> Future[None] | None:
@@ -70,6 +72,7 @@ class DeferredCredentials:
         with self._lock:
             if self._lasts(_RENEW_S):
                 return None
+            # between the two limits, credentials are renewed and requests use the present ones
             valid = self._lasts(_VALID_S)
             if self._is_due(valid):
                 self._start(what, valid)
@@ -79,11 +82,16 @@ class DeferredCredentials:
         """Return whether the credentials are valid for so long."""
         if self._found is None:
             return False
+        # credentials without this method, such as those of a file, never expire
         expires = getattr(self._found, "refresh_needed", None)
         return expires is None or not expires(seconds)
 
     def _is_due(self, valid: bool) -> bool:
-        """Return whether to search now, in place of a search that has ended or hangs."""
+        """Return whether to search now, in place of a search that has ended or hangs.
+
+        :param valid: whether the present credentials can still be used: then a search that has
+            ended is repeated after a pause only.
+        """
         if self._search is None:
             return True
         age = time.monotonic() - self._search_began
@@ -112,7 +120,8 @@ class DeferredCredentials:
                 raise NoCredentialsError(f"{what}: {text}")
             frozen = found.get_frozen_credentials()
         except BaseException as error:
-            if valid:  # no request waits for this search
+            # no request waits for this search, so its error would be lost
+            if valid:
                 text = (
                     "credentials cannot be renewed (%s): the present ones are used until "
                     "they expire"

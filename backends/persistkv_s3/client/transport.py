@@ -142,14 +142,15 @@ class Body:
         self._deadline.check("an upload")
         if self._next == len(self._pieces):
             return b""
+        # ``readinto`` may have read the start of the piece
         rest = self._pieces[self._next][self._start :]
         self._next += 1
         self._start = 0
         return rest
 
     def readinto(self, buffer: memoryview) -> int:
-        """Copy the next bytes into a buffer; return their number, 0 at the end. If awscrt is
-        installed, botocore has it read and sign the body, with buffers of its own.
+        """Copy the next bytes into a buffer; return their number, 0 at the end. Called if awscrt is
+        installed: botocore then has it read and sign the body, with buffers of its own.
 
         :raises LateError: the upload is late.
         """
@@ -187,10 +188,12 @@ class Sink:
         self.position = 0
         """Bytes that have arrived."""
         self._range = length
+        """Bytes of the requested range."""
         self.length = length
         """Bytes that can arrive; less than the length of the range once the object's end is
         known."""
         self._etag = ""
+        """ETag of the object from which bytes have arrived; empty: none have."""
         self._buffers = iter(buffers)
         self._room = memoryview(b"")
         """The part of the present buffer that is not filled yet."""
@@ -216,10 +219,11 @@ class Sink:
         :param etag: identifies the content of the object. Bytes of two objects are never mixed.
         :raises BrokenError: the server sends more bytes than requested, or others than at an
             earlier attempt.
-        :raises ReplacedError: this is not the object of the earlier attempts.
+        :raises ObjectReplacedError: this is not the object of the earlier attempts.
         """
         if self.begun and etag != self._etag:
             raise ObjectReplacedError("the object was replaced while it was downloaded")
+        # the first attempt, or none before it has delivered a byte: any object will do
         if not self.begun:
             self._etag = etag
             self.length = min(self._range, length)
@@ -241,6 +245,7 @@ class Sink:
 
         :raises ValueError: there is none.
         """
+        # one iteration at most
         for buffer in self._buffers:
             return buffer.cast("B")
         raise ValueError("the buffers hold fewer bytes than the range has")
@@ -255,6 +260,7 @@ class Sink:
 
         :raises ValueError: the buffers hold more bytes than the range.
         """
+        # the object has ended within the range, so the last buffer is not full
         if self.position < self._range:
             return
         excess = len(self._room)
@@ -348,8 +354,8 @@ class Transport(ABC):
         deleted.
 
         :raises KeysRefusedError: the server refuses to delete some of them; the others are deleted.
-        :raises RefusedError: the server refuses the request, perhaps because it deletes several
-            objects.
+        :raises RequestRefusedError: the server refuses the request, perhaps because it deletes
+            several objects.
         """
 
     def versions(
@@ -374,7 +380,8 @@ class Transport(ABC):
         was never set.
 
         :param name: the operation, such as ``get_bucket_versioning``.
-        :raises RefusedError: there is no permission, or the server does not know the setting.
+        :raises RequestRefusedError: there is no permission, or the server does not know the
+            setting.
         """
         raise RequestRefusedError(f"{name} is not known")
 

@@ -235,8 +235,8 @@ class _ScheduledRequest:
                 first = at * factor
                 blocks += table[first : first + factor]
             tables.append(blocks)
-            # The start tells the worker how many device blocks to skip in the first row. An empty
-            # offer has no first row, and 0 stands for its start.
+            # From the start, the worker computes how many device blocks to skip in the first row.
+            # An empty offer has no first row; 0 is a placeholder.
             first_offered = next(iter(offer.values()), 0)
             starts.append(first_offered * factor)
         return _device_blocks(tables, starts)

@@ -22,6 +22,7 @@ _IRRELEVANT = frozenset(
 )
 _JSON_TYPES = (bool, int, float, str, type(None))
 _PART = "_config"
+"""End of the names of fields that are configurations themselves, such as ``text_config``."""
 # kept whole: a dtype in it is not that of the model
 _QUANTIZATION = "quantization_config"
 

@@ -29,13 +29,13 @@ _LATE = 3.0
 
 @dataclass
 class _Load:
-    """A load in progress."""
+    """A load in progress. Times are those of the clock of ``PrefixLoads``, in seconds."""
 
     began: float
     late_at: float
     """Time from which on it counts as hung."""
     is_late: bool = False
-    """Whether it was counted."""
+    """Whether it was reported to ``LoadTimes`` as hung, while it was still in progress."""
 
 
 class PrefixLoads:
@@ -58,6 +58,7 @@ class PrefixLoads:
         """
         self._call_bytes = call_bytes
         self._stalled_s = min(timeout_s, _STALLED_S)
+        """Seconds after which a load that has brought nothing counts as hung."""
         self._chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
         self._times = LoadTimes()
         self._probes = ProbeTimer(clock)
@@ -65,7 +66,9 @@ class PrefixLoads:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._running: dict[int, _Load] = {}
+        """Loads in progress, by the number that ``begin_load`` has returned."""
         self._prober: ThreadPool | None = None
+        """Thread that reads blocks of declined prefixes; None: no prefix is ever declined."""
         if prefill_tokens_per_s is not None:
             self._prober = ThreadPool(1, "persistkv-probe")
         self.num_declined = 0
@@ -73,6 +76,7 @@ class PrefixLoads:
 
     def expected_load_s(self, num_bytes: int) -> float:
         """Return the expected seconds of a load of so many bytes; 0 if nothing is known."""
+        # whole calls of ``call_bytes``, one after the other, and one for the rest
         num_calls = 0
         if self._call_bytes is not None:
             num_calls, num_bytes = divmod(num_bytes, self._call_bytes)
@@ -88,9 +92,12 @@ class PrefixLoads:
         tokens."""
         if self._prober is None or num_bytes <= 0:
             return True
+        # the chooser asks ``expected_load_s`` of this object for the time of the load
         run = LoadRun(self, num_tokens, num_bytes)
         with self._lock:
+            # first, so that the decision takes the loads that hang now into account
             self._end_late()
+            # the prefix is one run that begins at token 0: it is loaded whole or not at all
             is_worth = self._chooser.choose([run], 0).num_runs > 0
             self.num_declined += not is_worth
         return is_worth
@@ -114,18 +121,21 @@ class PrefixLoads:
         with self._lock:
             load = self._running.pop(number)
             seconds = self._clock() - load.began
-            # one that hung has been counted: its bytes in the end are another sample
+            # A load that hung was reported by ``_end_late`` already. If it has brought bytes in the
+            # end, these are a sample of their own.
             if not load.is_late:
                 is_late = not loaded_bytes and seconds >= self._stalled_s
                 self._times.end(number, loaded_bytes, seconds, is_late=is_late)
             elif loaded_bytes:
                 self._times.observe(loaded_bytes, seconds)
+            # a load shows more than a probe, so the next probe can wait
             if loaded_bytes:
                 self._probes.reset()
 
     def _end_late(self) -> None:
-        """Count the loads that hang as late ones, each once: only probes and other loads show when
-        the store answers again."""
+        """Report the loads that hang to ``LoadTimes``, each once, without waiting for their ends:
+        from then on the store counts as stalled, until a probe or another load has brought
+        bytes."""
         now = self._clock()
         for number, load in self._running.items():
             if load.is_late or now < load.late_at:

@@ -61,6 +61,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f'a mapping such as {{"{REQUEST_PARAMETER}": {{"store": false}}}}'
             )
             raise ConfigurationError("kv_transfer_params", parameters, expected)
+        # absent options count as ``true``: the defaults
         given = parameters.get(REQUEST_PARAMETER, True) if parameters else True
         if isinstance(given, bool):
             return cls(given, given)
@@ -74,7 +75,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(
                 f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected
             ) from None
-        _ = options.retention
+        _ = options.retention  # raises if ``ttl`` is invalid
         check_labels(options.labels)
         if options.tenant is not None:
             check_tenant(

@@ -80,7 +80,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """:param params: ``adapter_params`` of the configuration (``LMCacheOptions``).
         :param l1_memory_desc: LMCache's ``L1MemoryDesc`` of the memory that all objects are in.
         """
-        super().__init__(max_capacity_bytes=0)
+        super().__init__(max_capacity_bytes=0)  # 0 turns LMCache's own eviction off
         self.options = lmcache_options(params)
         if l1_memory_desc is not None:
             # LMCache accesses most of it later: then the disk transfers megabytes, not pages
@@ -94,10 +94,12 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lookup_tasks = TaskQueue()
         self._load_tasks = TaskQueue()
         self._sizes: dict[int, int] = {}
-        """Bytes of each store task."""
+        """By store task: bytes of its objects."""
         self._looked_up: dict[int, _Lookup] = {}
+        """By lookup task: its keys and parts, until the result is queried."""
         self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
         self._opener = ThreadPool(1, "persistkv-opener")
+        """Opens stores, which may hang: one thread, as ``LayoutStores`` requires."""
         self._announcer = Announcer(
             self._stores,
             partial(_announce, self._notify_keys_stored),
@@ -105,6 +107,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self.options.delete_timeout_s,
         )
         self._unknown: set[str] = set()
+        """Models without an entry in the options that were logged."""
         self._open_stored()
         self._announcer.start()
 
@@ -156,6 +159,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             # a task without keys may end before its size is known
             num_bytes = self._sizes.pop(task, 0)
             results[task] = L2StoreResult(all(is_stored), num_bytes)
+        # the new keys are announced now, not with the announcer's next tick
         if results:
             self._announcer.wake()
         return results
@@ -180,6 +184,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         lookup = self._looked_up.pop(task_id)
         results = self._loads.hits(lookup.keys, lookup.parts, results)
         found = list(itertools.compress(lookup.keys, results))
+        # here, so that the locks of processes that are gone do not pile up
         self._leases.expire()
         self._leases.acquire(found)
         if found:
@@ -211,7 +216,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Calls
 
     def _start(self, tasks: TaskQueue, task: int, part: Part) -> None:
-        """Start a part of a task; if its store is not open, when it is."""
+        """Start a part of a task now, or once its store is open. A part whose store may not be
+        opened fails."""
         place = part.place
         store = self._stores.get(place)
         if store is not None:
@@ -223,6 +229,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             tasks.fail(task)
 
     def _open_and_start(self, tasks: TaskQueue, task: int, part: Part) -> None:
+        """Open the store of a part, and start the part; called in the opener's thread."""
         store = self._stores.open(part.place)
         if store is None:
             tasks.fail(task)
@@ -256,6 +263,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._announcer.announce()
 
     def _delete_from(self, store: BlockStore, keys: Sequence[bytes]) -> None:
+        """Delete the keys that a store holds; log a failure."""
         try:
             store.delete(keys, timeout_s=self.options.delete_timeout_s)
         except PersistKVError as error:
@@ -307,6 +315,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         """Commit the tasks of open stores and close the stores; waits for up to a minute for each.
         Tasks that wait for a store to open are dropped. Idempotent."""
+        # The announcer reads the stores, so it ends before they close. The opener may hang and is
+        # not waited for: what it opens later is closed at once.
         self._announcer.stop()
         self._opener.shutdown(wait=False, cancel_futures=True)
         self._loads.close()
@@ -340,6 +350,7 @@ def _announce(
 
 
 def _start_on(store: BlockStore, tasks: TaskQueue, task: int, part: Part) -> None:
+    """Start a part of a task on its open store; if the store refuses the call, the part fails."""
     try:
         tasks.start(task, part, store)
     except (PersistKVError, ValueError) as error:
@@ -348,6 +359,7 @@ def _start_on(store: BlockStore, tasks: TaskQueue, task: int, part: Part) -> Non
 
 
 def _bitmap(results: Sequence[bool]) -> Any:
+    """Return results in LMCache's form, with a bit for each key."""
     bitmap = Bitmap(len(results))
     for position, has_succeeded in enumerate(results):
         if has_succeeded:

@@ -45,10 +45,12 @@ class Announcer:
         self._known: set[Place] = set()
         """Places whose content at the opening was announced."""
         self._has_news = threading.Event()
+        """Set to have the thread look for events before its next tick, or end."""
         self._is_stopped = False
         self._pid = os.getpid()
-        # one at a time: a removal must not overtake the announcement of its key
         self._turn = threading.Lock()
+        """Held while changes are read and announced, so that no removal overtakes the announcement
+        of its key."""
         self._thread = threading.Thread(
             target=self._run, name="persistkv-announcer", daemon=True
         )
@@ -68,6 +70,7 @@ class Announcer:
         self._thread.join()
 
     def _run(self) -> None:
+        """Announce changes each second, and when ``wake`` is called, until ``stop``."""
         while not self._is_stopped:
             self._has_news.wait(_TICK_S)
             self._has_news.clear()
@@ -89,6 +92,7 @@ class Announcer:
         :param stored: receives the keys that the open stores hold.
         """
         with self._turn:
+            # events from before the registration are for the other listeners
             self._announce_changes()
             register()
             for place, store in self._stores.items():
@@ -126,6 +130,8 @@ class Announcer:
 
 
 class _Changes(NamedTuple):
+    """Keys of one store, to announce in this order."""
+
     stored: Keys
     removed: Keys
 
@@ -140,9 +146,11 @@ def _changes(store: BlockStore) -> _Changes:
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     """Return the content of a store as changes of an empty one. Later events begin after them."""
+    # dropped: the list that follows contains what these events report
     _changes(store)
     listed = _held(store, list_timeout_s)
-    # blocks that others store meanwhile are in both; a removed block must have been announced
+    # Events during the listing: a block that was stored meanwhile may also be in the list, and is
+    # announced once. A removal is announced only for a key that is announced as stored before it.
     changes = _changes(store)
     stored = dict.fromkeys([*listed, *changes.stored])
     removed = [key for key in changes.removed if key in stored]

@@ -75,6 +75,7 @@ class Content:
         return KeyListPage(tuple(listed), next_cursor)
 
     def _list(self, model_name: str | None) -> Iterable[_Listed]:
+        """Yield the entries of all open stores, or of those of one model, in no order."""
         for place, store in self._stores.items():
             if model_name not in (None, place.model_name):
                 continue
@@ -98,6 +99,7 @@ class Content:
             by_salt.update(self._last_usage.get(place, {}))
         return AdapterUsage(
             total_bytes_used=by_salt.total(),
+            # none: the store bounds itself, and LMCache's own eviction stays off
             total_capacity_bytes=0,
             bytes_by_cache_salt=MappingProxyType(by_salt),
         )

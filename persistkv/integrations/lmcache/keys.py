@@ -94,5 +94,6 @@ def salt_of(encoded: bytes) -> str:
 
 
 def _salt_start(encoded: bytes) -> int:
+    """Return the offset of the salt in an encoded key: after the head and the hash."""
     hash_bytes = encoded[0]
     return _HEAD.size + hash_bytes

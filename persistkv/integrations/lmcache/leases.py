@@ -10,8 +10,12 @@ from dataclasses import dataclass
 
 @dataclass
 class _Lease:
+    """The locks of one key."""
+
     count: int
+    """Number of locks that were not released."""
     expires_at: float
+    """Monotonic time at which all of them expire."""
 
 
 class Leases:

@@ -13,7 +13,7 @@ from persistkv.integrations.prefix_loads import PrefixLoads
 
 
 class _Found(NamedTuple):
-    """A key that a lookup may find."""
+    """A key that a lookup has found in the store of a part."""
 
     part: Part
     number: int
@@ -51,6 +51,7 @@ class ObjectLoads:
         found = _found(parts, results)
         if not found:
             return list(results)
+        # Ranks and object groups have an object each of the same tokens, which count once.
         chunks = set()
         num_bytes = 0
         for position, held in found.items():
@@ -61,6 +62,7 @@ class ObjectLoads:
         num_tokens = len(chunks) * _tokens_of(place.layout)
         if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
             return list(results)
+        # declined: one of its blocks is read now and then, to notice when the store is fast again
         store = self._stores.get(place)
         if store is not None:
             key = first.part.keys[first.number]
@@ -68,13 +70,13 @@ class ObjectLoads:
         return [False] * len(results)
 
     def begin(self, task: int, sizes: Sequence[int]) -> None:
-        """A load task begins; ``sizes`` are the bytes of its objects."""
+        """Note that a load task begins; ``sizes`` are the bytes of its objects."""
         num_bytes = sum(sizes)
         number = self._loads.begin_load(num_bytes)
         self._tasks[task] = _Load(number, sizes)
 
     def end(self, task: int, results: Sequence[bool]) -> None:
-        """A load task has ended.
+        """Note that a load task has ended, and learn from its time.
 
         :param results: for each object, whether it was loaded.
         """
@@ -103,7 +105,7 @@ def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found
 
 
 def _tokens_of(layout: ObjectLayout) -> int:
-    """Return the tokens of an object: the last but one length of its arrays, whose last one is the
-    numbers of a token; 0 if it has no such length."""
+    """Return the number of tokens in an object; 0 if its shape does not show it. The last dimension
+    of its arrays has the numbers of a token, the last but one the tokens."""
     shape = layout.shapes[0] if layout.shapes else ()
     return shape[-2] if len(shape) > 1 else 0

@@ -49,7 +49,7 @@ class PutPart(Part):
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
         labels = {"lmcache_model": self.place.model_name}
-        # a label is that of all contexts of the call
+        # a label applies to all keys of the call, so only a salt that they share can be one
         if len(self.salts) == 1:
             (salt,) = self.salts
             if salt:
@@ -61,7 +61,7 @@ class FindPart(Part):
     """Keys to look up."""
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
-        # the use keeps the blocks until they are loaded
+        # the recorded use makes eviction prefer other blocks until these are loaded
         return store.submit_contains(queue, self.keys, touch=True)
 
 
@@ -120,7 +120,8 @@ def parts_of_lookup(
         if layout is not None:
             places = [Place(key.model_name, layout)]
         else:
-            # LMCache does not tell: a load checks the layout of its memory
+            # LMCache has given no layout, so any open store of the model may hold the key. A load
+            # has memory, whose layout decides then.
             places = stores.places_of(key.model_name)
         for place in places:
             part = _part_at(place, parts, FindPart)

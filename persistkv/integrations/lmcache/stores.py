@@ -24,6 +24,7 @@ _MOST_LAYOUTS = 64
 """Open layouts: each has threads of its own. Compressed objects, each of another size, reach it."""
 _ENGINE = "lmcache"
 _RANK = "in keys"
+"""Rank in the identity: that of each object is part of its key, so ranks share a namespace."""
 
 
 class Place(NamedTuple):
@@ -47,7 +48,9 @@ class LayoutStores:
         self._weights = weights
         self._release = release
         self._open: dict[Place, BlockStore] = {}
+        """Read without the lock: each reader makes one call, or copies it first."""
         self._failed_at: dict[Place, float] = {}
+        """Monotonic time of the last attempt to open each store that does not open."""
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -129,6 +132,7 @@ class LayoutStores:
             shapes=(_joined(layout.shapes),),
             layout="object",
             rank=_RANK,
+            # ``_place_of`` reads the model, the shapes and the types back
             more={
                 "model": place.model_name,
                 "engine": self._options.engine,
@@ -160,7 +164,9 @@ class LayoutStores:
         """Return the place of a namespace; None if it is not this adapter's."""
         if decoded is None:
             return None
-        identity, (num_bytes, *_) = decoded
+        identity, (num_bytes, *_) = (
+            decoded  # one KV cache group: the bytes of an object
+        )
         more = identity.more
         if identity.engine != _ENGINE or more.get("model") not in self._weights:
             return None

@@ -53,7 +53,8 @@ class TaskQueue:
     def begin(self, num_keys: int, num_parts: int) -> int:
         """Begin a task; return its number. ``start`` or ``fail`` must follow for each part. A task
         without parts is done."""
-        # a part without keys wakes LMCache
+        # A task without parts gets one without keys. Its end, which follows at once, makes the
+        # descriptor readable for LMCache, as that of any other part.
         is_empty = not num_parts
         if is_empty:
             num_parts = 1
@@ -100,7 +101,8 @@ class TaskQueue:
     def _collect(self) -> None:
         """Add the results of ended calls to their tasks. A task is done when its last call has
         ended."""
-        # LMCache clears the descriptor. Cleared here, too, it could miss the end of another task
+        # LMCache clears the descriptor itself. If it were cleared here, too, LMCache could miss the
+        # end of another task.
         for ended in self._completions.take(clear=False):
             call = self._started.pop(ended.job_id)
             task = self._tasks[call.task]

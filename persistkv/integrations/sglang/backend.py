@@ -115,6 +115,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         """Return the length of the run of held pages at the start; 0 if computing them is expected
         to be faster than loading them. Does not wait for I/O."""
         held = self._held(MAIN_POOL, keys)
+        # pages after a gap are no use: SGLang restores prefixes
         num_pages = leading(held)
         store = self._pools.get(MAIN_POOL)
         if store is None or store.is_worth(keys[:num_pages]):
@@ -146,11 +147,12 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         kv_pages = self.batch_exists(keys, extra_info)
         found_keys = keys[:kv_pages]
         hits = {MAIN_POOL: kv_pages}
+        # lengths of prefixes, in pages, that all pools so far can serve
         restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
             name = _name(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                # keys of their own; these never limit the prefix
+                # these have keys of their own, not those of the prefix, and never limit it
                 hits[name] = self._block_group_pages(name, transfer)
             else:
                 lengths = self._restorable(name, found_keys, transfer)
@@ -170,6 +172,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         held = self._held(name, keys)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
             return all_pages(held)
+        # the transfer has as many keys as pages are needed at the end of the prefix
         num_trailing = len(transfer.keys or ())
         return trailing_pages(held, max(1, num_trailing))
 
@@ -236,6 +239,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[Any]:
         """Read pages into tensors; return each tensor, or None."""
         store = self._pools[MAIN_POOL]
+        # a store for pages that are read in their pool has another order of bytes than tensors
         if not store.is_copied or target_locations is None:
             return [None] * len(keys)
         found = store.read_tensors(keys, target_locations)
@@ -263,6 +267,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store pages; return whether all of them are durable."""
         store = self._pools[MAIN_POOL]
+        # see ``batch_get``
         if not store.is_copied or values is None:
             return False
         stored = store.write_tensors(keys, values, None)

@@ -56,6 +56,7 @@ class StoreOpener:
             return self._store
 
     def _may_try_again(self) -> bool:
+        """Return whether the last attempt has failed long enough ago; the lock is held."""
         if self._is_closed or not self._attempt.done():
             return False
         return time.monotonic() >= self._retry_at
@@ -82,7 +83,8 @@ class StoreOpener:
         """Try to open the store, and set the result of the attempt."""
         try:
             self._open()
-        # of any kind: the constructor raises that of an attempt which ends while it waits
+        # Of any kind: the thread has no caller. If the constructor still waits for the attempt, it
+        # gets the error from the attempt's result.
         except Exception as error:
             logger.error(
                 "the store does not open (%s): pages are misses, and are not stored; it is tried "
@@ -90,7 +92,7 @@ class StoreOpener:
                 error,
                 _RETRY_S,
             )
-            # first the time: ``get`` reads it once the attempt is done
+            # before the result: ``get`` reads the time as soon as the attempt is done
             self._retry_at = time.monotonic() + _RETRY_S
             attempt.set_exception(error)
         else:

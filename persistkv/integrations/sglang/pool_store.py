@@ -26,7 +26,7 @@ Page: TypeAlias = list[memoryview]
 StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 """A call for keys, which returns a result for each."""
 
-_DELETED_AT_ONCE = 4096
+_DELETED_AT_ONCE = 4096  # keys in one call of a ``clear``
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
 _PAGES_AT_ONCE = 128  # in a call of SGLang that reads
@@ -86,6 +86,7 @@ class PoolStore:
             return None
 
     def _open(self) -> BlockStore:
+        """Open the block store; called in a thread of ``StoreOpener``, because it may hang."""
         return self._options.open(
             self._identity,
             self._page_bytes,
@@ -108,6 +109,7 @@ class PoolStore:
         num_tokens = len(keys) * self.memory.page_size
         if self._loads.is_worth(num_bytes, num_tokens):
             return True
+        # declined: one of the pages is read now and then, to notice when the store is fast again
         store = self._opener.get()
         if store is not None:
             (key,) = self._encode(keys[:1])
@@ -166,6 +168,7 @@ class PoolStore:
         begin = time.monotonic()
         wanted_bytes = len(keys) * self._page_bytes
         load = self._loads.begin_load(wanted_bytes)
+        # nothing, should the call raise: a load that was begun must end
         num_pages = 0
         try:
             found = self._call(keys, get)

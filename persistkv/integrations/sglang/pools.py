@@ -16,7 +16,9 @@ MAIN_POOL = "kv"
 _SHARDED_POOLS = ("mamba",)
 """Pools whose content differs between tensor-parallel ranks also in models with MLA."""
 _GEOMETRY = ("layer_num", "head_num", "head_dim", "v_head_dim")
+"""Attributes of SGLang's pools that are part of the identity; a pool may lack some."""
 _OPAQUE = "uint8"
+"""Dtype of a pool that shows bytes only, and not the type of the numbers in them."""
 
 
 class PageMemory(NamedTuple):
@@ -28,6 +30,8 @@ class PageMemory(NamedTuple):
 
     @classmethod
     def of(cls, pool: Any) -> PageMemory:
+        """Return the memory of one of SGLang's host pools, whose attributes differ by kind: pages
+        of a pool that names no size are of one token."""
         page_size = getattr(pool, "logical_page_size", None)
         if not page_size:
             page_size = getattr(pool, "page_size", None)
@@ -65,6 +69,7 @@ class PageMemory(NamedTuple):
         """
         import torch
 
+        # those of the first page of the pool: all pages are alike
         first_page = torch.arange(self.page_size)
         _, sizes = self.pool.get_page_buffer_meta(first_page)
         return [int(size) for size in sizes]

@@ -7,7 +7,7 @@ from typing import Any
 
 _MOST_CALLS = 4096  # that wait to be reported
 _GB = 1e9
-_SHORTEST_S = 1e-9
+_SHORTEST_S = 1e-9  # a clock may show 0 for a short call
 
 
 class _Calls:

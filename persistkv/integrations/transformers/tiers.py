@@ -161,7 +161,7 @@ class Tiers:
             self._worker.wait(job.job_id for job in metadata.loads)
         finished = self._worker.get_finished()
         output = self.scheduler.update_connector_output(finished)
-        # nobody reads the events, but each step must take them, or they would pile up
+        # discarded: this engine has no use for events, which would pile up in the tiers
         self.scheduler.take_events()
         for req_id in output.released:
             on_released = self._on_released.pop(req_id)

@@ -74,7 +74,7 @@ _RETRY_S = 5.0  # after a defect in the background work
 _LEAST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # 1 KiB for the rest of its blob
-_CLOSE_S = 10.0  # wait for the thread of a handle that is closed
+_CLOSE_S = 10.0  # wait of ``close`` for the handle's thread
 
 
 class SharedBackend(Backend):
@@ -120,9 +120,14 @@ class SharedBackend(Backend):
         )
         self._closed = False
         self._lock = self._medium.clock.lock()
+        """Held while namespaces are opened or replaced, and while callers use the policy."""
         self._wake = threading.Event()
+        """Set to make the thread step at once: there is new work, or the handle is closed."""
         self._thread: threading.Thread | None = None
+        """Does background work; None: the caller calls ``step``."""
         try:
+            # The argument, which commands pass. An engine with the option ``read_only`` starts also
+            # if the medium does not answer (rule 3).
             self._open_policy(must_answer=read_only)
         except BaseException:
             self.close()
@@ -215,8 +220,8 @@ class SharedBackend(Backend):
             return backend.rebuild_index(progress)
 
     def rebuild_index(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """Name all packs again that no index names; None: there are none, and no other traces of
-        packs.
+        """Commit all packs again that no index names; return what was found. None: no namespace has
+        such packs, nor blobs that were skipped.
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
@@ -265,7 +270,8 @@ class SharedBackend(Backend):
         try:
             self._step_store()
         except (StoreError, ConfigurationError) as error:
-            # the latter: the key was replaced before the medium has answered
+            # ConfigurationError: another key replaced that of this handle before the medium
+            # answered for the first time
             self._log(error)
         due_at = self._policy.due_at
         for namespace in self._opened:
@@ -275,14 +281,15 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.now())
             except StoreError as error:
                 self._log(error)
-                # soon
+                # Soon: the step has left the rest of its work. What failed has a pause of its own.
                 due_at = -math.inf
             due_at = min(due_at, namespace.due_at())
         pause_s = due_at - self._medium.clock.monotonic()
         return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
 
     def _step_store(self) -> None:
-        """Read the policy if that is due, and write new identities.
+        """Read the policy if that is due, care for a namespace without an engine, and write new
+        identities.
 
         :raises StoreError: the medium failed.
         """
@@ -318,6 +325,7 @@ class SharedBackend(Backend):
         """
         if not self._policy.refresh():
             return
+        # the new store lacks the identities of the namespaces that the engine uses
         with self._lock:
             for name in self._opened.begin_anew():
                 namespace = self._identities.known(name)
@@ -361,12 +369,15 @@ class SharedBackend(Backend):
         if length > _MOST_IDENTITY_BYTES:
             expected = f"{_MOST_IDENTITY_BYTES} bytes at most"
             raise ConfigurationError("identity", f"{length} bytes", expected)
+        # The engine starts all the same. The namespace is opened, and its identity is written, when
+        # the medium answers.
         if not self._policy.has_answered():
             known = self._identities.known(identity.digest)
             return self._add_identity(identity) if known is None else known
         found = self._find_namespace(identity.digest)
         if found is None:
             found = self._add_identity(identity)
+            # if the medium does not answer now, ``step`` or ``commit`` writes it
             with suppress(UnavailableError):
                 self._identities.write_new()
         self._open(found.id)
@@ -389,6 +400,7 @@ class SharedBackend(Backend):
         return found
 
     def _add_identity(self, identity: Identity) -> Namespace:
+        """Add a namespace that begins now; ``Identities.write_new`` makes it durable."""
         created = self._medium.time.now() or self._medium.clock.wall()
         namespace = Namespace(identity, created)
         self._identities.add(namespace, writes=not self._read_only)
@@ -410,6 +422,7 @@ class SharedBackend(Backend):
         if not opened.is_open:
             with suppress(UnavailableError):
                 opened.open()
+            # the thread follows the index from now on, or tries again to read it
             self._wake.set()
         return opened
 
@@ -462,6 +475,7 @@ class SharedBackend(Backend):
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
         self._medium.records.refuse(batch)
+        # durable before the content that needs them: data keys of tenants, and the identity
         lacking = self.seal.lacking(tenants_of(batch))
         if lacking:
             self._medium.keys.make(lacking)
@@ -474,15 +488,18 @@ class SharedBackend(Backend):
         try:
             result = opened.commit(batch)
         except CorruptPackError:
-            # the data key of a tenant may have been dropped while it sealed a pack
+            # The data key of a tenant may have been dropped while it sealed a pack: then ``refuse``
+            # raises the error that tells so.
             self._medium.records.refuse(batch)
             raise
+        # the thread plans the merge of this commit
         self._wake.set()
         return result
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
         self._check_open()
         is_answered = self._policy.has_answered()
+        # an engine that starts without the medium begins with an empty index
         if not is_answered and self._identities.known(namespace) is not None:
             return Changes(EMPTY_CURSOR, [], reset=True)
         return super().changes(namespace, cursor)
@@ -549,7 +566,7 @@ class SharedBackend(Backend):
         return self._open(namespace).merge_state()
 
     def _fresh(self, namespace: bytes) -> SharedNamespace:
-        """Return a namespace, after a refresh if the option ``refresh`` is 0."""
+        """Return a namespace for a query, after a refresh if the option ``refresh`` is 0."""
         if self._options.refresh_s:
             return self._open(namespace)
         return self._refreshed(namespace)
@@ -598,7 +615,8 @@ class SharedBackend(Backend):
             thread = self._thread
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
-            if thread is None or not thread.is_alive():  # or the medium hangs
+            # a thread that is alive waits for a medium that hangs, and still uses the namespaces
+            if thread is None or not thread.is_alive():
                 self._opened.close()
         finally:
             self._medium.close()

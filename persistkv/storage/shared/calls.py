@@ -53,6 +53,7 @@ class Calls:
         try:
             wait(futures)  # no call uses the caller's memory after the return
         finally:
+            # after a KeyboardInterrupt; otherwise, all have ended
             for future in futures:
                 future.cancel()
         return [future.result() for future in futures]
@@ -60,8 +61,8 @@ class Calls:
     def each(
         self, call: Callable[[A], R], things: Sequence[A]
     ) -> Iterator[tuple[A, R]]:
-        """Yield each thing with the result of ``call``, in order; ``connections`` things at a time
-        are in memory."""
+        """Yield each thing with the result of ``call``, in order. The results of ``connections``
+        things at a time are in memory."""
         for start in range(0, len(things), self._connections):
             some = things[start : start + self._connections]
             results = self.all(call, some)
@@ -88,10 +89,15 @@ class Medium:
         self.seal: Seal = self.keys.seal
         """Seal of all that the store writes."""
         self.records = ForgetRecords(self)
+        """Records of forgotten tenants."""
         self.time = ServerTime(clock)
+        """The medium's clock. Replies to writes and lists set it."""
         self.loads = Calls(blobs.connections, "persistkv-shared-load")
+        """For reads of packs, which an engine waits for: they never wait behind other calls."""
         self.uploads = Calls(blobs.connections, "persistkv-shared-upload")
+        """For writes of packs, and reads of tenants' data keys."""
         self.maintenance = Calls(blobs.connections, "persistkv-shared-index")
+        """For objects of the index, and everything else."""
 
     @property
     def names(self) -> StoreNames:
@@ -163,10 +169,10 @@ class Medium:
     def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.
 
-        :param stable: repeat the list until it shows all that the one before it has shown: a
-            single one is no snapshot, and may lack both a deleted blob and the one that includes
-            it. While blobs are deleted all the time, return all blobs of several lists: readers
-            skip missing ones.
+        :param stable: list again until one list shows all that the one before it has shown, and
+            return that one. A single list is no snapshot: it may lack an object that was deleted
+            meanwhile, and also the newer object that includes it. If blobs are deleted between all
+            lists, return what any of them has shown: readers skip missing blobs.
         """
         found = self._list(prefix)
         if not stable:
@@ -181,7 +187,7 @@ class Medium:
         return sorted(shown.values())
 
     def _list(self, prefix: str) -> dict[str, BlobInfo]:
-        """Return the blobs in a list by name."""
+        """Return the blobs of one list by name, and learn the medium's time from the newest one."""
         found = {info.name: info for info in self.blobs.list(prefix)}
         times = [info.time for info in found.values()]
         self.time.learn_least(max(times, default=0.0))

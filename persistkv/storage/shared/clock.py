@@ -43,15 +43,16 @@ class ServerTime:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # time of the newest reply, monotonic time of its arrival
         self._seen: tuple[float, float] | None = None
-        # the same of the latest one that the machine's clock has confirmed
+        """(time in the newest reply, monotonic time of its arrival); None: no reply yet."""
         self._confirmed: tuple[float, float] | None = None
+        """The same of the latest time that agreed with the machine's clock when it arrived."""
 
     def learn(self, server_time: float) -> None:
         """Record a time that the medium has reported in the reply to a call that has just
         returned."""
         estimate = self.now()
+        # the reply is probably rounded down: the estimate is more exact
         if server_time < estimate <= server_time + ROUNDING_S:
             server_time = estimate
         self._seen = (server_time, self._clock.monotonic())
@@ -65,10 +66,12 @@ class ServerTime:
             self._confirmed = (server_time, self._clock.monotonic())
 
     def learn_least(self, server_time: float) -> None:
-        """Record a time that has passed on the medium's clock: that of a blob in a list."""
+        """Record a time that has passed on the medium's clock: that of a blob in a list. It is the
+        present time or earlier, so it only moves the estimate forward."""
         if server_time > self.now():
             self.learn(server_time)
         else:
+            # the estimate may be wrong and ahead
             self._confirm(server_time)
 
     def now(self) -> float:
@@ -89,6 +92,7 @@ class ServerTime:
         return now
 
     def _extrapolate(self, seen: tuple[float, float] | None) -> float:
+        """Return a time that was seen plus the seconds since its arrival; 0 for None."""
         if seen is None:
             return 0.0
         server_time, arrived = seen

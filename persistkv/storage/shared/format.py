@@ -37,16 +37,20 @@ MAX_OBJECT_BYTES = 32 << 20
 MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
 MAX_VERSION = 1 << 62
 LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
-BASE_LEVEL = 1 << 16  # least level of a base
+BASE_LEVEL = (
+    1 << 16
+)  # least level of a base (``Names.level``); segments have smaller ones
 _MAX_MILLISECONDS = (1 << 48) - 1  # 12 digits in names
 
-_HEADER = struct.Struct("<8sI")
+_HEADER = struct.Struct("<8sI")  # magic number, ``FORMAT_VERSION``
 _MAGIC = b"PKVINDEX"
 PLAIN_NAME = "plain"  # in names, instead of the id of a keyring
 _HEX = re.compile(r"([0-9a-f]{32})")
 _KEY = re.compile(r"([0-9a-f]{16})")
+# first part of a blob's name: of a namespace (``Names.base``), or of the store (``StoreNames``)
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
+# level, milliseconds since the epoch, nonce
 _INDEX = re.compile(r"([0-9a-f]{8})-[0-9a-f]{12}-[0-9a-f]{32}")
 
 # types of fields: a value out of range makes the object unreadable
@@ -226,7 +230,7 @@ class Latest(ArrayStruct, frozen=True):
 
 def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these
-    names."""
+    names. The lists are only joined: an entry that occurs twice counts once when it is applied."""
     packs: list[PackEntry] = []
     uses: list[UseEntry] = []
     removed: list[Tombstone] = []
@@ -290,6 +294,7 @@ def decode(
     """
     try:
         return decoder.decode(body)
+    # RecursionError: junk may be nested deeply
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError(what, str(error)) from None
 
@@ -339,11 +344,13 @@ def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | No
     found = pattern.fullmatch(blob.removeprefix(prefix))
     if found is None or not blob.startswith(prefix):
         return None
+    # of a pack's name, both groups: pack id and nonce
     return bytes.fromhex("".join(found.groups()))
 
 
 @lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
 def _level(name: str) -> int:
+    """Return ``Names.level`` of a name without the prefix ``index/``."""
     found = _INDEX.fullmatch(name)
     return 0 if found is None else int(found[1], 16)
 
@@ -382,9 +389,16 @@ class Names:
         return _parse_bytes(_HEX, self.keys, blob)
 
     def new_commit(self, random: Random) -> str:
+        """Return a name for a commit in the inbox. It is random only: commits have no order."""
         return f"{self.inbox}{random.randbytes(NONCE_BYTES).hex()}"
 
     def new_index(self, level: int, time: float, random: Random) -> str:
+        """Return a name for a segment or a part of a base. Names sort by level, then by time: an
+        object that includes others has a greater name than they have, and readers begin with it.
+
+        :param time: present time on the medium's clock.
+        """
+        # a wrong clock must not change the length of the name
         milliseconds = max(0, int(1000 * time))
         milliseconds = min(milliseconds, _MAX_MILLISECONDS)
         nonce = random.randbytes(NONCE_BYTES)
@@ -456,8 +470,10 @@ class StoreNames:
 
 
 def key_of(blob: str) -> str:
-    """Return the id of the keyring of a blob; ``PLAIN_NAME``: it was written without a key; empty:
-    its name is none of a store's content."""
+    """Return the id of the keyring that the name of a blob contains.
+
+    :returns: ``PLAIN_NAME``: it was written without a key; empty: no store writes such a name.
+    """
     found = _KEY_ID.match(blob)
     return "" if found is None else found[1]
 

@@ -83,10 +83,12 @@ class Inbox:
         self._lost: dict[bytes, float] = {}
         """Packs whose blobs are missing, and whose tombstones are unpublished: name → time."""
         self._published_at = self._clock.monotonic()
+        """Monotonic time of the last commit."""
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """See ``Backend.commit``."""
         plan = self._replica.plan(batch)
+        # the replica has changed since the caller has read its changes
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
@@ -97,19 +99,25 @@ class Inbox:
         removals = plan.removals
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
-        # the packs may be gone: it does not even name them
+        # A sweep may have deleted the uploaded packs already: then no object must name them. This
+        # checks the machine's clocks; ``_publish`` also checks the medium's.
         self._check_age(start, start.medium)
-        # another thread may have dropped the data key meanwhile
+        # the tenant may have been forgotten during the upload
         self._medium.records.refuse(batch)
+        # the start may lack the medium's time, which replies to the uploads have told since
         first = min(start.medium, upload.first)
         start = start._replace(medium=first)
         delta = self._delta(batch, plan, upload, used)
         before, after = self._publish(delta, start)
+        # their tombstones are durable now
         self._merger.deletions.add_packs(removals.packs)
+        # If other objects were applied since the plan, the caller reads their changes, too: after
+        # the cursor of the plan.
         cursor = after if before == plan.cursor else plan.cursor
         return CommitResult(cursor, removals.tables)
 
     def _start(self) -> _Start:
+        """Return the present time on each clock."""
         medium = self._medium.time.now() or LATEST_TIME
         clock = self._clock
         return _Start(medium, clock.monotonic(), clock.wall())
@@ -138,8 +146,10 @@ class Inbox:
 
         :param used: packs that it uses, besides those that its requests name.
         """
+        # unknown: readers limit it to the time of the commit's blob (``Delta.clamped``)
         now = self._medium.time.time_of_use() or LATEST_TIME
         packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
+        # an ordered set: each pack once
         named = dict.fromkeys(used)
         for write in batch.manifests:
             named.update(dict.fromkeys(write.packs))
@@ -155,6 +165,7 @@ class Inbox:
         written = zip(batch.manifests, upload.places, strict=True)
         for write, place in written:
             digest = self._digest(write)
+            # above all versions of the request that this engine knows
             versions[digest] = max(versions[digest] + 1, least_version)
             version = versions[digest]
             manifest = _manifest_entry(write, place, digest, version, now)
@@ -178,6 +189,7 @@ class Inbox:
         return max(1, int(1000 * self._medium.time.now()))
 
     def _digest(self, write: ManifestWrite) -> bytes:
+        """Return the digest of a request's id."""
         row = manifest_row(self._replica.namespace, write.manifest.id)
         return row[ID_BYTES:]
 
@@ -187,6 +199,7 @@ class Inbox:
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
+        # copies: other threads may lose packs meanwhile (``lose``)
         uses = dict(self._uses)
         lost = dict(self._lost)
         delta = union([delta, _waiting(uses, lost)])
@@ -195,17 +208,22 @@ class Inbox:
         if len(body) > _MOST_BODY_BYTES:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)
+        # The reader must leave it to this call: the cursor after it must include it.
         publishing = self._reader.publishing
         publishing.add(name)
         try:
             written = self._objects.put(name, body).time
+            # after the write, which the medium may have executed late: a commit that took too long
+            # is not acknowledged, although it may appear
             self._check_age(start, written)
+            # others limit its times to that of the blob when they read it
             latest = max(written, self._medium.time.time_of_use())
             delta = delta.clamped(latest + ROUNDING_S)
             cursors = self._replica.apply([(name, delta)])
         finally:
             publishing.discard(name)
         now = self._clock.monotonic()
+        # the next merge of this engine takes the content from here
         self._merger.own[name] = OwnCommit(now, delta)
         self._merger.schedule.note_commit(now)
         self._published_at = now
@@ -236,8 +254,10 @@ class Inbox:
             self.write_uses()
 
     def write_uses(self) -> None:
-        """Publish waiting uses and tombstones in a commit of their own. If it fails, they keep
-        waiting."""
+        """Publish waiting uses and tombstones in a commit of their own.
+
+        :raises StoreError: the commit failed; they wait for the next one.
+        """
         if self._uses or self._lost:
             self._publish(Delta(), self._start())
 
@@ -268,6 +288,7 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
     """Return the ids of the packs that a batch uses and does not add. To store a pack that is held
     is a use."""
     missing = {pack.pack_id for pack in plan.missing}
+    # not uploaded again
     held = [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
     return [*batch.touches, *held]
 

@@ -73,10 +73,15 @@ class StoreKeys:
         self._medium = medium
         self._key = key
         self._keyring: Keyring | None = None
+        """Data keys that are known; None: not read yet, or the store has no key. Changes replace
+        the object as a whole, so readers need no lock."""
         self._lock = medium.clock.lock()
+        """Held by a thread that changes ``_keyring``. Reentrant."""
         self._reloaded_at = -math.inf
-        # for keys of tenants, while ``_lock`` is held: it searches no other key
+        """Monotonic time of the last search for data keys of the store itself."""
         self._records = KeySeal(self._known)
+        """Seals and opens the blobs of tenants' data keys, in other threads, while a caller may
+        hold ``_lock``. ``seal`` would wait for that lock when it meets an unknown key."""
         self.seal: Seal = PLAIN
         """Seal of the store; before ``open``, it raises."""
         if key is not None:
@@ -109,6 +114,7 @@ class StoreKeys:
             wrapped = self._read(self._key)
             if not wrapped and creates:
                 self._create(self._key)
+                # engines that create the store at once use the data keys of all of them
                 wrapped = self._read(self._key)
             if not wrapped:
                 return False
@@ -149,15 +155,17 @@ class StoreKeys:
             self._search(key_id)
             if key_id in self._known().keys:
                 return True
+        # ``_search`` has found no usable blob: damaged ones may be readable later
         name = self._names.tenant(key_id)
         if self._medium.exists(name):
             raise CorruptPackError("key", f"{name} does not read")
+        # in a directory that is not mounted at present, every blob is missing
         if not self._medium.exists(self._names.policy):
             raise UnavailableError("the store is gone, or not mounted at present")
         return False
 
     def drop(self, key_ids: Collection[bytes]) -> set[str]:
-        """Forget data keys; return the tenants of those that this handle had."""
+        """Remove destroyed data keys from this handle; return the tenants of those that it had."""
         with self._lock:
             if self._keyring is None:
                 return set()
@@ -177,12 +185,13 @@ class StoreKeys:
         with self._lock:
             infos = self._add_listed()
             known = self._known()
+        # without destroyed ones, which a handle never knows (rule 7)
         own = {key.id for key in known.of_tenants() if key.tenant == tenant}
         return {key_id: info for key_id, info in infos.items() if key_id in own}
 
     def destroyed(self) -> set[bytes]:
-        """Return the ids of the data keys that records name as destroyed, and whose blobs are in
-        the store all the same.
+        """Return the ids of the destroyed data keys whose blobs are in the store: they are not
+        deleted yet, or a late request has written them again.
 
         :raises StoreError: the medium failed.
         """
@@ -204,6 +213,7 @@ class StoreKeys:
     def _listed(self) -> dict[bytes, BlobInfo]:
         """Return the blobs of all data keys of tenants by the ids of the keys."""
         found: dict[bytes, BlobInfo] = {}
+        # stable: the forgetting of a tenant must find all of its keys
         for info in self._medium.listed(self._names.tenants, stable=True):
             key_id = self._names.parse_tenant(info.name)
             if key_id is not None:
@@ -218,8 +228,9 @@ class StoreKeys:
         return infos
 
     def are_complete(self) -> bool:
-        """Return whether this handle knows all data keys of the store's records. After a rotation,
-        it cannot tell.
+        """Return whether this handle knows all data keys of the store itself, which seal its index
+        and records; tenants' keys do not count. False also after a rotation has deleted the blobs
+        of its store key: the handle cannot tell then.
 
         :raises StoreError: the medium failed.
         """
@@ -230,8 +241,8 @@ class StoreKeys:
         return bool(wrapped) and all(entry.id in known for entry in wrapped)
 
     def write_again(self) -> None:
-        """Write the data keys that this handle knows, unless another key has replaced its own: the
-        store was deleted.
+        """Write all known data keys again, after the store was deleted. Do nothing if another key
+        has replaced that of this handle.
 
         :raises StoreError: the medium failed.
         """
@@ -270,6 +281,8 @@ class StoreKeys:
             self._medium.blobs.delete([written])
             raise
 
+        # In a rotation back, the new key was replaced itself: without that blob, it opens the store
+        # again. It has all data keys now, so one of the two keys opens the store at any time.
         self._medium.blobs.delete([_blob(key.id, _REPLACED)])
         self._medium.put(_blob(self._key.id, _REPLACED), [key.id.encode()])
         # After the blob ``replaced``: an engine that makes keys for the old store key either shows
@@ -278,15 +291,19 @@ class StoreKeys:
         wrapped = _joined(old_blobs)
         if any(entry.id not in keyring.keys for entry in wrapped):
             self._write(key, self._unwrapped(self._key, wrapped))
+        # last: while one is left, a rotation that was killed can be repeated with the old key
         self._medium.blobs.delete(list(old_blobs))
 
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
-        """Raise a ConfigurationError if a key wraps data keys of another keyring."""
+        """Raise a ConfigurationError if a new key has a store of its own on this medium: it wraps
+        data keys of another keyring."""
         present = _joined(self._blobs(key.id))
         if any(entry.keyring != keyring.id for entry in present):
             raise ConfigurationError("new key", key.id, "a key without content")
 
     def _known(self) -> Keyring:
+        """Return the data keys that are known; raise an UnavailableError before ``open`` has read
+        them."""
         if self._keyring is None:
             raise UnavailableError("the keys of the store are not read yet")
         return self._keyring
@@ -296,8 +313,11 @@ class StoreKeys:
         return StoreNames(self.keyring_id)
 
     def _reload(self, key_id: bytes) -> Keyring:
-        """Search a data key: of a tenant, else of the store, at most once a minute. Return all that
-        are known then; those known before if the medium does not answer."""
+        """Search the store for a data key that ``seal`` needs and this handle lacks; return all
+        keys that are known afterwards. If the medium fails, these are the keys known before.
+
+        :param key_id: empty: any new key of the store itself.
+        """
         with self._lock:
             try:
                 self._search(key_id)
@@ -306,7 +326,8 @@ class StoreKeys:
             return self._known()
 
     def _search(self, key_id: bytes) -> None:
-        """Look for a data key that is not known: that of its tenant, then those of the store."""
+        """Add a data key that is not known, if the store has it: first as the key of a tenant,
+        which takes one read, then, at most once a minute, among the keys of the store itself."""
         name = self._names.tenant(key_id)
         self._add([name])
         now = self._medium.clock.monotonic()
@@ -315,18 +336,20 @@ class StoreKeys:
             return
         self._reloaded_at = now
         wrapped = _joined(self._blobs(self._key.id))
-        # after a rotation no other data key of the store is made
+        # after a rotation, nobody makes data keys of the store under the old store key
         if not wrapped or self._successor(self._key.id):
             return
         present = self._unwrapped(self._key, wrapped)
         if present.of_store() != self._known().of_store():
-            # another store may be in the place of a deleted one: keys of tenants are read again
+            # Another store may be in the place of a deleted one: the keys of tenants that were
+            # known do not belong to it, and are read again when they are needed.
             self._keyring = present
             self._add([name])
 
     def _add(self, names: Iterable[str]) -> None:
-        """Add the data keys of tenants in blobs; those that are missing or damaged are unknown."""
-        # not in the threads for loads and the index, which may wait for this call
+        """Read the data keys of tenants in blobs, and add them to the known ones. Missing, damaged
+        and destroyed ones are left out. The caller holds ``_lock``."""
+        # in the threads for uploads: those for loads and the index may wait for ``_lock``
         found = self._medium.uploads.all(self._tenant_key, names)
         destroyed = self._medium.records.forgotten.keys
         keys = [key for key in found if key is not None and key.id not in destroyed]
@@ -348,12 +371,14 @@ class StoreKeys:
         self._medium.put(name, [self._records.sealed_key(key)])
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
-        """Return the data keys of the store that are wrapped with a key.
+        """Return the data keys of the store that are wrapped with a store key; of a replaced one,
+        those that also a key after it wraps (rule 4).
 
         :raises ConfigurationError: another key has replaced it.
         """
         wrapped = _joined(self._blobs(key.id))
-        # after the blobs: a rotation that begins now has all of their data keys
+        # read after the blobs: a rotation that begins between the two reads takes over all of their
+        # data keys, so they are usable
         successors = self._successors(key.id)
         if not successors:
             return wrapped
@@ -362,7 +387,8 @@ class StoreKeys:
             newer.update(entry.id for entry in _joined(self._blobs(successor)))
         usable = [entry for entry in wrapped if entry.id in newer]
         if not newer:
-            # the store was rotated back, and the request for the blob ``replaced`` came late
+            # The newer keys wrap nothing: the store was rotated back to this key, and a request
+            # that was executed late has written its blob ``replaced`` again.
             usable = wrapped
         if not usable:
             raise ConfigurationError(
@@ -377,6 +403,7 @@ class StoreKeys:
         found = [key_id]
         while len(found) <= _MOST_ROTATIONS:
             successor = self._successor(found[-1])
+            # the latter: rotations back and late requests can make a circle
             if not successor or successor in found:
                 break
             found.append(successor)
@@ -391,9 +418,13 @@ class StoreKeys:
         return bytes(marker).decode("ascii", "replace")
 
     def _blobs(self, key_id: str) -> dict[str, list[WrappedKey]]:
-        """Return the blobs of a store key by name: all of one moment."""
+        """Return the data keys in each blob of a store key, by the name of the blob.
+
+        :raises UnavailableError: blobs vanished between list and read in all attempts.
+        """
         for _ in range(_MOST_LISTS):
-            # a rotation deletes them: without one, a handle would lack some of the content
+            # A rotation may delete a blob after the list. Without the keys in it, a handle would
+            # lack some of the content: list again.
             with suppress(BlobMissingError):
                 infos = self._medium.listed(_blob(key_id, ""))
                 names = {info.name for info in infos} - {_blob(key_id, _REPLACED)}
@@ -401,6 +432,7 @@ class StoreKeys:
         raise UnavailableError("the keys of the store are being replaced")
 
     def _wrapped(self, name: str) -> list[WrappedKey]:
+        """Return the data keys in a blob; raise a CorruptStoreError if it is damaged."""
         content = self._medium.whole(name, MAX_SMALL_BYTES)
         try:
             return list(decode_keys(content).wrapped)
@@ -408,13 +440,19 @@ class StoreKeys:
             raise CorruptStoreError(f"{name}: {error}") from None
 
     def _unwrapped(self, key: StoreKey, wrapped: list[WrappedKey]) -> Keyring:
+        """Return the keyring of data keys that a store key wraps; raise a CorruptStoreError if one
+        is damaged."""
         try:
             return key.unwrap_all(wrapped)
         except CorruptPackError as error:
             raise CorruptStoreError(f"the keys of the store: {error}") from None
 
     def _create(self, key: StoreKey) -> None:
-        """Make the data key of a new store."""
+        """Write a data key for a new store. It is deleted again if a rotation from this store key,
+        or to it, has ended meanwhile: then the store has other data keys.
+
+        :raises CorruptStoreError: the store exists, and its data keys are missing.
+        """
         names = StoreNames(key.id)
         if self._medium.exists(names.policy):
             raise CorruptStoreError(
@@ -423,7 +461,7 @@ class StoreKeys:
             )
         created = self._write(key, key.new_keyring())
         keyrings = {entry.keyring for entry in _joined(self._blobs(key.id))}
-        # a rotation from this key, or to it, has ended meanwhile
+        # a new store has the id of its store key as that of its keyring; a rotated one has another
         if self._successor(key.id) or keyrings != {key.id}:
             self._medium.blobs.delete([created])
 
@@ -436,6 +474,7 @@ class StoreKeys:
 
 
 def _blob(store_key: str, name: str) -> str:
+    """Return the name of a blob of a store key; the prefix of all of them for an empty ``name``."""
     return f"{KEYRINGS}{store_key}/{name}"
 
 

@@ -78,11 +78,16 @@ class SharedNamespace:
         self._limits = NamespaceLimits(board, self.replica, medium, options.policy)
         self._sweeper = Sweeper(medium, self._names, self.replica)
         self._lock = self._medium.clock.lock()
+        """Held while the index is read, merged or limited: a step may hold it for long. Commits
+        take it only to open and to make room."""
         self.is_open = False
         """Whether the index was read once. Before, nothing is held, and commits are refused."""
         self._open_at = self._medium.clock.monotonic()
+        """Monotonic time of the next attempt of ``step`` to read the index for the first time."""
 
     def _lose(self, name: bytes) -> None:
+        """Log a pack whose blob is missing, and remove it from the index; ``name``: its pack id and
+        nonce."""
         text = "a pack of %s is missing on the medium: its blocks are misses"
         logger.warning(text, self.replica.namespace.hex())
         self._inbox.lose(name)
@@ -104,13 +109,16 @@ class SharedNamespace:
             if self.is_open:
                 return
             now = self._medium.clock.monotonic()
+            # if this attempt fails
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
             inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
+            # ``latest`` was not read: this only plans a base
             self.merger.followed(None)
             self.is_open = True
             self.follower.start()
             self._limits.start()
+            # commits that wait now may be those of an engine that was killed
             if inbox:
                 self.merger.schedule.plan_merge(now)
 
@@ -129,7 +137,7 @@ class SharedNamespace:
         had_traces = self.replica.has_traces
         self.replica.remove_forgotten()
         if self.replica.has_traces and not had_traces:
-            # an engine has saved it with fingerprints of keys
+            # it has fingerprints of the tenant's keys, which an engine saved before
             self.index_file().unlink(missing_ok=True)
 
     def erase(self, tenant: str, removals: Removals) -> Sequence[str]:
@@ -163,9 +171,8 @@ class SharedNamespace:
         return self._inbox.commit(batch)
 
     def _make_room(self, batch: CommitBatch) -> None:
-        """Evict before a commit if the content exceeds a limit by too much: merges in the
-        background do not keep up with the commits. What exceeds the quotas of other tenants is left
-        to them.
+        """Merge with evictions before a commit if the content exceeds the capacity, or the quota of
+        a tenant of the batch, by so much that merges in the background do not keep up.
 
         :raises StoreError: the medium failed; nothing may be added.
         """
@@ -175,6 +182,7 @@ class SharedNamespace:
         with self._lock:
             # a step that held the lock may have changed them
             limits = self._limits.now
+            # the rest may be pinned: a merge would not help
             if not self.merger.evicts(limits):
                 return
             # another engine may have evicted meanwhile
@@ -183,12 +191,11 @@ class SharedNamespace:
                 self.merger.merge(limits)
 
     def _check_quotas(self, batch: CommitBatch) -> None:
-        """Refuse packs that do not fit the quota of their tenant, also if its other content is
-        evicted.
+        """Refuse packs for which no eviction can make room in the quota of their tenant.
 
-        :raises QuotaExceededError: that is the case.
+        :raises QuotaExceededError: they are larger than the quota, or pinned content exceeds it.
         """
-        # packs that replace others need no more room
+        # such a batch writes packs in place of those that it deletes
         if batch.deletions or batch.bad:
             return
         limits = self._limits.now
@@ -206,7 +213,7 @@ class SharedNamespace:
     # Background work
 
     def exchange_totals(self) -> None:
-        """Let the next step exchange totals with other namespaces, also if it is idle."""
+        """Make the next step exchange totals with other namespaces, also if this one is idle."""
         self._limits.due_at = self._medium.clock.monotonic()
 
     def due_at(self) -> float:
@@ -240,7 +247,7 @@ class SharedNamespace:
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
                 self.merger.check_limits(self._limits.now)
             self.merger.step(self._limits.now)
-        # It may take many minutes, and commits that need room wait for the lock.
+        # without the lock: it may take many minutes, and commits that need room wait for the lock
         self._sweeper.step()
 
     def sweep(self) -> int:
@@ -251,7 +258,7 @@ class SharedNamespace:
     def rebuild(
         self, progress: Callable[[int, int], None]
     ) -> tuple[list[PackTable], Counter[str]]:
-        """Name packs again that the index does not name; return their tables, and the number of
+        """Commit packs again that the index does not name; return their tables, and the number of
         skipped blobs by reason.
 
         :raises StoreError: the medium failed; packs that were named before stay.
@@ -263,6 +270,7 @@ class SharedNamespace:
 
     def merge_state(self) -> MergeState:
         """See ``Backend.merge_state``."""
+        # only one thread at a time may use the reader
         with self._lock:
             commits = self.reader.list_commits()
             latest = self.reader.follow()
@@ -278,7 +286,7 @@ class SharedNamespace:
         return self._folder.path / "index"
 
     def discard(self) -> None:
-        """Release the replica, which does not belong to the store any more."""
+        """Release the replica for good: the store to which it belongs was deleted."""
         self._folder.close(self.replica, keep=False)
 
     def close(self) -> None:
@@ -293,5 +301,7 @@ class SharedNamespace:
             logger.warning(
                 "%s: the last uses are lost (%s)", self.replica.namespace.hex(), error
             )
+            # The replica may lack packs (``Inbox.lose``) whose tombstones are not written now: the
+            # next process must read the index anew.
             is_clean = False
         self._folder.close(self.replica, keep=is_clean)

@@ -13,8 +13,10 @@ from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.policy import RecordedPolicy
 from persistkv.storage.shared.replica import ReplicaFolder
 
-_CARE_S = 3 * 3600.0  # three hours: for a namespace without an engine
-_CARE_CHANCE = 0.25
+# Three hours: as long as a handle cares for a namespace without an engine. Blobs of evicted packs
+# are deleted after one hour, and each hour a sweep may be due.
+_CARE_S = 3 * 3600.0
+_CARE_CHANCE = 0.25  # that a handle takes a namespace when it finds it
 _MOST_ABANDONED = 4  # namespaces without engines that one handle cares for at a time
 
 
@@ -51,11 +53,15 @@ class OpenedNamespaces:
         self._is_writable = is_writable
         self._cache = options.cache_directory()
         self._board = TotalsBoard(medium)
+        """Totals of all namespaces, by which limits and abandoned namespaces are found."""
         self._opened: dict[bytes, SharedNamespace] = {}
+        """Namespaces that the engine uses, by id."""
         self._abandoned: dict[bytes, _Abandoned] = {}
+        """Other namespaces that this handle cares for, by id."""
 
     def __iter__(self) -> Iterator[SharedNamespace]:
         """Iterate over the namespaces that are open now."""
+        # copies: another thread may open one meanwhile
         yield from list(self._opened.values())
         for abandoned in list(self._abandoned.values()):
             yield abandoned.namespace
@@ -91,28 +97,28 @@ class OpenedNamespaces:
         return list(self._opened)
 
     def care_for_abandoned(self) -> None:
-        """Open a namespace that no engine uses, if it has content to evict. It is kept for as long
-        as the blobs of evicted packs are needed, and a sweep.
+        """Open a namespace that no engine uses, if it has content to evict, and close those whose
+        three hours are over (``_CARE_S``). ``step`` of an open one evicts, deletes and sweeps.
         """
         now = self._medium.clock.monotonic()
         self._release_abandoned(now)
         found = self._board.abandoned(self._policy.now())
         if found is None or found in self._opened or found in self._abandoned:
             return
-        # a thousand engines may find it at once
+        # a thousand engines may find it at once: few of them take it
         is_turn = self._medium.clock.random.random() < _CARE_CHANCE
         if is_turn and len(self._abandoned) < _MOST_ABANDONED:
             self._abandoned[found] = _Abandoned(self._make(found), now + _CARE_S)
 
     def _release_abandoned(self, now: float) -> None:
-        """Close the namespaces without engines whose time is over, or that have an engine again;
-        let the others publish their totals."""
+        """Close the abandoned namespaces whose time is over, or that the engine of this handle uses
+        now; make the others publish their totals."""
         for name, abandoned in list(self._abandoned.items()):
             if name in self._opened or now > abandoned.until:
                 del self._abandoned[name]
                 abandoned.namespace.close()
             else:
-                # the namespaces in use may grow only by what it has evicted
+                # the namespaces in use get the space that it has freed only with its new totals
                 abandoned.namespace.exchange_totals()
 
     def close(self) -> None:
@@ -122,6 +128,8 @@ class OpenedNamespaces:
 
     def _make(self, name: bytes) -> SharedNamespace:
         """Return a namespace that is not open yet, with a folder for its replica."""
+        # with the random name of the store: one that was created again at the same place must not
+        # use the replica of the deleted one
         store = self._place.encode() + self._policy.store_name()
         place = blake2b(store, digest_size=16).hexdigest()
         index = f"{name.hex()}-{self._medium.keys.keyring_id}"

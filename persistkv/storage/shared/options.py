@@ -69,6 +69,7 @@ class SharedOptions(KeyOptions, frozen=True):
             return None
         if isinstance(self.cache, str):
             return Path(self.cache).absolute()
+        # RuntimeError: the user has no home directory
         try:
             parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         except RuntimeError:
@@ -95,6 +96,7 @@ def parse_shared(
     for name, value in options.items():
         if name not in SHARED_NAMES:
             rest[name] = value
+        # ``parse_duration`` refuses 0
         elif name == "refresh" and value == "0s":
             values[name] = 0.0
         elif name == "capacity":

@@ -48,6 +48,7 @@ class UploadBudget:
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
         self._changed = threading.Condition()
+        """Guards ``_free``; notified when memory is released."""
 
     @contextmanager
     def reserved(self, pack: NewPack) -> Iterator[None]:
@@ -96,6 +97,8 @@ class PackBlobs:
         self._gap_bytes = min(
             _MOST_GAP_BYTES, int(medium.blobs.latency_s * _BYTES_PER_S)
         )
+        """Bytes between two spans up to which one call reads both: to read the gap takes less time
+        than a second call."""
 
     # Uploads
 
@@ -108,6 +111,7 @@ class PackBlobs:
         :param memory: maximum bytes of encoded packs.
         """
         budget = UploadBudget(memory)
+        # one blob for the keys of all requests, each a record at an offset in it
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         pieces: list[Buffer] = []
         places: list[KeysPlace] = []
@@ -122,7 +126,7 @@ class PackBlobs:
         times: list[float] = []
 
         def put(pack: NewPack | None) -> PackEntry | None:
-            """Upload a pack; None: the keys."""
+            """Upload a pack, and return its entry; None: upload the keys, which have no entry."""
             if pack is None:
                 blob = self._names.keys_blob(nonce)
                 times.append(self._medium.put(blob, pieces))
@@ -147,6 +151,7 @@ class PackBlobs:
         return self._medium.seal.sealed_with(data_key, name, encoded)
 
     def _keys_name(self, manifest_id: str) -> bytes:
+        """Return the name under which the keys of a request are sealed."""
         return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
     def _upload_pack(self, pack: NewPack) -> PackEntry:
@@ -172,7 +177,8 @@ class PackBlobs:
                 for index in run.spans:
                     filled[index] = True
 
-        # again while a pack is in another blob than that of the last attempt
+        # ``_fill`` removes a missing blob from the replica (``on_missing``), which then shows
+        # another blob of the pack, if there is one: read again from that one.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled)
             self._medium.loads.all(fetch, ranges)
@@ -203,16 +209,19 @@ class PackBlobs:
             take(index, stored)
             is_read[index] = True
 
+        # as in ``read``, but one call after another, because they share the memory
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read)
             for run in ranges:
+                # the other ranges are in the same blob
                 if not self._fill(run, run.followed(take_span)):
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
                 break
 
     def _fill(self, run: _Range, buffers: Iterator[memoryview]) -> bool:
-        """Read a range into its buffers; return False if its blob is missing or too short."""
+        """Read a range into buffers; return False if its blob is missing or too short. If the blob
+        is gone for good, report the pack with ``on_missing``."""
         name = run.pack_id + run.blob.nonce
         blob = self._names.pack(name)
         length = run.end - run.start
@@ -227,8 +236,8 @@ class PackBlobs:
         return False
 
     def _is_lost(self, blob: str, *, is_too_short: bool) -> bool:
-        """Return whether a pack whose read has failed is gone: its blob is too short, which only a
-        change of it explains, or missing, also at a second look."""
+        """Return whether a blob whose read has failed is gone for good: it is too short, because
+        somebody has changed it, or it is missing also at a second look."""
         medium = self._medium
         # in a directory that is not mounted at present, every blob is missing
         if not medium.exists(medium.names.policy):
@@ -236,8 +245,11 @@ class PackBlobs:
         return is_too_short or not medium.exists(blob)
 
     def _ranges(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_Range]:
-        """Group the spans that are not filled into calls; mark empty spans as filled; skip spans of
-        missing packs or beyond the payload."""
+        """Group the spans that are not filled into ranges, one for each call. Skip spans of missing
+        packs or beyond the payload, which stay misses.
+
+        :param filled: whether each span is filled; empty spans are marked here.
+        """
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
         for index in _reading_order(spans):
@@ -266,7 +278,7 @@ class PackBlobs:
         blob = self._names.keys_blob(place.nonce)
         name = self._keys_name(manifest_id)
         try:
-            # one that is too short does not open
+            # a record that is cut off does not open
             record = self._medium.read(blob, place.offset, place.length)
             return decode_manifest_keys(self._medium.seal.opened(name, record))
         except (CorruptPackError, BlobMissingError):
@@ -285,8 +297,7 @@ class _Range:
         self.blob = blob
         self.start = self.end = start
         self._gap_memory = memoryview(b"")
-        """Receives the bytes of all gaps between spans, which are ignored. A larger read is faster
-        than two."""
+        """Receives the bytes of all gaps between spans, one over another: they are ignored."""
         self.buffers: list[memoryview] = []
         """Receive the bytes, in order: those of the spans and of the gaps."""
         self.spans: list[int] = []
@@ -313,8 +324,8 @@ class _Range:
         self.spans.append(index)
 
     def followed(self, take: Take) -> Iterator[memoryview]:
-        """Yield the buffers that are not empty; pass the first one of each span to ``take`` when it
-        is full, which the next step shows."""
+        """Yield the buffers that are not empty. A buffer is full when the reader asks for the next
+        one: then pass the first buffer of each span to ``take``, with the index of the span."""
         for number, buffer in enumerate(self.buffers):
             if len(buffer):
                 yield buffer

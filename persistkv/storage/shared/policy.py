@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 _POLICY_S = 60.0  # between reads of the policy
 _RECORDS_S = 3600.0  # one hour: between reads of the records of forgotten tenants
 _RETRY_S = 5.0  # until a medium that has not answered is tried again
-_CREATION_S = 120.0  # two minutes: a policy that was read and is a minute old, twice
+# Two minutes, two reads of the policy: if another store appears so soon after this handle has
+# created one, another engine has created it at the same time.
+_CREATION_S = 120.0
 
 
 class StoredPolicy(ArrayStruct, frozen=True):
@@ -72,8 +74,9 @@ class RecordedPolicy:
         self._creates = creates
         self._clock = medium.clock
         self._stored: StoredPolicy | None = None
-        # monotonic time at which this handle created the store
+        """The policy that was read last; None: the medium has not answered yet."""
         self._created_at = -math.inf
+        """Monotonic time at which this handle created the store; minus infinity: it did not."""
         self._records_at = -math.inf
         """Monotonic time at which the records of forgotten tenants are read in any case."""
         self.due_at = self._clock.monotonic()
@@ -131,9 +134,10 @@ class RecordedPolicy:
         """
         before = self._stored
         found = None
+        # without data keys, there is no store
         if self._medium.keys.open(creates=self._creates):
             found = self._read()
-            # before anything is served, and before the new policy counts as read
+            # first: content is served as soon as the policy counts as read
             self._read_records(found)
         if found is None:
             found = self._create()
@@ -147,8 +151,9 @@ class RecordedPolicy:
         return True
 
     def _read_records(self, found: StoredPolicy | None) -> None:
-        """Read the records of forgotten tenants if the policy shows that there are new ones; also
-        once an hour, because engines that write the policy at the same time replace each other's.
+        """Read the records of forgotten tenants if the policy shows that there are new ones. Read
+        them once an hour in any case: of two engines that write the policy at the same time, one
+        overwrites the mark of the other.
 
         :param found: the policy as it is now.
         """
@@ -164,10 +169,11 @@ class RecordedPolicy:
         self._records_at = now + _RECORDS_S
 
     def announce_forgotten(self) -> None:
-        """Let all handles read the records of forgotten tenants with their next look at the policy.
+        """Change the mark in the policy (``StoredPolicy.forgotten``), so that all handles read the
+        records of forgotten tenants when they read the policy next, within a minute.
 
-        :raises StoreError: the medium failed, and handles do so within an hour; or the store was
-            deleted.
+        :raises StoreError: the medium failed, and handles read the records within an hour; or the
+            store was deleted.
         """
         stored = self._read()
         if stored is None:
@@ -198,8 +204,9 @@ class RecordedPolicy:
         """
         if not self._creates:
             raise StoreUnavailableError(f"{self._place}: {self._absence()}")
-        # one that was deleted keeps its policy and its keys
         policy = self._wanted
+        # The store was deleted while this handle was open: all that the handle knows is written
+        # again. The policy comes last, because it marks the store.
         if self._stored is not None:
             policy = self.now()
             self._medium.records.write_again()
@@ -215,6 +222,7 @@ class RecordedPolicy:
         if self._stored is not None:
             return "the store was deleted"
         own = self._medium.keys.key_id
+        # of other keys that open content here: not of replaced ones
         others: set[str] = set()
         for info in self._medium.blobs.list(KEYRINGS):
             key_id, _, _ = info.name.removeprefix(KEYRINGS).partition("/")
@@ -236,12 +244,13 @@ class RecordedPolicy:
         return "there is no store"
 
     def _read(self) -> StoredPolicy | None:
-        """Return the recorded policy; None if there is none."""
+        """Return the recorded policy; None if there is none. Instead of one that does not read,
+        return the last one that was read, or one without limits."""
         name = self._medium.names.policy
         try:
             body = self._medium.sealed(name, NO_NAMESPACE)
             found = decode(_DECODER, body, "policy")
-            # checks its values
+            # raises a ConfigurationError if a value is out of range
             _ = found.policy
             return found
         except BlobMissingError:
@@ -258,6 +267,7 @@ class RecordedPolicy:
         self._medium.put_sealed(name, body, NO_NAMESPACE, MAX_SMALL_BYTES)
 
     def _report_differences(self) -> None:
+        """Warn if the recorded policy is not the wanted one."""
         differences = self.now().contradictions(self._wanted)
         if differences and self._creates:
             text = "%s: the URL says %s; the store keeps its recorded policy"
@@ -266,6 +276,7 @@ class RecordedPolicy:
             )
 
     def _report_replacement(self) -> None:
+        """Log that another store is in the place of the one before."""
         # Engines that create a store at the same moment replace each other's policy: that is no
         # reason for a warning.
         is_new = self._clock.monotonic() - self._created_at < _CREATION_S

@@ -24,6 +24,7 @@ class Identities:
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
         self._known: dict[bytes, Namespace] = {}
+        """Namespaces that were read or added, by id."""
         self._unwritten: dict[bytes, Namespace] = {}
         """Namespaces that the store lacks."""
 
@@ -82,6 +83,7 @@ class Identities:
             body = encode_namespace(namespace)
             blob = self._medium.names.identity(name)
             self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
+            # another thread may have written it, too
             self._unwritten.pop(name, None)
 
 
@@ -91,6 +93,7 @@ class Statuses:
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
         self._cleaned = False
+        """Whether this handle has deleted the statuses of killed engines, which it does once."""
 
     def publish(self, engine: str, row: bytes | None) -> None:
         """Write the status of an engine; None: delete it.
@@ -110,7 +113,7 @@ class Statuses:
             self._cleaned = True
 
     def _delete_old(self) -> None:
-        """Delete what killed engines have left."""
+        """Delete statuses that were not written for a day: killed engines have left them."""
         oldest = self._medium.time.now() - _STATUS_KEPT_S
         infos = self._medium.listed(self._medium.names.statuses)
         old = [info.name for info in infos if info.time < oldest]

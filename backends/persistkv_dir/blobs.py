@@ -153,6 +153,8 @@ class DirBlobs(Blobs):
         """Time of the last ``put``; None: there was none, so the server's clock is not known."""
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
+        """See ``Blobs.put``. Missing directories are created; the returned time is that of the file
+        system."""
         check_name(name)
         self._check_writable()
         place = _Place.of(name)
@@ -172,6 +174,7 @@ class DirBlobs(Blobs):
     def read(
         self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
     ) -> int:
+        """See ``Blobs.read``. A file that a network file system has forgotten is opened again."""
         check_name(name)
         self._check_open()
         with self._translated(name):
@@ -195,9 +198,11 @@ class DirBlobs(Blobs):
             blob.close()
 
     def delete(self, names: Sequence[str]) -> None:
+        """See ``Blobs.delete``. After failures, the first one is raised at the end."""
         for name in names:
             check_name(name)
         self._check_writable()
+        # sorted: ``groupby`` finds neighbours only, and each directory is opened once
         places = sorted(map(_Place.of, names))
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
@@ -329,7 +334,7 @@ class DirBlobs(Blobs):
         :raises UnavailableError: the blob is at its place, but it may not be durable.
         """
         with self._directory(place.directories, _REVALIDATE) as directory:
-            # it exists, but nobody is known to have synced the entries on its path
+            # it exists, but the entries on its path may not be synced yet
             if _identity(directory) not in self._durable:
                 self._create(place.directories)
             modified = _write_and_rename(directory, place.file, pieces)
@@ -511,7 +516,8 @@ class DirBlobs(Blobs):
 
 
 def _write_and_rename(directory: int, name: str, pieces: Sequence[Buffer]) -> float:
-    """Write a temporary file, sync it, and rename it; return its time of modification.
+    """Write a temporary file, sync it, and rename it; return its time of modification, in seconds
+    since the epoch.
 
     :raises OSError: nothing was written.
     """

@@ -265,7 +265,7 @@ def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
         # objects of a store have no tags, so a rule for tagged objects does not apply
         has_tags = bool(both.get("Tag") or both.get("Tags"))
         start = str(both.get("Prefix", content.get("Prefix", "")))
-        # the rule applies to a part of the store, or the store is a part of what it applies to
+        # one prefix contains the other: the rule applies to all of the store or to a part of it
         overlaps = start.startswith(prefix) or prefix.startswith(start)
         if content.get("Status") == "Enabled" and overlaps and not has_tags:
             rules.append(

@@ -131,6 +131,7 @@ class BotoClient(Transport):
             self._counts[request.method] += 1
 
     def put(self, key: str, body: Body, deadline: Deadline) -> float:
+        """See ``Transport.put``. Warn once if the bucket keeps old versions."""
         target = {"Key": key, **self._target, **self._encryption}
         with self._request("PUT", key, deadline):
             answer = self._client.put_object(
@@ -156,6 +157,8 @@ class BotoClient(Transport):
     def get(
         self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
     ) -> None:
+        """See ``Transport.get``. The range, length and ETag of the answer are checked before its
+        body is received."""
         # the last byte of an HTTP range is included
         wanted = f"bytes={start}-{stop - 1}"
         with self._request("GET", key, deadline):
@@ -192,6 +195,7 @@ class BotoClient(Transport):
     def list(
         self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
     ) -> ListPage:
+        """See ``Transport.list``."""
         # ``after`` is for the first page: the token of a page continues behind it
         more = _given(
             ContinuationToken=page, StartAfter=after if page is None and after else None
@@ -215,6 +219,8 @@ class BotoClient(Transport):
             ) from None
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
+        """See ``Transport.delete``. A single object is deleted with DELETE, several with one
+        POST."""
         if len(keys) == 1:
             # S3 itself ignores a missing object; other servers may report it
             with (
@@ -232,6 +238,7 @@ class BotoClient(Transport):
     def versions(
         self, prefix: str, after: ObjectVersion | None, deadline: Deadline
     ) -> VersionPage:
+        """See ``Transport.versions``. The markers of deletions are versions, too."""
         more: dict[str, str] = {}
         if after is not None:
             more = {"KeyMarker": after.key, "VersionIdMarker": after.version}
@@ -249,6 +256,7 @@ class BotoClient(Transport):
     def delete_versions(
         self, versions: Sequence[ObjectVersion], deadline: Deadline
     ) -> None:
+        """See ``Transport.delete_versions``."""
         objects: list[dict[str, str]] = []
         for version in versions:
             objects.append({"Key": version.key, "VersionId": version.version})
@@ -279,10 +287,13 @@ class BotoClient(Transport):
             )
 
     def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
+        """See ``Transport.setting``."""
         try:
+            # boto3 has a method for each operation
             with self._request("GET", name, deadline):
                 return dict(getattr(self._client, name)(**self._target))
         except S3Error as error:
+            # some settings that were never set are errors of S3
             if error.code in _NOT_SET:
                 return {}
             raise
@@ -331,6 +342,7 @@ class PlainBucket(BotoClient, PlainMedium):
         """Keys of the objects that ``close`` deletes."""
 
     def write(self, buffers: Sequence[memoryview]) -> None:
+        """Upload the buffers, copied into one, as a new object."""
         key = f"{self._place.prefix}plain-{len(self._written)}"
         with self._request("PUT", key, Deadline(self._deadline_s)):
             self._client.put_object(
@@ -339,6 +351,7 @@ class PlainBucket(BotoClient, PlainMedium):
         self._written.append(key)
 
     def read(self, buffers: Sequence[memoryview]) -> None:
+        """Download the last object whole, and copy it into the buffers."""
         key = self._written[-1]
         with self._request("GET", key, Deadline(self._deadline_s)):
             found = memoryview(
@@ -362,6 +375,8 @@ def _given(**options: str | bool | None) -> dict[str, str | bool]:
 
 
 def _is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is that of this machine; names other than
+    ``localhost`` are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -64,10 +64,12 @@ State = Literal["closed", "open", "half-open"]
 logger = logging.getLogger(__name__)
 
 MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
+# bound of the random pause after the first attempt, and its largest value after doublings
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
 # single deletions in a row that are refused before the others are not tried
 _REFUSALS = 8
+# of the breaker: bad answers in a row that open it, and number of answers of which half may be bad
 _IN_A_ROW = 5
 _WINDOW = 20
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s

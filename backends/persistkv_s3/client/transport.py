@@ -118,6 +118,7 @@ class Body:
 
     def __init__(self, pieces: Sequence[Buffer], deadline: Deadline) -> None:
         self._pieces: list[memoryview] = []
+        """Views of at most 1 MiB: the deadline is checked before each."""
         for buffer in pieces:
             part = memoryview(buffer).cast("B")
             for start in range(0, len(part), _PIECE_BYTES):

@@ -127,6 +127,7 @@ class PlanesCodec(Codec):
         return f"{self.name}:{self.width}"
 
     def encode(self, raw: Buffer) -> Buffer:
+        """Return the planes, the tail and the compressed highest bytes (see the class)."""
         import numpy as np
         import zstandard
 
@@ -157,6 +158,7 @@ class PlanesCodec(Codec):
         return stored.data
 
     def decode_into(self, stored: Buffer, out: memoryview) -> None:
+        """Join the planes to values in ``out``, and copy the tail behind them."""
         import numpy as np
 
         count, tail_bytes = divmod(len(out), self.width)

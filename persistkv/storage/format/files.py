@@ -28,7 +28,7 @@ def replace_file(
     directory = target.parent
     directory.mkdir(parents=True, exist_ok=True)
     pattern = glob.escape(target.name)
-    # left by killed processes: nobody else deletes them
+    # files of killed processes: nothing else deletes them
     for leftover in directory.glob(f".{pattern}.*.tmp"):
         # another process may remove it at the same time
         with suppress(FileNotFoundError):

@@ -272,6 +272,7 @@ class PackWriter(NewPack):
         num_frames = 0
         raw_length = 0
         payload_bound = 0
+        # the totals are known before anything is encoded: commits reserve space by them
         for segment in segments:
             all_keys += segment.keys
             raw_length += segment.raw_length
@@ -356,6 +357,7 @@ class PackWriter(NewPack):
         end = 0
         for number, frame in enumerate(frames):
             tag = frame.tag
+            # without encryption, ``seal`` returns the same pieces, so only the tag is new
             if number in raw:
                 stored = raw[number]
                 placed = PlacedFrame(number, frame, stored.keys)
@@ -389,12 +391,14 @@ class PackWriter(NewPack):
         self._table = None
 
     def end_reads(self) -> None:
+        """Wait for the frames that other threads encode, and make the table if the stream has run
+        to its end: both read the blocks."""
         while self._started:
             wait_for_frame = self._started.popleft()
             # the stream was abandoned, so no caller waits for this frame or its error
             with suppress(Exception):
                 wait_for_frame()
-        # the tags of raw frames are computed from the blocks, so this is the last chance
+        # now, because the blocks, which the tags of raw frames are computed from, may change later
         self._finish()
 
     def release(self) -> None:

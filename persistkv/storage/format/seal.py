@@ -389,6 +389,7 @@ class _KeyFrames(FrameSeal):
         return [stored], encryptor.tag
 
     def open(self, placed: PlacedFrame, pieces: Sequence[memoryview]) -> None:
+        """See ``FrameSeal.open``. The memory holds unverified bytes until this returns."""
         from cryptography.exceptions import InvalidTag
 
         frame = placed.frame
@@ -397,7 +398,7 @@ class _KeyFrames(FrameSeal):
         nonce = _NONCE.pack(placed.number)
         decryptor = gcm(self._key, nonce, frame.tag).decryptor()
         decryptor.authenticate_additional_data(self._associated(placed))
-        # in place: the caller does not use the memory before this call has returned
+        # decrypted before it is verified: the caller uses the memory only if this call returns
         for piece in pieces:
             decryptor.update_into(piece, piece)
         try:
@@ -500,6 +501,8 @@ class KeySeal(Seal):
         return _RECORD.pack(key.id, salt) + _mac(key, salt, content)
 
     def is_signature(self, content: bytes, signature: bytes) -> bool:
+        """Return whether any data key of the store has signed the document: a signature names its
+        key."""
         if len(signature) < _RECORD.size:
             return False
         key_id, salt = _RECORD.unpack_from(signature)

@@ -148,7 +148,7 @@ def _exclusive(
 
     @wraps(call)
     def alone(self: StoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # before the lock, which a forked child may inherit in the hands of a thread that it lacks
+        # First: a thread that does not exist in a forked child may hold the lock there, for ever.
         if os.getpid() != self._pid:
             raise HostError(
                 "this store was opened before a fork; open it again in the child"
@@ -344,6 +344,7 @@ class StoreClient:
         :raises ValueError: a key is empty; nothing was submitted.
         """
         self.counters.store_jobs += 1
+        # refused jobs are no errors: the cache just lacks their blocks
         has_room = self.state is State.OPEN and self._in_flight.fits_store(num_bytes)
         if not has_room or not are_encodable([request, tenant]):
             self.counters.refused_bytes += num_bytes
@@ -502,6 +503,7 @@ class StoreClient:
         Most steps of a decoding engine have nothing in flight. They skip the look after the host
         unless it is due, which ``Host.idle_look_s`` decides.
         """
+        # setting ``polled_at`` keeps the idle thread from looking for a second
         now = self.idle.polled_at = time.monotonic()
         is_due = now >= self._next_look
         if is_due or self.has_pending_work or self._stored_keys.touched:
@@ -650,7 +652,7 @@ class StoreClient:
         """Do nothing: the host has released the rows, and its connection ends."""
 
     def _map(self, table: protocol.Table) -> None:
-        """Look up keys in a new table, and tell the host, which then releases the previous one."""
+        """Use a new lookup table, and acknowledge it: the host then releases the previous one."""
         # ``map`` closes the descriptor, also if it raises
         fd = table.fd
         table.fd = -1
@@ -767,7 +769,7 @@ class StoreClient:
         protocol.Ended: _ended,
         protocol.Notice: _log,
     }
-    """What to do with each class of message from the host."""
+    """The handler of each class of message from the host."""
 
 
 def _joined(values: Sequence[int]) -> bytes:

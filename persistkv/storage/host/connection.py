@@ -108,7 +108,8 @@ class SocketConnection(Connection):
         self.outbox_bytes += len(data)
 
     def push(self) -> None:
-        """Send as many bytes of the outbox as the socket accepts."""
+        """Send as many bytes of the outbox as the socket accepts. If sending fails, the connection
+        ends; nothing is raised."""
         try:
             while self._outbox:
                 data, table = self._outbox[0]
@@ -128,9 +129,9 @@ class SocketConnection(Connection):
             self._end_after_arrived()
 
     def _end_after_arrived(self) -> None:
-        """End a connection on which a call to send has failed. The shutdown tells the peer, which
-        would wait for the dropped messages otherwise. ``receive`` first returns the messages that
-        have arrived, then sets ``ended``.
+        """End a connection on which a call to send has failed. The shutdown also ends the peer's
+        side, which would wait for the dropped messages otherwise. ``receive`` first returns the
+        messages that have arrived, then sets ``ended``.
         """
         self._drop_outbox()
         with suppress(OSError):  # it is closed
@@ -162,7 +163,7 @@ class SocketConnection(Connection):
             size, ancillary, _, _ = self._socket.recvmsg_into(
                 [self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
-            # the kernel hands over descriptors beside the bytes
+            # descriptors arrive as ancillary data of the bytes
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     num_fds = len(data) // _FD_BYTES

@@ -147,6 +147,8 @@ class ProcessHost(Host):
         """The started interpreter, whose child is the host."""
 
     def start(self) -> Connection:
+        """Spawn an interpreter that forks the host (``_PROGRAM``). The host is ready when its pidfd
+        has arrived on the connection (``ready``)."""
         self._forget()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
@@ -270,6 +272,7 @@ class ThreadHost(Host):
         self._thread: threading.Thread | None = None
 
     def start(self) -> Connection:
+        """Start the thread, a daemon: it does not keep the interpreter from exiting."""
         if self._buffer is None:
             raise HostError("the host has released its rows")
         ours, theirs = ThreadConnection.pair()
@@ -450,7 +453,10 @@ class Supervisor:
         """Connection to the host; closed while no host runs."""
         self.state = State.DOWN
         self.watchdog_s = watchdog_s
+        """Time limit of the watchdog while the store is open."""
         self.opening_watchdog_s = max(watchdog_s, least_start_s)
+        """Time limit while the host starts and opens the store: it answers nothing before its
+        modules are imported."""
         self.watchdog = Watchdog(watchdog_s, host.cpu_wait_s)
         self._backoff_s = _FIRST_BACKOFF_S
         """Pause before the next start after a failure."""
@@ -587,8 +593,8 @@ class Supervisor:
         return exited_in_time
 
     def _awaits_release(self) -> bool:
-        """Receive messages, and note ``Ended``; return whether to go on waiting for it: the host
-        may still use rows, and its connection has not ended."""
+        """Receive messages, and clear ``uses_rows`` at ``Ended``. Return whether to wait longer for
+        it: it has not arrived, and the connection has not ended."""
         # a malformed message ends the connection, and with it the wait
         with suppress(HostError):
             messages = self.connection.receive()

@@ -86,7 +86,8 @@ class Channel:
         return arrived
 
     def _receive(self) -> None:
-        """Read what has arrived; the event loop calls this while the socket is readable."""
+        """Read messages from the connection. The event loop calls this while its socket is
+        readable."""
         # here and not in ``receive``: until the bytes are read, the loop would call this again
         try:
             self._arrived += self._connection.receive()
@@ -119,7 +120,7 @@ class Channel:
         self._has_arrived.set()
 
     def _push(self) -> None:
-        """Send what is queued: the socket accepts bytes again."""
+        """Send queued messages. The event loop calls this when the socket accepts bytes again."""
         self._connection.push()
         self._send_posted()
         if not self._connection.outbox_bytes:

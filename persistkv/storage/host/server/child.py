@@ -74,8 +74,8 @@ def main(
 
 
 class _HostProcess(Lifecycle):
-    """What the host process does beside the server: it prepares and unmaps the rows, forwards its
-    log, and limits the time of its end."""
+    """Duties of the host process around the server: it prepares and unmaps the rows, forwards log
+    records to the engine, and limits the time of its own end."""
 
     def __init__(self, rows: memoryview) -> None:
         self._address = libc.address_of(rows)
@@ -165,6 +165,7 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
         would keep it.
     """
     own = []
+    # opened again: the engine's flock belongs to the inherited open files, not to new ones
     for fd in region_fds:
         reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         own.append(reopened)

@@ -215,7 +215,8 @@ class _Server:
             self._release()
 
     def _release(self) -> None:
-        """Have the owner unmap the rows, and tell the engine that they are free. Idempotent."""
+        """Have the owner unmap the rows, and send the engine ``Ended``, because they are free.
+        Idempotent."""
         if self._buffer is not None:
             self._buffer = None
             self._lifecycle.released()

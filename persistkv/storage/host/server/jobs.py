@@ -131,7 +131,7 @@ class Jobs:
         self._has_arrived.set()
 
     def _move(self, job: _Job, state: JobState) -> None:
-        """Have a job enter the next state."""
+        """Have a job enter the next state; raise HostError, a defect, if it may not."""
         if state not in NEXT_STATES[job.state]:
             raise HostError(f"a job that is {job.state.value} becomes {state.value}")
         self.counts[job.state] -= 1
@@ -151,6 +151,7 @@ class Jobs:
             if not self._queue:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
+            # without room, work waits here in the queue, and its engine sees the queue fill
             elif self._store.queue.has_room:
                 await self._begin(self._queue.popleft())
             else:

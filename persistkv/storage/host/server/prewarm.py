@@ -35,8 +35,8 @@ def recent_contexts(
     contexts: list[StoredContext] = []
     taken: set[bytes] = set()
     uses = _uses(backend, namespace, choice or Choice())
-    # Enough requests if each adds one key. Those that share keys with earlier ones may add none:
-    # then fewer keys than possible are promoted.
+    # One new key from each request would fill the limit. Requests that share all keys with earlier
+    # ones add none, so the result may have fewer keys than possible.
     latest = nlargest(max_blocks, uses)
     for request, keys in _with_keys(backend, namespace, latest):
         new_keys = (key for key in keys if key not in taken and holds(key))

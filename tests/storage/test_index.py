@@ -6,6 +6,7 @@ import fcntl
 import os
 import random
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -231,6 +232,46 @@ def test_index_large_commits_replace_its_table_in_slices(
         replace_some(index)
     assert index.version > 3, "the table was replaced"
     assert max(slices) <= 2
+    index.close()
+
+
+def lookup_memfds() -> int:
+    """Return the number of this process's descriptors of lookup tables."""
+    descriptors = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # the descriptor of the directory
+            target = os.readlink(f"/proc/self/fd/{name}")
+            descriptors += "persistkv-lookup" in target
+    return descriptors
+
+
+def grow_until_replacing(index: Index) -> None:
+    """Add packs until the index fills the table that replaces its present one."""
+    number = 100
+    while not index.replacing:
+        number += 1
+        index.add([table_of(number, fresh(500))])
+
+
+def test_index_reload_closes_unfinished_replacement() -> None:
+    index = Index()
+    of_one_table = lookup_memfds()
+    grow_until_replacing(index)
+    index.reload([table_of(1, fresh(5))])
+    while index.replacing:
+        index.replace_some()
+    assert lookup_memfds() == of_one_table
+    index.close()
+
+
+def test_index_commit_larger_than_unfinished_replacement_closes_it() -> None:
+    index = Index()
+    of_one_table = lookup_memfds()
+    grow_until_replacing(index)
+    index.add([table_of(1, fresh(1 << 20))])
+    while index.replacing:
+        index.replace_some()
+    assert lookup_memfds() == of_one_table
     index.close()
 
 

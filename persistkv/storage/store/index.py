@@ -566,7 +566,7 @@ class Index:
         self._num_adopted = 0
         self.reloads += 1
         # an unfinished replacement copies entries that are replaced now
-        self._new = None
+        self._abandon_replacement()
         self._replace(new)
         self.add(tables)
 
@@ -783,9 +783,18 @@ class Index:
         fills it. One that is being filled is kept, unless it is too small."""
         keys = self._table.live + more
         if self._new is None or self._new.room(_FILL) < keys:
-            self._new = _FingerprintTable(self._size_for(keys))
+            # before any change, because memory can be short
+            new = _FingerprintTable(self._size_for(keys))
+            self._abandon_replacement()
+            self._new = new
             self._prefaulted = 0
             self._copied = 0
+
+    def _abandon_replacement(self) -> None:
+        """Release the table that is being filled, if there is one."""
+        if self._new is not None:
+            self._release(self._new)
+            self._new = None
 
     def replace_some(self) -> None:
         """Work a few ms on the replacement of a table that is too full: allocate the new one, copy

@@ -123,6 +123,7 @@ class Breaker:
         :param well: False: it failed because of the server.
         :param num_bytes: bytes that it transferred, for which a good answer may take longer.
         """
+        # the time allowed for an answer grows with its bytes
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
@@ -147,7 +148,7 @@ class Breaker:
                 self._open()
 
     def forget(self) -> None:
-        """Record that an admitted request has ended, which says nothing about the server."""
+        """Record that an admitted request has ended without a good or bad answer."""
         with self._lock:
             # it may have been the probe: let the next request be one
             if self._state == "half-open":

@@ -35,7 +35,7 @@ class DeferredCredentials:
         most once per minute while it does not return.
     """
 
-    method = "persistkv"
+    method = "persistkv"  # name of their source, which botocore reads
 
     def __init__(self, find: Callable[[], Any]) -> None:
         self._find = find

@@ -195,6 +195,8 @@ class StoreClient:
         self.table = self._stored_keys.table
         """Fingerprints of the keys that are durable and can be loaded; see ``StoredKeys``."""
         self.contains = self.table.contains
+        """Whether a key is stored: a method of ``table``, bound once because each lookup calls
+        it."""
         self.wants_all = False
         """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
         self._others_load = False
@@ -285,6 +287,7 @@ class StoreClient:
         reason = "died while it opened"
         if self.state is State.OPENING:
             reason = f"did not open within {timeout_s} s"
+        # taken away, so that no later look reports the error that ``open`` raises or reports
         error = self._open_failures.last
         self._open_failures.last = None
         return error or HostError(f"the store's host {reason}")

@@ -228,7 +228,8 @@ class SocketConnection(Connection):
         while self._fds:
             os.close(self._fds.popleft())
         with suppress(OSError):
-            # a forked child may hold a copy, which ``close`` leaves open
+            # a forked child may hold a copy of the socket, so ``close`` alone would not inform the
+            # peer
             self._socket.shutdown(socket.SHUT_WR)
         self._socket.close()
 

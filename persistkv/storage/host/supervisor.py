@@ -495,6 +495,7 @@ class Supervisor:
         return self.uses_rows
 
     def opened(self) -> None:
+        """Record that the host has opened the store: the shorter time limit applies from now on."""
         self._enter(_Event.OPENED)
         self._opened_at = time.monotonic()
         self.watchdog.patience_s = self.watchdog_s
@@ -510,7 +511,7 @@ class Supervisor:
         self.host.kill()
         self.connection.close()
         self._enter(_Event.LOST)
-        # what ended a host after a minute is no reason to delay the next one for longer
+        # a host that was open for a minute was sound: the next start has the shortest delay
         if (
             self._opened_at is not None
             and time.monotonic() - self._opened_at >= HEALTHY_S
@@ -582,10 +583,10 @@ class Supervisor:
         while self._awaits_release() and time.monotonic() < deadline:
             time.sleep(_NAP_S)
         self.connection.close()
-        # a host that has released the rows is not killed: it commits accepted work
         left_s = max(0.0, deadline - time.monotonic())
         exited_in_time = self.host.wait(left_s)
         has_exited = exited_in_time
+        # a host that has released the rows goes on: it commits accepted work
         if self.uses_rows and not exited_in_time:
             self.host.kill()
             has_exited = self.host.wait(KILL_S)

@@ -67,6 +67,7 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
         ids = [head.id for head in batch]
         uses = backend.catalogue(namespace).uses(ids)
         for head, use in zip(batch, uses, strict=True):
+            # a request without a recorded use was last used when it was created
             last_used = head.created
             if use is not None:
                 last_used = max(last_used, use.last_used)

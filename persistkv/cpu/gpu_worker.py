@@ -77,6 +77,7 @@ class CpuGpuOffloadingHandlers:
 
 
 def copy_engine_class(device: torch.device) -> type[CopyEngine]:
+    """Return the copy engine for tensors on a device; raise ConfigurationError if there is none."""
     engines: dict[str, type[CopyEngine]] = {
         "cpu": CPUCopyEngine,
         "cuda": CUDACopyEngine,
@@ -171,6 +172,7 @@ def _head_sharded_memory(
     slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
     pages = []
     rows = []
+    # by KV tensor, references to its slices, each of which is a tensor of the returned memory
     refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
     for number, part in enumerate(slices):
         tensor = kv_caches.tensors[part.tensor_idx].tensor

@@ -50,6 +50,7 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
     earlier tensors that share a KV cache group with it. Other tensors may overlap it.
     """
     check_kv_caches(kv_caches, block_size_factor)
+    # for each tensor, the groups that use it
     groups_of: list[set[int]] = [set() for _ in kv_caches.tensors]
     for group, refs in enumerate(kv_caches.group_data_refs):
         for ref in refs:
@@ -119,7 +120,7 @@ def heads_of_tensors(kv_caches: CanonicalKVCaches) -> list[HeadSharding]:
     :raises ConfigurationError: a tensor does not state them, they do not fit its pages, or a group
         uses only parts of pages.
     """
-    stated = []
+    stated = []  # by tensor
     for index, tensor in enumerate(kv_caches.tensors):
         where = f"kv_caches.tensors[{index}].heads"
         stated.append(_checked_heads(where, tensor))
@@ -253,6 +254,8 @@ def _check_tensor(
 def _check_number(
     field: str, value: int, lowest: int, highest: int, unit: str = ""
 ) -> None:
+    """Raise ConfigurationError unless ``value`` is from ``lowest`` to ``highest``; ``unit`` ends
+    the text of the error."""
     if not lowest <= value <= highest:
         raise ConfigurationError(field, value, f"{lowest} to {highest}{unit}")
 
@@ -261,7 +264,7 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the ranges (offset, length) in ascending order, with adjacent and overlapping ones
     merged."""
     merged: list[tuple[int, int]] = []
-    last_end = -1
+    last_end = -1  # before every offset: nothing adjoins the first range
     for offset, length in sorted(ranges):
         end = offset + length
         if offset > last_end:

@@ -62,6 +62,7 @@ class CPUOffloadingManager(OffloadingManager):
             )
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
+        """Row of each block, of this and of earlier epochs."""
         # blocks of an earlier epoch that jobs use
         self._earlier: set[OffloadKey] = set()
         # Readers by row. Plain numbers: a million objects would slow down each full garbage
@@ -71,6 +72,7 @@ class CPUOffloadingManager(OffloadingManager):
         descending = reversed(range(num_blocks))
         self._free: list[int] = list(descending)
         self._num_evictable = 0
+        """Blocks of this epoch without readers and writers."""
         policy_class = CACHE_POLICIES.get(cache_policy)
         self._policy = policy_class(num_blocks, self._refs)
         self._enable_events = enable_events
@@ -168,7 +170,8 @@ class CPUOffloadingManager(OffloadingManager):
         missing = len(new) - len(self._free)
         evicted: list[OffloadKey] = []
         if missing > 0:
-            # one loop without calls: this runs for each store of an engine
+            # Blocks of the call that could be evicted, and must not be. One loop without calls:
+            # this runs for each store of an engine.
             refs = self._refs
             held = self._rows
             spared = [key for key in distinct if key in held and not refs[held[key]]]
@@ -215,7 +218,8 @@ class CPUOffloadingManager(OffloadingManager):
             kind = written if is_written else ready
             kind.append(key)
         if ready:
-            # raises if one is not held, before anything has changed
+            # readable already, so there is nothing to do; a key that is not held is an error, which
+            # is raised before anything has changed
             self._rows_of(ready)
         for key in written:
             row = rows[key]
@@ -297,6 +301,7 @@ class CPUOffloadingManager(OffloadingManager):
         victims = self._policy.evict(count)
         for row in spared_rows:
             refs[row] = 0
+        # the policy may have skipped them as blocks in use: now it may evict them again
         self._policy.release(spared)
         self._num_evictable -= len(victims)
         evicted = [key for key, _ in victims]
@@ -305,6 +310,7 @@ class CPUOffloadingManager(OffloadingManager):
         return evicted
 
     def _record(self, keys: Keys, *, removed: bool) -> None:
+        """Add an event about blocks that became readable or were removed, if events are enabled."""
         if not self._enable_events or not keys:
             return
         medium = CPULoadStoreSpec.medium()

@@ -93,7 +93,7 @@ class LRUCachePolicy(CachePolicy):
         # the block: an entry counts only if it equals that of ``_released``.
         self._released: dict[OffloadKey, _ParkedBlock] = {}
         self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
-        self._last_place = 0
+        self._last_place = 0  # of the block that was parked last
 
     def __len__(self) -> int:
         num_parked = len(self._parked) + len(self._released)

@@ -29,7 +29,7 @@ SHARED_MEMORY_DIRECTORY = "/dev/shm"
 
 _PREFIX = "persistkv_offload_"
 _SUFFIX = ".mmap"
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.01  # between attempts to open a file, and to allocate it
 # the host process of an engine that was killed maps its memory for at most 20 s
 _PREDECESSOR_S = 25.0
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def region_path(instance_id: str, directory: str = SHARED_MEMORY_DIRECTORY) -> str:
+    """Return the path of an engine's file; raise ConfigurationError if its id is no file name."""
     if not instance_id or "/" in instance_id or "\0" in instance_id:
         raise ConfigurationError(
             "instance_id", instance_id, "a name without '/' that is not empty"
@@ -176,6 +177,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
             break
         except OSError as error:
             space = shutil.disk_usage(directory)
+            # it never fits, or nothing was released in time
             if size > space.total or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
                 expected = (
@@ -185,6 +187,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
         while shutil.disk_usage(directory).free < size:
+            # one last attempt, whose error is raised
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_SECONDS)

@@ -61,9 +61,11 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self.backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size
-        # least recently counted first
         self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()
-        self._counted: dict[str, set[OffloadKey]] = {}  # by request with a description
+        """Lookups of each block, the least recently counted block first."""
+        self._counted: dict[str, set[OffloadKey]] = {}
+        """By id of an unfinished request with a description, the blocks that it has counted
+        for."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         num_lookups = self._num_lookups

@@ -111,8 +111,8 @@ class SharedOffloadRegion:
         """Offset in this worker's cell of the next KV tensor's part."""
         self._cuda: CudaRuntime | None = None
         """Set while rows are registered with CUDA."""
-        # addresses of the ranges that are registered with CUDA
         self._pinned: list[int] = []
+        """Addresses of the ranges that are registered with CUDA; ``pin_mmap_region`` adds them."""
         self._file: RegionFile | None = None
         self._mmap: mmap.mmap | None = None
         self._rows: torch.Tensor | None = None
@@ -246,6 +246,7 @@ class SharedOffloadRegion:
             _clear_cuda_error()
 
     def _mapped(self) -> tuple[mmap.mmap, torch.Tensor]:
+        """Return the mapping and the rows in it; raise RegionError after ``cleanup``."""
         if self._mmap is None or self._rows is None:
             raise RegionError(f"{self.mmap_path} was cleaned up")
         return self._mmap, self._rows
@@ -277,6 +278,7 @@ def pin_mmap_region(
         size = min(step, region.total_size_bytes - offset)
         code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
         if code:
+            # all or nothing: batched copies need the whole mapping pinned
             region._unpin()
             _clear_cuda_error()
             where = f"{size} bytes at offset {offset} of {region.mmap_path}"

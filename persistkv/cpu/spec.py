@@ -145,6 +145,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                     self.cpu_page_size,
                 )
             except ConfigurationError as error:
+                # the size is the user's, who set it under another name
                 if error.field != "total_size_bytes":
                     raise
                 raise ConfigurationError(

@@ -44,7 +44,7 @@ class MemoryShares(NamedTuple):
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
         """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
-        buffers = bound // 8
+        buffers = bound // 8  # of all reading threads together
         return cls(
             staged=bound // 2,
             ends=bound // 16,

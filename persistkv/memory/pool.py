@@ -16,6 +16,7 @@ class BufferPool:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        """Buffers that were given back, in that order."""
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> mmap.mmap:
@@ -35,5 +36,6 @@ class BufferPool:
         with self._lock:
             sizes = map(len, self._free)
             kept_bytes = sum(sizes)
+            # else it is unmapped when its last reference goes
             if kept_bytes + len(buffer) <= _KEPT_BYTES:
                 self._free.append(buffer)

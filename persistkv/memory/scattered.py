@@ -44,7 +44,9 @@ class ScatteredBlocks(BlockMemory):
         groups = map(GroupLayout.of_bytes, block_bytes)
         self.layout = RowLayout(row_stride, tuple(groups))
         self._places: dict[int, Regions | _Run] = {}
+        """By number of a block, its regions, or the blocks of the call that it is part of."""
         self._next = 0
+        """Number of the next block; none is used twice."""
 
     def add(self, blocks: Sequence[Regions]) -> range:
         """Register blocks; return a new number for each, valid until ``remove``."""
@@ -64,6 +66,7 @@ class ScatteredBlocks(BlockMemory):
         return numbers
 
     def _new_numbers(self, count: int) -> range:
+        """Reserve consecutive numbers for blocks."""
         first = self._next
         self._next += count
         return range(first, self._next)
@@ -82,6 +85,7 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
+        # all of one call, and adjacent: a single view
         if isinstance(place, _Run) and place is self._places[last]:
             adjacent = range(first, last + 1)
             if list(block_ids) == list(adjacent):
@@ -113,6 +117,7 @@ class ScatteredBlocks(BlockMemory):
             copy_out(block.data, regions)
 
     def _regions(self, number: int) -> Regions:
+        """Return the regions of a block; one region for a block of a call with a deadline."""
         place = self._places[number]
         if isinstance(place, _Run):
             block = place.part(number, 1)

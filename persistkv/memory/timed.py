@@ -33,7 +33,9 @@ class TimedBlocks:
         self._memory = memoryview(self._buffer)[:num_bytes]
         self._lock = threading.Lock()
         self._callers: Sequence[Regions] | None = blocks
+        """The caller's memory; None: the deadline has passed, and it must not be accessed."""
         self._is_copied = [False] * len(blocks)
+        """For each block, whether it was copied between the two memories."""
 
     def __len__(self) -> int:
         return len(self._is_copied)
@@ -45,7 +47,8 @@ class TimedBlocks:
         return self._memory[start:stop]
 
     def verified(self, number: int) -> None:
-        """The store has read and verified a block."""
+        """Learn that the store has read and verified a block. No effect here; ``BlocksToLoad``
+        copies the block."""
         return
 
     def revoke(self) -> list[bool]:
@@ -75,6 +78,7 @@ class BlocksToStore(TimedBlocks):
         return super().part(first, count)
 
     def _copy(self, number: int) -> None:
+        """Copy a block from the caller's memory into the pool's. The lock must be held."""
         if self._callers is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
         target = super().part(number, 1)

@@ -48,6 +48,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         self.completed_jobs: list[JobResult] = []
         """Results that ``get_finished_jobs`` has not returned yet."""
         self._flat = primary_kv_view.cast("B")
+        """The bytes of all rows, one row after the other."""
 
     @staticmethod
     def get_tier_type() -> str:
@@ -78,6 +79,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
 
     def reset_cache(self, weights_changed: bool) -> None:
         if weights_changed:
+            # first the pending stores: run later, they would add blocks of the old weights
             self._run_pending()
             self.blocks.clear()
 
@@ -91,9 +93,11 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self.pending_jobs.clear()
         self.blocks.clear()
+        # the owner of the rows cannot unmap them before
         self._flat.release()
 
     def _submit(self, job: JobMetadata) -> None:
+        """Queue a job, and run it at once unless ``simulate_async`` is set."""
         if len(job.keys) != len(job.block_ids):
             raise ValueError(
                 f"job {job.job_id} has {len(job.keys)} keys and {len(job.block_ids)} rows"
@@ -103,6 +107,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self._run_pending()
 
     def _run_pending(self) -> None:
+        """Run the submitted jobs in their order, and keep their results for
+        ``get_finished_jobs``."""
         pending = self.pending_jobs
         self.pending_jobs = []
         for job in pending:
@@ -111,7 +117,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
             self.completed_jobs.append(JobResult(job.job_id, True, failed))
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
-        """Copy the blocks that are not held yet. To make room, evict blocks of other jobs only."""
+        """Copy the blocks that are not held yet, and return the keys of those for which there was
+        no room. To make room, evict blocks of other jobs only."""
         own = set(job.keys)
         declined = []
         rows = job.block_ids.tolist()
@@ -144,7 +151,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
                 failed.append(key)
                 continue
             self.blocks.move_to_end(key)
-            start = 0
+            start = 0  # within the block, which has no gaps between its ranges
             for place in self._ranges(key, row):
                 place[:] = block[start : start + len(place)]
                 start += len(place)

@@ -44,6 +44,7 @@ class IsolatedTier:
         self.poll_failed = False
         """Whether the tier's last ``get_finished_jobs`` raised."""
         self._reset_failed = False
+        """Whether the last ``reset_cache`` for changed weights raised."""
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
         overridden = type(tier).lookup_prefix is not SecondaryTierManager.lookup_prefix
@@ -87,6 +88,7 @@ class IsolatedTier:
         return self.tier.load_deadline_s
 
     def expected_load_s(self, num_bytes: int) -> float | None:
+        # a tier that raises is expected to take forever, so that nothing is loaded from it
         never: float | None = math.inf
         return self._attempt(
             "expected_load_s",
@@ -175,6 +177,7 @@ class IsolatedTier:
             consequence = "the tier is not used until a reset succeeds"
         with self._isolation.guard("reset_cache", consequence) as guarded:
             self.tier.reset_cache(weights_changed)
+        # without changed weights, blocks remain valid whether the reset succeeds or not
         if weights_changed:
             self._reset_failed = guarded.raised
             self.is_usable = not (guarded.raised or self.poll_failed)
@@ -209,7 +212,8 @@ class IsolatedTier:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for the tier's jobs; return whether they have ended."""
+        """Wait up to ``timeout_s`` seconds for the tier's jobs; return whether they have ended.
+        False at once if no time is left."""
         if timeout_s <= 0:
             return False
         return self._attempt(

@@ -93,6 +93,7 @@ class JobsInFlight:
         late = []
         for job in self._jobs.values():
             if now >= job.give_up_at and not job.is_reset:
+                # a later call does not return it again
                 job.give_up_at = math.inf
                 late.append(job)
         return late

@@ -85,9 +85,12 @@ class _Usual:
         self._log_seconds = math.log(seconds)
         self._num_samples = 1
         self.num_bytes = float(num_bytes)
+        """Mean size of the samples."""
         self.seconds = seconds
+        """Mean time of the samples, without the slowdown of the store."""
 
     def add(self, num_bytes: int, seconds: float) -> None:
+        """Move both means, which are those of logarithms, towards a sample."""
         self._num_samples += 1
         # the mean of all, until there are enough for one that forgets
         rate = max(_SHAPE_RATE, 1 / self._num_samples)
@@ -121,12 +124,16 @@ class LoadTimes:
         """Whether the last load brought nothing before its deadline. Loads are expected to take for
         ever then, until one ends."""
         self._by_class: dict[int, _Usual] = {}
-        self._sizes: list[_Usual] = []  # ascending
+        """Usual times by the number of bits of a load's bytes: a class of sizes from one power of
+        two to the next."""
+        self._sizes: list[_Usual] = []
+        """The values of ``_by_class``, ascending."""
         self._slowdown = 1.0
         """Present factor of all usual times."""
-        # by job: bytes in flight before it, and its own
         self._in_flight: dict[int, tuple[int, int]] = {}
+        """By job: bytes in flight before it, and its own."""
         self._queued_bytes = 0
+        """Bytes of all loads in flight."""
 
     def begin(self, job_id: int, num_bytes: int) -> None:
         """Count a load that begins now, after those in flight."""
@@ -143,6 +150,7 @@ class LoadTimes:
         """
         queued_bytes, num_bytes = self._in_flight.pop(job_id)
         self._queued_bytes -= num_bytes
+        # the time of a load includes that of the loads that were in flight before it
         before_it = queued_bytes if loaded_bytes else 0
         if is_late:
             self.abandon(num_bytes + before_it, loaded_bytes + before_it, seconds)
@@ -164,6 +172,8 @@ class LoadTimes:
         if usual is None:
             self._set_usual(num_bytes, seconds / self._slowdown)
         usual_s = self._usual_s(num_bytes)
+        # how many times as long as expected the load took; the slowdown takes the part ``rate`` of
+        # this change, in logarithms, and the usual time of the size the part ``own_share``
         change = seconds / usual_s / self._slowdown
         is_noise = 1 / _CHANGE < change < _CHANGE
         # earlier samples say nothing about the time after a stall
@@ -197,6 +207,7 @@ class LoadTimes:
         half of it was loaded, which shows the latency more than the bandwidth."""
         if 2 * loaded_bytes < num_bytes:
             return 0.0
+        # the latency of a load is at most the time of the smallest loads
         most_latency_s = self._sizes[0].seconds * self._slowdown
         transfer_s = max(0.0, seconds - most_latency_s)
         return transfer_s * (num_bytes - loaded_bytes) / loaded_bytes
@@ -210,7 +221,8 @@ class LoadTimes:
         if usual is None or seconds >= _STALL * usual_s * self._slowdown:
             self.stall()
             return
-        # the computing time was hardly longer than the load: loads that save more continue
+        # The deadline was close to the expected time, because computing is hardly slower. The
+        # estimate rises just above the deadline, so that loads which save more are still chosen.
         least_s = _LONGER * seconds
         usual.add(num_bytes, max(usual_s, least_s / self._slowdown))
         self._slowdown = max(self._slowdown, least_s / self._usual_s(num_bytes))
@@ -310,11 +322,12 @@ class PrefillSpeed:
         self._is_fixed = tokens_per_s is not None
         self._seconds = 0.0  # of a token at depth 0
         self._growth = 0.0  # of a token's seconds, per token before it
-        self._weight = 0.0
+        self._weight = 0.0  # tokens of the samples, which decay; 0: no speed is known
         if tokens_per_s is not None:
             self._seconds = 1 / tokens_per_s
             self._weight = 1.0
-        # weighted means over the samples
+        # weighted means over the samples: of the depth (tokens before the middle of a sample), of
+        # its square, of the seconds per token, and of their product with the depth
         self._depth = 0.0
         self._depth_squared = 0.0
         self._rate = 0.0
@@ -353,6 +366,7 @@ class PrefillSpeed:
         1``; None: nothing is known."""
         if not self._weight:
             return None
+        # of all these tokens
         sum_of_depths = (stop * stop - start * start) / 2
         return self._seconds * (stop - start) + self._growth * sum_of_depths
 
@@ -396,7 +410,10 @@ class LoadChooser:
     def __init__(self, prefill: PrefillSpeed) -> None:
         self.prefill = prefill
         self._was_chosen = True
-        self._num_close = 0  # refusals near the break-even since the last trial
+        """Whether the last decision was to load: then the next one needs no margin
+        (``_HYSTERESIS``)."""
+        self._num_close = 0
+        """Refusals near the break-even since the last trial."""
 
     def choose(self, runs: Sequence[LoadRun], start: int) -> LoadDecision:
         """Choose the longest prefix that is expected to be loaded faster than computed.
@@ -408,13 +425,16 @@ class LoadChooser:
             time.
         :param start: tokens that need no load.
         """
-        # of all runs, if they are not worth it; its reason holds for a shorter prefix, too
+        # Set if the load of all runs is refused. The reason also tells why the last runs are
+        # computed if fewer runs are loaded.
         refused: LoadDecision | None = None
+        # the longest prefix first
         for num_runs in range(len(runs), 0, -1):
             chosen = runs[:num_runs]
             load_s = _parallel_load_s(chosen)
             compute_s = self.prefill.expected_s(start, chosen[-1].stop)
             reason = Reason.LOADED if refused is None else refused.reason
+            # a store is to be loaded from whatever it takes
             if load_s is None:
                 return LoadDecision(num_runs, reason, 0.0, compute_s, math.inf)
             if self._is_worth(load_s, compute_s):

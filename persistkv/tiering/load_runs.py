@@ -54,12 +54,15 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         return [TierRun(tier, 0, num_held)]
     runs: list[TierRun] = []
     start = 0
+    # Each tier holds a prefix. Between two ends of these prefixes, the same tiers hold all blocks.
     for stop in sorted(set(held.values())):
         num_bytes = (stop - start) * block_bytes
         holders = [tier for tier, num_held in held.items() if num_held >= stop]
+        # None: the tier is to be loaded from whatever it takes; it counts as the fastest
         expected_s = [tier.expected_load_s(num_bytes) or 0.0 for tier in holders]
         place = expected_s.index(min(expected_s))
         fastest = holders[place]
+        # the run before it continues
         if runs and runs[-1].tier is fastest:
             start = runs.pop().start
         runs.append(TierRun(fastest, start, stop))

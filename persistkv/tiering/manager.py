@@ -59,7 +59,7 @@ from persistkv.tiering.requests import TieredRequest
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 60.0
+_DRAIN_S = 60.0  # for each tier at shutdown
 # pseudo-request that owns the promotions of recently used contexts, whose keys are those of their
 # tenants
 _PREWARM = ReqContext("prewarm", tenant=DEFAULT_TENANT)
@@ -125,6 +125,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Decides what requests load. The engine reports its speed to its ``prefill``."""
 
         self._requests: dict[str, TieredRequest] = {}
+        """Requests by id, until the tiers have received their end."""
         # ids of requests by the block in TieredRequest.awaited_writes
         self._awaiting_write: dict[OffloadKey, set[str]] = {}
         self._promotions = PromotionQueue()
@@ -182,6 +183,7 @@ class TieringOffloadingManager(OffloadingManager):
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
+        # by tier, the number of leading keys that it holds
         held: dict[IsolatedTier, int] = {}
         for tier in self._tiers:
             num_held = tier.num_held(keys, req_context)
@@ -210,15 +212,17 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """Decide which runs of keys the request loads: the first key of the others is a miss."""
         waiters = self._promotions.waiters
-        # blocks that are being loaded for another request cost nothing more
+        # Blocks that are being loaded for another request cost nothing more. Without a decision,
+        # the request loads all blocks.
         if waiters and not waiters.keys().isdisjoint(keys):
             return
         block_size = self.secondary_tiers[0].config.block_size
         description = request.context.description
         first = None if description is None else description.depth(keys[0])
-        start = (first or 0) * block_size
+        start = (first or 0) * block_size  # tokens before the first key
         sizes = self._group_sizes(request, get_offload_group_idx(keys[0]))
         loads = []
+        # ``prefix_bytes`` counts from the start of the keys, a run from the end of the one before
         bytes_before = 0
         for run in runs:
             num_tokens = run.stop * block_size
@@ -230,6 +234,7 @@ class TieringOffloadingManager(OffloadingManager):
         request.decision = decision
         if decision.num_runs < len(runs):
             declined = runs[decision.num_runs]
+            # one miss suffices: the lookup of a prefix ends there
             request.missed.add(keys[declined.start])
             declined_keys = keys[declined.start : declined.stop]
             declined.tier.on_load_declined(declined_keys, request.context, decision)
@@ -341,6 +346,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         output = None
         if num_rows:
+            # the blocks of the prefix are held, so they get no rows; they are named to be spared
             output = primary.prepare_write(prefix + keys[:num_rows], context)
         if output is None:
             self._decline(keys)
@@ -350,7 +356,8 @@ class TieringOffloadingManager(OffloadingManager):
         allocated = set(output.keys_to_store)
         for key in keys[:num_rows]:
             if key not in allocated:
-                # a store or another promotion has begun to write it since the lookup
+                # a store or another promotion has begun to write it since the lookup: the request
+                # looks it up again
                 del self._promotions.waiters[key]
         if not output.keys_to_store:
             return True
@@ -376,7 +383,7 @@ class TieringOffloadingManager(OffloadingManager):
         return readable
 
     def _decline(self, keys: Sequence[OffloadKey]) -> None:
-        """The primary tier has no rows for the promotion of these blocks."""
+        """Count blocks for whose promotion the primary tier has no rows, and make them misses."""
         self.stats.declined_promotions += len(keys)
         self._miss(keys)
 
@@ -404,6 +411,7 @@ class TieringOffloadingManager(OffloadingManager):
                 self._queue_prewarmed(key)
 
     def _queue_prewarmed(self, key: OffloadKey) -> None:
+        """Queue the promotion of a block from the first tier that holds it, if one does."""
         for tier in self._tiers:
             if tier.lookup(key, _PREWARM):
                 self._promotions.add(tier, key, _PREWARM)
@@ -456,6 +464,8 @@ class TieringOffloadingManager(OffloadingManager):
     def _release_held(
         self, request: TieredRequest, keys: Collection[OffloadKey]
     ) -> None:
+        """Allow the eviction of blocks that ``_hold`` kept for a request."""
+        # a copy: ``keys`` may be ``request.held`` itself
         released = list(keys)
         self.primary_tier.complete_read(released, request.context)
         for key in released:
@@ -489,6 +499,7 @@ class TieringOffloadingManager(OffloadingManager):
             return None
         request = self._request(req_context)
         request.num_being_written += len(output.keys_to_store)
+        # the other keys are prefix hits: only request-level tiers receive these
         if request.request_level_tiers and len(output.keys_to_store) < len(keys):
             new = set(output.keys_to_store)
             hits = [key for key in keys if key not in new]
@@ -508,6 +519,7 @@ class TieringOffloadingManager(OffloadingManager):
             in_primary = self.primary_tier.lookup(key, req_context)
             if in_primary:
                 readable.append(key)
+            # a lost promotion may never end, and the request would wait for it
             elif in_primary is None and key not in self._promotions.lost:
                 request.awaited_writes.add(key)
                 self._awaiting_write.setdefault(key, set()).add(req_context.req_id)
@@ -586,6 +598,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_cascade(cascade)
 
     def _drop_cascade(self, cascade: Cascade) -> None:
+        """Count a waiting cascade as dropped: its tier does not store these blocks."""
         self.stats.dropped_cascades += len(cascade.keys)
         self._end_cascade(cascade)
 
@@ -623,6 +636,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_awaited_writes(keys)
 
     def _set_load_reason(self, job: TierJob, reason: Reason) -> None:
+        """Record what became of the blocks that a request loads. A deadline stays recorded, also
+        if the load ends later."""
         request = self._requests.get(job.data.req_context.req_id)
         if request is not None and request.load_reason is not Reason.DEADLINE:
             request.load_reason = reason
@@ -634,6 +649,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             for result in tier.finished_jobs():
                 self._end_job(result)
+            # the ends of its jobs are unknown until a poll succeeds: no request waits for them
             if tier.poll_failed:
                 for job in self._jobs.promotions_of(tier):
                     self._give_up(job)
@@ -649,6 +665,7 @@ class TieringOffloadingManager(OffloadingManager):
             )
             return
         keys = job.data.keys
+        # without success, all of them
         failed = set(result.failed_keys if result.success else keys)
         if job.data.is_promotion:
             reason = Reason.DEADLINE if result.is_late else Reason.LOADED
@@ -672,6 +689,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.primary_tier.complete_write(not_loaded, context, success=False)
         self.primary_tier.complete_write(loaded, context)
         self._promotions.lost.difference_update(keys)
+        # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
             self._miss(failed)
             self._deliver(job.tier, loaded)
@@ -689,6 +707,7 @@ class TieringOffloadingManager(OffloadingManager):
             request = self._requests.get(req_id)
             if request is None:
                 continue
+            # it loads nothing any more, but its tiers still receive what it has offered
             if request.finished:
                 wanted = set()
             self._cascade_promoted(request, keys, wanted, source)
@@ -696,8 +715,8 @@ class TieringOffloadingManager(OffloadingManager):
                 self._hold(request, wanted, source)
 
     def _take_waiters(self, keys: Sequence[OffloadKey]) -> dict[str, set[OffloadKey]]:
-        """Return the blocks that each request waits for, which it no longer does, and no block for
-        a request that only awaits a write."""
+        """Remove the waiters of these blocks. Return, for each request, the blocks that it waited
+        for; none for a request that only awaits their writes."""
         wanted_by: dict[str, set[OffloadKey]] = {}
         for key in keys:
             for req_id in self._promotions.take_waiters(key):
@@ -724,6 +743,7 @@ class TieringOffloadingManager(OffloadingManager):
             if tier is not source and request.context.store:
                 due = due | wanted
             cascaded = [key for key in keys if key in due]
+            # recorded, so that a later store of the request does not pass them again
             if self._cascade(tier, cascaded, request.context):
                 request.received.setdefault(tier, set()).update(cascaded)
 
@@ -780,6 +800,7 @@ class TieringOffloadingManager(OffloadingManager):
         request.finished = True
         self._promotions.abandon(req_context.req_id)
         self._release_held(request, request.held)
+        # not yet if blocks are being written: ``complete_store`` and ``_end_job`` try again
         self._end_if_done(request)
 
     def _end_if_done(self, request: TieredRequest) -> None:
@@ -834,6 +855,7 @@ class TieringOffloadingManager(OffloadingManager):
         for queue in self._cascades.values():
             while queue.waiting:
                 self._drop_cascade(queue.popleft())
+        # prewarming is for the start of an engine; its blocks may be invalid now
         self._prewarming = None
         self.primary_tier.reset_cache(weights_changed)
         for tier in self._tiers:

@@ -61,7 +61,7 @@ from persistkv.tiering.probing import PROBE_S, PROBED_KEYS, ProbeTimer
 
 logger = logging.getLogger(__name__)
 
-_NAP_S = 0.0005
+_NAP_S = 0.0005  # between two polls of the host, in calls that wait
 _MOST_PREFETCHES = 64
 # ended requests whose persistence ``wait_persisted`` can still report
 REMEMBERED_ENDS = 4_096
@@ -202,18 +202,23 @@ class PersistentTier(SecondaryTierManager):
         """Connection to the store's host: ``flush``, ``stats``, ``glance``, ``notices``. Its
         ``len`` is the number of blocks that lookups can find; a block in two packs counts twice."""
         self.client.open(self.options.open_timeout_s, required=self.options.required)
-        # results that the next ``get_finished_jobs`` returns
         self._finished: list[JobResult] = []
-        self._blocks: dict[str, _RequestBlocks] = {}  # of unfinished requests, by id
-        # whether all blocks of an ended request are durable, oldest request first
+        """Results that the next ``get_finished_jobs`` returns."""
+        self._blocks: dict[str, _RequestBlocks] = {}
+        """By id, the blocks of unfinished requests."""
         self._ended: dict[str, bool] = {}
-        self._loads: dict[int, _Load] = {}  # in flight
+        """By id of an ended request, whether all of its blocks are durable; the oldest request
+        first."""
+        self._loads: dict[int, _Load] = {}
+        """Loads in flight, by job id."""
         self._detached = False
         """Whether the store is not used any more, see ``detach``."""
         self._prefetches: deque[Choice | StoredContext] = deque(maxlen=_MOST_PREFETCHES)
-        # answer to a prefetch whose keys were given
+        """Queue of ``prefetch``, the oldest entry first."""
         self._known: list[StoredContext] | None = None
-        # one call less in ``lookup``, which runs once per block
+        """Answer for ``take_recent`` to a prefetch whose keys were given; None: there is none, and
+        the host's answer counts."""
+        # bound here, which saves a call in ``lookup``, which runs once per block
         self._contains = self.client.contains
         self.load_deadline_s = self.options.load_deadline_s
         self.load_counts: dict[Reason, int] = dict.fromkeys(Reason, 0)
@@ -258,6 +263,7 @@ class PersistentTier(SecondaryTierManager):
             flat = flat.cast("B")
         if self.options.host == "process":
             if self.config.region_fds:
+                # raised by a kernel without pidfds, by which a process watches another one
                 with suppress(OSError):
                     return ProcessHost(self.config.region_fds, num_bytes)
             logger.warning(
@@ -296,11 +302,12 @@ class PersistentTier(SecondaryTierManager):
             return
         if context.description is None:
             self._blocks_of(context).stored_keys.extend(keys)
-        # then the host need not be asked
+        # the host needs no job for blocks that are all held, unless it wants every job
         holds_all = not self.client.wants_all and self.client.table.prefix(keys) == len(
             keys
         )
         if self._detached or holds_all:
+            # a store of held blocks is a use of them
             self.touch(keys, context)
             self._finished.append(JobResult(job_metadata.job_id, not self._detached))
             return
@@ -362,6 +369,7 @@ class PersistentTier(SecondaryTierManager):
             return
         most = 1 if self._probes.is_small else PROBED_KEYS
         is_sent = self.client.probe(keys[:most], PROBE_S)
+        # no answer will come
         if not is_sent:
             self._probes.end()
 
@@ -378,6 +386,7 @@ class PersistentTier(SecondaryTierManager):
         self._probes.end()
         if probed.num_bytes:
             self._load_times.observe(probed.num_bytes, probed.seconds)
+        # nothing was read before the deadline
         else:
             self._load_times.stall()
 
@@ -430,6 +439,7 @@ class PersistentTier(SecondaryTierManager):
             self.client.touch(keys)
 
     def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
+        """Return the raw bytes of these blocks, each of the size of its KV cache group."""
         groups = self.config.layout.groups
         if len(groups) == 1:
             return len(keys) * groups[0].block_bytes
@@ -460,6 +470,7 @@ class PersistentTier(SecondaryTierManager):
         restored.update(map(get_offload_group_idx, keys))
 
     def _blocks_of(self, req_context: ReqContext) -> _RequestBlocks:
+        """Return the record of a request's blocks, which is new at the first call."""
         return self._blocks.setdefault(req_context.req_id, _RequestBlocks())
 
     def report_restored(self, req_context: ReqContext) -> int:
@@ -549,6 +560,7 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_id, False)
             return
         stored_id = req_id
+        # an id that is used again after a restart would replace the earlier request in the store
         if not self.options.unique_request_ids:
             stored_id = secrets.token_hex(16)
         end = RequestEnd(
@@ -577,6 +589,9 @@ class PersistentTier(SecondaryTierManager):
         return description
 
     def _remember(self, req_id: str, whole: bool) -> None:
+        """Keep whether all blocks of an ended request are durable, and forget the oldest request if
+        there are too many."""
+        # removed first, so that an id that is used again becomes the newest one
         self._ended.pop(req_id, None)
         self._ended[req_id] = whole
         if len(self._ended) > REMEMBERED_ENDS:

@@ -11,7 +11,7 @@ from persistkv.base import StoredContext
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 60.0  # to wait for an answer
 
 
 @runtime_checkable
@@ -57,6 +57,7 @@ class Prewarming:
         """Return the next stored context to promote; None if there is none (yet). Asks the tier for
         more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
+            # all contexts of the first answer were returned
             self.ended = self.ended or self._answered
             self._ask()
             self._take_answer()
@@ -71,6 +72,8 @@ class Prewarming:
         return self._asked_at is not None or bool(self._contexts)
 
     def _ask(self) -> None:
+        """Ask the tier for contexts, unless a question waits for its answer: first for recently
+        used ones, and once these have ended for those that hints select."""
         now = time.monotonic()
         # The store's process may be a new one, which never received the question.
         is_lost = self._asked_at is not None and now > self._asked_at + _PATIENCE_S
@@ -96,6 +99,7 @@ class Prewarming:
             logger.info("promoting %d blocks of stored contexts", num_blocks)
 
     def _give_up_if_late(self) -> None:
+        """Stop waiting for recently used contexts if the tier has not listed any in time."""
         if not self.ended and time.monotonic() > self._gives_up:
             self.ended = True
             logger.warning(

@@ -8,8 +8,8 @@ PROBE_S = 10.0
 """Deadline of a probe in seconds."""
 PROBED_KEYS = 128
 """Most blocks that a probe is asked for: more than it reads, unless they are small."""
-_FIRST_S = 1.0
-_LONGEST_S = 5.0
+_FIRST_S = 1.0  # from the first probe to the second
+_LONGEST_S = 5.0  # between two probes
 
 
 class ProbeTimer:
@@ -22,7 +22,9 @@ class ProbeTimer:
         self.is_running = False
         """Whether a probe has begun and not ended."""
         self._next_at = 0.0
+        """When the next probe is due, on ``clock``."""
         self._distance_s = _FIRST_S
+        """Seconds from the next probe to the one after it."""
         self.is_small = True
         """Whether the probe that begins now reads one block, to show the latency; each second one
         reads more, to show the bandwidth."""

@@ -44,8 +44,8 @@ class PromotionQueue:
         self.waiters: dict[OffloadKey, set[str]] = {}
         """Ids of the requests that wait for a block, by the block's key."""
         self.lost: set[OffloadKey] = set()
-        """Blocks whose promotion cannot be observed because its tier cannot be polled: misses,
-        although their rows stay reserved until the tier reports the job."""
+        """Blocks whose promotion was given up, because its deadline has passed or its tier cannot
+        be polled: misses, although their rows stay reserved until the tier reports the job."""
         self.queued: dict[tuple[IsolatedTier, str], Promotion] = {}
         """Promotions that are not submitted yet, by tier and request id."""
 
@@ -82,6 +82,7 @@ class PromotionQueue:
         """Remove a request from the waiters of its queued blocks. Blocks that no other request
         waits for are not promoted."""
         own = [place for place in self.queued if place[1] == req_id]
+        # promotions that are submitted already continue: their rows are in use
         for place in own:
             keys = self.queued[place].keys
             for key in list(keys):

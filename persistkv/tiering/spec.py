@@ -42,6 +42,7 @@ def create_secondary_tier(
     options = dict(tier_config)
     kind = options.pop("type", None)
     tier = SECONDARY_TIERS.get(kind)
+    # without the two that every tier has: the configuration and the view of the rows
     parameters = list(signature(tier).parameters.values())[2:]
     # such a tier checks its options
     if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
@@ -100,6 +101,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # raises if there is no such type, before memory is allocated
         for tier in self.options.secondary_tiers:
             SECONDARY_TIERS.get(tier.get("type"))
 
@@ -164,5 +166,6 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 prewarm_share=options.prewarm_share,
                 prefill_tokens_per_s=options.prefill_tokens_per_s,
             )
+            # all is open: nothing is to be undone
             undo.pop_all()
         return manager

@@ -44,7 +44,9 @@ class CPUCopyEngine(CopyEngine):
         super().__init__(memory, direction)
         self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
+        """Ids and results of the jobs that are not reported yet, in order of submission."""
         self._buffer: torch.Tensor | None = None
+        """Buffer of ``_copy_buffered``; None: not allocated yet."""
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
         future = self._thread.submit(self.run, job_id, copies)
@@ -95,8 +97,8 @@ class CPUCopyEngine(CopyEngine):
         return TransferResult(job_id, success, num_bytes, seconds)
 
     def _copy(self, part: PageCopies) -> None:
-        """Copy the bytes of one tensor, in the order with fewer and longer runs of consecutive
-        blocks."""
+        """Copy the bytes of one tensor in the first of three ways that takes few calls: by runs of
+        consecutive places in rows, by runs of consecutive pages, through the buffer."""
         # shape (rows, GPU blocks in a row, bytes to copy)
         rows = self.memory.rows[part.tensor_idx]
         blocks_per_row = self.memory.block_size_factor
@@ -122,7 +124,8 @@ class CPUCopyEngine(CopyEngine):
             for run in runs:
                 self._copy_row_run(pages, rows, blocks[run], sub_blocks[run])
             return
-        # Fresh blocks of the device and fragmented rows: then the blocks are the longer runs.
+        # An engine that allocates fresh blocks gets consecutive pages, although the rows are
+        # fragmented: then runs of pages are longer.
         order = np.argsort(blocks, kind="stable")
         ordered_blocks = blocks[order]
         their_sub_blocks = sub_blocks[order]
@@ -182,6 +185,7 @@ class CPUCopyEngine(CopyEngine):
             page_index = torch.from_numpy(blocks[begin:end])
             row_index = _row_index(sub_blocks[begin:end], rows)
             part = buffer[: len(page_index)]
+            # a store from pages to rows, a load from rows to pages
             if self.direction is Direction.STORE:
                 _gather(pages, (page_index,), part)
                 _scatter(part, rows, row_index)
@@ -252,6 +256,7 @@ def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses,
     strides and last dimensions. If there is no such type, return the tensors unchanged.
     """
+    # all in bytes, which the tensors hold
     numbers: list[int] = []
     for tensor in tensors:
         numbers.append(tensor.data_ptr())

@@ -122,6 +122,7 @@ class CUDACopyEngine(CopyEngine):
         super().shutdown()
 
     def _synchronize(self) -> None:
+        """Wait until the stream's copies have ended; log an error of the device."""
         try:
             self._stream.synchronize()
         except RuntimeError:
@@ -139,6 +140,7 @@ class CUDACopyEngine(CopyEngine):
         if rows_per_registration is not None:
             row_numbers = part.sub_blocks // factor
             registrations = row_numbers // rows_per_registration
+        # destinations first: rows for a store, pages for a load
         if self.direction is Direction.STORE:
             return CopyBatch.of_pages(
                 row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations
@@ -273,6 +275,7 @@ class DriverBatchCopier(PageCopier):
         )
         if code:
             where = f"{len(batch.sizes)} copies"
+            # ``_NO_COPY`` is larger than any index
             number = failed.value
             if number < len(batch.sizes):
                 size = batch.sizes[number]
@@ -292,6 +295,7 @@ class TorchCopier(PageCopier):
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
         target = _flat(batch.target)
         source = _flat(batch.source)
+        # addresses become indices of bytes
         target_offsets = batch.targets - target.data_ptr()
         source_offsets = batch.sources - source.data_ptr()
         # plain integers, as slices need them

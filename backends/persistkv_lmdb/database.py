@@ -40,7 +40,7 @@ from persistkv_lmdb.opening import open_lmdb
 if TYPE_CHECKING:
     from lmdb import _Database
 
-# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file
+# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file, which count as used capacity
 LOCK_FILE_BYTES = 64 << 10
 MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
@@ -56,9 +56,10 @@ _PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
 MiB."""
 # a reader with an older snapshot counts as stopped: reads take about 20 ms
 _PINNED_TRANSACTIONS = 100
+# bounds of the reserve for deletions (``_headroom_bytes``)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
-_POLL_S = 0.002
+_POLL_S = 0.002  # between two looks at the table of readers
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
 could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while
@@ -84,11 +85,13 @@ class Shares(NamedTuple):
 
 
 def _read_shares(rows: TableRows) -> Shares:
-    """Return the division of the recorded capacity."""
+    """Return the division of the recorded capacity: inline payloads leave all of it to
+    ``data.mdb``."""
     capacity = read_capacity(rows)
     inline = read_placement(rows) == INLINE
     share = capacity
     if not inline:
+        # a quarter of a small store would be too little; its segments keep a quarter at least
         least = min(MIN_CATALOGUE, capacity // 4 * 3)
         share = max(capacity // _CATALOGUE_SHARE, least)
     catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
@@ -102,12 +105,15 @@ class MapLock:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside = 0
+        """Number of shared holds; a thread may have several."""
         self._wanted = 0
+        """Number of threads that wait for the exclusive lock, or hold it."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared, after an exclusive holder, and at most 50 ms after threads that
-        want to be one."""
+        """Hold the lock shared. Wait until the exclusive holder has ended, but at most 50 ms
+        (``_COURTESY_S``) for threads that wait to become one."""
+        # an exclusive holder keeps this condition's lock during its whole block
         with self._changed:
             if self._wanted:
                 self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
@@ -165,23 +171,26 @@ class Database:
         self._policy = policy
         self.keys = keys
         self._keyring_id: str | None = None
-        """Id of the keys with which ``seal`` was made."""
+        """Id of the keyring whose keys ``seal`` uses; empty: the store has no key; None: it was not
+        opened yet."""
         self.seal: Seal = PLAIN
         """Seals rows and packs; valid while the environment is open."""
         self.map_lock = MapLock()
         self.is_open = False
         self._env: lmdb.Environment
+        """LMDB's environment; set by ``open``, and usable while ``is_open``."""
         self._databases: Mapping[str, _Database] = {}
         """LMDB's database of each table, by name."""
         self._file_ids: Sequence[files.FileId | None] = ()
         """Ids of the open files, to notice other files in their place."""
         self.shares = Shares(0, False, 0)
-        """Division of the capacity; valid within a write transaction."""
+        """Division of the capacity, as the last remap found it; valid within a write transaction,
+        because ``begin`` compares it."""
         self.map_bytes = 0
         """Present bound of ``data.mdb`` in bytes; valid within a write transaction."""
         self._stuck = 0
-        """Number of a transaction: waits for readers whose snapshot is as old have timed out, and
-        are not repeated."""
+        """Number of a transaction, 0 at first: a wait for a reader with this snapshot has timed
+        out, and is not repeated for readers with snapshots as old or older."""
 
     # Opening
 
@@ -197,11 +206,12 @@ class Database:
             env = open_lmdb(self._path, read_only=read_only)
             if not read_only and not _has_its_lock_file(env):
                 env.close()
-                # other processes notice it before their next transaction
+                # LMDB makes a new one from data.mdb. Other processes notice the other file before
+                # their next transaction (``is_current``).
                 (self._path / files.LOCK_FILE).unlink()
                 env = open_lmdb(self._path, read_only=read_only)
             try:
-                env.reader_check()
+                env.reader_check()  # removes readers of dead processes
                 self._file_ids = self._ids_at_path()
                 if read_only:
                     self._databases = open_databases(env)
@@ -209,10 +219,12 @@ class Database:
                     self._create_databases(env)
                 with env.begin(buffers=True) as txn:
                     keyring_id = read_keyring(TableRows(txn, self._databases))
-                # an open handle keeps its keys: the user's may have been replaced
+                # If the environment is opened again, its keys stay: the user's key may have been
+                # replaced meanwhile, and the file would not open with the one before.
                 if keyring_id != self._keyring_id:
                     self.seal = self.keys.seal(keyring_id)
                     self._keyring_id = keyring_id
+                # makes the names of the new files durable
                 if not exists:
                     files.sync_directory(self._path)
             except BaseException:
@@ -250,6 +262,8 @@ class Database:
         return self._file_ids == self._ids_at_path()
 
     def _ids_at_path(self) -> list[files.FileId | None]:
+        """Return the ids of the two files that are at the path now, in the order of ``_file_ids``;
+        None for a missing one."""
         names = (files.DATA_FILE, files.LOCK_FILE)
         return [files.file_id(f"{self._path}/{name}") for name in names]
 
@@ -260,8 +274,9 @@ class Database:
 
         :raises lmdb.MapResizedError: ``remap`` is needed first: another process has let the file
             grow, or has changed the capacity.
-        :raises lmdb.PanicError: ``reopen`` is needed first.
-        :raises OtherTransactionError: that, and the newest transaction must be made durable.
+        :raises lmdb.PanicError: ``reopen`` is needed first, because LMDB failed to write a page.
+        :raises OtherTransactionError: ``reopen`` is needed first, and before that the newest
+            transaction must be made durable (``Guard.recover``).
         """
         begun = self._env.begin(write=write, buffers=True)
         if not write:
@@ -269,6 +284,7 @@ class Database:
         try:
             if not _is_next(self._env, begun):
                 raise OtherTransactionError
+            # another process has recorded another capacity: the map must get its new size
             if _read_shares(self.rows(begun)) != self.shares:
                 raise lmdb.MapResizedError("the capacity has changed")
         except BaseException:
@@ -286,8 +302,9 @@ class Database:
             self._fit_map()
 
     def _fit_map(self) -> None:
-        """Set the map size to the recorded bound of ``data.mdb``, or to the file's size plus a
-        reserve for deletions if larger.
+        """Set the map size to the recorded bound of ``data.mdb``. If the file is larger than that,
+        because the capacity was lowered, set it to the file's size plus a reserve for deletions.
+        The caller excludes transactions of this process.
         """
         self._env.set_mapsize(0)  # adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
@@ -303,7 +320,7 @@ class Database:
 
     def file_bytes(self) -> int:
         """Return the bytes of ``data.mdb`` up to the last page that LMDB has ever used."""
-        num_pages = self._env.info()["last_pgno"] + 1
+        num_pages = self._env.info()["last_pgno"] + 1  # pages are numbered from 0
         page_bytes = self._env.stat()["psize"]
         return int(num_pages * page_bytes)
 
@@ -329,6 +346,7 @@ class Database:
         """
         allowance = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
         beyond = self.file_bytes() - allowance
+        # far: more than twice the content and the allowance
         if beyond <= 0 or beyond <= 2 * transaction.used_bytes():
             return
         oldest = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
@@ -359,8 +377,8 @@ class Database:
         """Wait until no reader of any process has a snapshot before transaction ``number``; return
         False on timeout, or at once if a reader that caused an earlier timeout still runs.
         """
-        # Without the wait, commits of a full store with inline payloads are refused during reads of
-        # 20 ms: LMDB reuses no page that a snapshot needs.
+        # Without this wait, a read of 20 ms would make commits of a full store with inline payloads
+        # fail: LMDB reuses no page that a snapshot needs.
         deadline = time.monotonic() + timeout_s
         while True:
             reader = self.oldest_reader()
@@ -383,13 +401,15 @@ class Database:
 
 
 def _headroom_bytes(file: int) -> int:
-    """Return the reserve for deletions in ``data.mdb`` of ``file`` bytes."""
+    """Return the reserve for deletions in a ``data.mdb`` of ``file`` bytes: LMDB writes new pages
+    to free old ones."""
     share = max(file // 64, _MIN_HEADROOM)
     share = min(share, _MAX_HEADROOM, file // 4)
     return _whole_pages(share)
 
 
 def _whole_pages(num_bytes: int) -> int:
+    """Return the largest multiple of 4 KiB that is not greater."""
     return num_bytes // PAGE_BYTES * PAGE_BYTES
 
 
@@ -405,6 +425,8 @@ def _has_its_lock_file(env: lmdb.Environment) -> bool:
 
 
 def _is_next(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
-    """Return whether a write transaction follows the one that LMDB's lock file names."""
+    """Return whether the number of a write transaction follows the last one, that is, whether
+    LMDB's lock file and ``data.mdb`` agree about the last one."""
+    # LMDB reads one of the two numbers from the lock file, and the other one from data.mdb
     last = env.info()["last_txnid"]
     return bool(begun.id() == last + 1)

@@ -75,7 +75,7 @@ from persistkv_lmdb.segments import SegmentFiles
 
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20
-_BEGIN_ATTEMPTS = 8
+_BEGIN_ATTEMPTS = 8  # of a transaction: each one may have to remap or reopen LMDB first
 _NO_DAMAGE = (
     StoreBusyError,
     StoreFullError,
@@ -83,10 +83,12 @@ _NO_DAMAGE = (
     QuotaExceededError,
     TenantForgottenError,
 )
-"""Errors of a store that is not damaged."""
+"""Errors that do not mean possible damage: after any other one, the store is checked at its next
+opening."""
 # wait for the writer lock when a namespace has ended
 _FORGET_PATIENCE_S = 0.2
-# remembered: with varying sizes, one commit in so many exceeds those before it, and waits for space
+# Number of commits whose sizes are remembered. With varying sizes, one commit in so many exceeds
+# those before it, and must reserve space in a transaction of its own.
 _COMMITS = 16
 
 
@@ -107,25 +109,31 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.handles = 0
+        """Number of handles that use this object (``Environments``); the last one closes it."""
         self.opened: dict[bytes, Namespace] = {}
-        """Namespaces that the handles have opened, by id: the identities of those that a commit
-        begins."""
+        """Namespaces that the handles have opened, by id. A commit that adds the first content of
+        one writes its identity from here."""
         self.process = os.getpid()
+        """Id of the process that opened the store: a forked child must not use it."""
         self._payloads: ExtentPayloads | None = None
+        """Payload storage of the running write transaction, once ``payloads`` was called in it."""
         self.taken: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next
         ones."""
         self._writing = threading.Lock()
+        """Held by the thread that commits, from the reservation to its last transaction."""
         self.writer: int | None = None
         """Number under which LMDB records the reservation of this process; None before
         ``claim_writer``."""
         self.is_closed = False
+        """Whether ``close`` was called: handles that still have this object open another one."""
         self._guard = None if read_only else Guard(path)
+        """Writer lock and guard file of the store; None: it is open read-only."""
         self.database = Database(path, policy, keys)
         with ExitStack() as undone:  # undoes each step if a later one fails
             if self._guard is not None:
                 undone.callback(self._guard.close)
-            # the guard closes after LMDB, and its own close may fail
+            # registered later, so LMDB closes before the guard, which then records a clean end
             undone.callback(self.database.close)
             opened = partial(self.database.open, read_only=read_only)
             if self._guard is None:
@@ -135,6 +143,7 @@ class Environment:
             with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             undone.callback(self.files.close)
+            # LMDB was opened with the map size that its file records: set the present bound
             if not read_only:
                 with self._suspect_on_error(), files.translated(path):
                     self.database.remap()
@@ -164,18 +173,21 @@ class Environment:
         if guard is not None:
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
+            # another process may have made keys that seal rows, or destroyed some
             if self.database.seal.encrypts:
                 self.database.keys.refresh()
             for _ in range(_BEGIN_ATTEMPTS):
                 with self.database.map_lock.shared():
                     # again: another process may have replaced them during the waits
                     self._check_current()
+                    # a transaction, or what must be done before one can begin
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         with begun if guard is None else self._committed(begun, guard):
                             yield self.database.rows(begun)
                         return
-                # remaps or reopens, which the map lock would prevent
+                # remaps or reopens LMDB: outside of the ``with`` block, because it waits until no
+                # thread holds the map lock shared
                 begun()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
@@ -186,28 +198,37 @@ class Environment:
         self, begun: lmdb.Transaction[memoryview], guard: Guard
     ) -> Iterator[None]:
         """Commit a write transaction durably after the ``with`` block, or abort it if that
-        raises."""
+        raises. The caller holds the writer lock.
+
+        A failure of the commit leaves the mark in the lock file, so the next writer recovers first.
+
+        :raises ReplacedError: the commit went into files that are no longer at the path.
+        """
         payloads = None
+        # commits durably when it is left
         with begun:
             try:
                 yield
                 payloads = self._payloads
                 if payloads is not None:
                     payloads.allocator.finish()
+                    # before the rows that count on this space are durable
                     self.files.sync_growth()
                 guard.lock.mark(begun=True)
             finally:
                 self._payloads = None
+        # only now: until the commit is durable, the catalogue on disk lists other content there
         if payloads is not None:
             self.files.punch(payloads.holes)
-        # the next transaction then syncs again
+        # if the mark stays, the next transaction syncs again, which is harmless
         with suppress(StoreError):
             guard.lock.mark(begun=False)
         self._check_current()
 
     @cached_property
     def recovery(self) -> RecoveryFiles:
-        """Files for a rebuild. Changing them needs the writer lock."""
+        """Files that only a rebuild reads: identities and erasures. Changing them needs the writer
+        lock."""
         return RecoveryFiles(self.path)
 
     @contextmanager
@@ -239,14 +260,17 @@ class Environment:
         if self.writer is None:
             if self._guard is None:
                 raise StoreError(f"{self.path} is open read-only")
-            # the number that a refusal names stays that of a dead process
+            # A refusal of a process that died (``refuse_tenant``) must not come back to life with
+            # its number.
             refusing = read_refusals(transaction).values()
             self.writer = self._guard.claim(refusing)
         return self.writer
 
     def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
-        """Release the reservations of dead processes in a write transaction; ``own``: also that of
-        this process."""
+        """Make the extents free that dead processes have reserved, in a write transaction.
+
+        :param own: also those of this process, which must not be writing into them.
+        """
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
             is_released = own if writer == self.writer else self._is_dead(writer)
@@ -256,6 +280,7 @@ class Environment:
     def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
         """Refuse content of a tenant in all processes, as long as this one lives; return the key of
         the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
+        # first, as ``claim_writer`` requires
         self.release_reserved(transaction)
         own = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():
@@ -264,7 +289,7 @@ class Environment:
         return write_refusal(transaction, tenant, own)
 
     def refuse_forgotten(self, transaction: TableRows, tenants: Iterable[str]) -> None:
-        """Raise a TenantForgottenError if a living process forgets any of these tenants."""
+        """Raise a TenantForgottenError if a living process is forgetting any of these tenants."""
         refused: list[str] = []
         for tenant in tenants:
             writers = read_refusals(transaction, tenant).values()
@@ -274,14 +299,15 @@ class Environment:
             raise TenantForgottenError(refused)
 
     def _is_dead(self, writer: int) -> bool:
-        """Return whether no process has a writer's number any more."""
+        """Return whether no process has a writer's number any more: it closed the store or died.
+        In a store that is open read-only, all count as alive."""
         if writer == self.writer or self._guard is None:
             return False
         return not self._guard.is_claimed(writer)
 
     def payloads(self, transaction: TableRows) -> ExtentPayloads:
         """Return the payload storage of the running write transaction, the same object on each
-        call.
+        call. The first call adapts the segment files to what LMDB records.
 
         :raises StoreFullError: a segment file was lost or truncated, and the disk has no space to
             replace it.
@@ -291,6 +317,7 @@ class Environment:
             inline = self.database.shares.inline
             payloads = ExtentPayloads(transaction, self.files, limit, inline=inline)
             self._fit_files(payloads.allocator)
+            # the catalogue may have grown, or the capacity was lowered
             payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
@@ -302,6 +329,7 @@ class Environment:
         """
         segments = allocator.segments()
         disk_bytes = self.files.fit(segments)
+        # punching all holes again takes time: only if the files take much more than is recorded
         has_holes = sum(segments.values()) > allocator.total
         expected_bytes = allocator.total * PAGE_BYTES
         is_too_large = disk_bytes > expected_bytes + _UNPUNCHED_BYTES
@@ -312,30 +340,34 @@ class Environment:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
         of one transaction, leaves of the capacity, or of a smaller disk.
 
-        On a full disk they keep what they have if the disk has reserved space: the catalogue could
-        not grow into the space that they free until the reserve is full again.
+        On a disk of which only the space reserved for root is free, the catalogue's growth is not
+        subtracted: space that the segments return would go to the reserve first, and the catalogue
+        could not grow into it.
         """
         shares = self.database.shares
         catalogue = self.database.file_bytes()
         segments = read_space(transaction).total * PAGE_BYTES
         free = files.free_disk_bytes(self.path)
-        disk = catalogue + segments + free
+        disk = catalogue + segments + free  # what the store could take of the disk
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
         if files.has_only_reserved_space(self.path):
             return max(0, available - catalogue)
+        # it cannot grow beyond its memory map
         grown_catalogue = catalogue + shares.growth_bytes
         grown_catalogue = min(grown_catalogue, self.database.map_bytes)
         return max(0, available - grown_catalogue)
 
     def erase(self, transaction: TableRows, names: Collection[bytes]) -> None:
-        """Record in a write transaction that a rebuild must not find these packs, which it deletes.
+        """Record that a rebuild must not find these packs, which the write transaction deletes.
 
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be recorded durably.
         """
-        # a rebuild finds no inline payloads
+        # with inline payloads, there is no rebuild
         if names and not self.database.shares.inline:
             number = read_erasures(transaction) + 1
+            # The file first: if the transaction fails, the record covers packs that are still held,
+            # so a rebuild may lose them, but never finds deleted ones.
             self.recovery.erase(names, number)
             write_erasures(transaction, number)
 
@@ -343,17 +375,18 @@ class Environment:
         """Commit a transaction without changes. The next one can reuse the pages that the previous
         one freed.
 
-        :returns: the number of the previous one.
+        :returns: the number of the previous one: the pages that it freed are reusable once no
+            reader has an older snapshot.
         """
         with self.transaction(write=True) as transaction:
-            # LMDB does not write a transaction that puts no row
+            # LMDB writes a transaction only if it puts a row: this one is put unchanged
             moment, clock = read_clock(transaction)
             write_clock(transaction, moment, clock)
             number = transaction.txn.id()
         return number - 1
 
     def is_current(self) -> bool:
-        """Return whether the open files are those at the store's path."""
+        """Return whether the environment is open, and its files are those at the store's path."""
         if self.is_closed or not self.database.is_current():
             return False
         if self._guard is not None and not self._guard.is_current():
@@ -362,10 +395,12 @@ class Environment:
 
     def serves(self, *, read_only: bool) -> bool:
         """Return whether another handle can share this environment."""
+        # a handle that writes needs one that is open for writing
         is_enough = read_only or not self.read_only
         return is_enough and self.is_current()
 
     def _check_current(self) -> None:
+        """Raise a ReplacedError if the open files are no longer those at the path."""
         if not self.is_current():
             raise ReplacedError(
                 f"{self.path}: files of the store were removed or replaced while it was open"
@@ -382,6 +417,7 @@ class Environment:
         if not namespaces or self._guard is None:
             return
         with suppress(StoreError, OSError), self._guard.lock.held(_FORGET_PATIENCE_S):
+            # with the writer lock, none of them can begin again until its files are deleted
             with self.transaction() as rows:
                 ended = [name for name in namespaces if rows.get(STATES, name) is None]
             self.recovery.forget(ended)
@@ -389,7 +425,8 @@ class Environment:
                 self.index_file(name).unlink(missing_ok=True)
 
     def suspect(self) -> None:
-        """Have the store checked when it is next opened for writing, see ``Guard.suspect``."""
+        """Have the store checked when it is next opened for writing while no process has it open,
+        see ``Guard.suspect``."""
         if self._guard is not None:
             self._guard.suspect()
 
@@ -402,6 +439,7 @@ class Environment:
         """
         if self.process != os.getpid() or self.is_closed:
             return
+        # a running transaction reads the map, which closing removes
         with self.database.map_lock.exclusive(files.WRITING_PATIENCE_S):
             self.is_closed = True
             self.database.close()
@@ -428,9 +466,10 @@ class Environment:
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
         """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
-        for that, to be called without the map lock.
+        for that, to be called without the map lock; the caller then tries again.
         """
         database = self.database
+        # a reopening before has failed
         if not database.is_open:
             return self._revive
         try:
@@ -452,6 +491,7 @@ class Environment:
         if self._guard is None:
             self.database.reopen(read_only=True)
             return
+        # opening may remove LMDB's lock file, which needs the writer lock; a writer has it already
         with self._guard.lock.held():
             if adopts:
                 self._guard.recover()
@@ -460,7 +500,8 @@ class Environment:
 
 @dataclass
 class _Slot:
-    """The open environment of one store directory, and the lock for opening and closing it."""
+    """The open environment of one store directory (None: it is not open), and the lock for opening
+    and closing it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     environment: Environment | None = None
@@ -476,8 +517,9 @@ class Environments:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # never held during I/O
+        self._lock = threading.Lock()  # of ``_slots``; never held during I/O
         self._slots: dict[tuple[int, int], _Slot] = {}
+        """By device and inode of the store's directory, so that all paths to it share one."""
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(
@@ -498,8 +540,9 @@ class Environments:
             )
         try:
             found = slot.environment
-            # before another opening: LMDB opens a file once per process. Handles of a closed one
-            # follow to the next.
+            # It is closed before the next one is opened, because LMDB opens a file once per
+            # process. Handles that still use it find it closed, and acquire the next one
+            # (``LmdbBackend._follow``).
             if found is not None and not found.serves(read_only=read_only):
                 found.close()
                 slot.environment = found = None
@@ -507,7 +550,7 @@ class Environments:
                 found = Environment(path, policy, keys, read_only=read_only)
                 slot.environment = found
             else:
-                # the other handles may have been opened with another key
+                # check the key of this handle: those before may have been opened with another one
                 with found.transaction() as rows:
                     keys.seal(read_keyring(rows))
             found.handles += 1
@@ -521,7 +564,8 @@ class Environments:
         with self._lock:
             slots = list(self._slots.values())
         for slot in slots:
-            # in one, or none in a fork
+            # It is in one slot at most; in none after a fork, or after it was closed to open
+            # another.
             if slot.environment is not environment:
                 continue
             with slot.lock:
@@ -529,7 +573,7 @@ class Environments:
                 if environment.handles:
                     return
                 environment.close()
-                # otherwise another handle has opened the next one meanwhile
+                # otherwise another handle has opened the next one before this thread got the lock
                 if slot.environment is environment:
                     slot.environment = None
 

@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 # for another process that closes: it holds the guard for microseconds, or for three syncs
 CLOSING_PATIENCE_S = 5.0
 _CLOSING_NAP_S = 0.001
-_ROW_BYTES = 32
+_ROW_BYTES = 32  # content of the guard file: a state, padded with spaces
 _QUARANTINE_PREFIX = "damaged-"
 _MOST_QUARANTINED_AT_ONCE = 99  # within a second
-_MAX_READERS = 512
-_CLEARING_PATIENCE_S = 30.0
+_MAX_READERS = 512  # slots in LMDB's table of readers
+_CLEARING_PATIENCE_S = 30.0  # for the child that clears stale readers
 _CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
 # the C struct ``flock``: type, whence, start, length, process
 _LOCK_REQUEST = struct.Struct("hhqqi4x")
@@ -95,6 +95,7 @@ class Guard:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._joined = False
+        """Whether ``open`` has succeeded: this process holds a shared lock on the guard file."""
         with files.translated_at_open(directory):
             self.lock = files.WriterLock(directory)
             try:
@@ -124,6 +125,7 @@ class Guard:
             self.lock.held(files.OPENING_PATIENCE_S),
             files.translated_at_open(self._directory),
         ):
+            # granted if no process has the store open for writing
             is_alone = self._locked(fcntl.LOCK_EX)
             if is_alone:
                 self._open_alone(opened)
@@ -137,8 +139,8 @@ class Guard:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude all other processes that write the store, within the ``with`` statement and until
-        ``close``.
+        """Exclude all other processes that write the store, within the ``with`` statement; those
+        that want to open it, until ``close``.
 
         :raises StoreBusyError: another process has the store open for writing; the block does not
             run.
@@ -157,7 +159,7 @@ class Guard:
 
         :raises StoreError: the disk refuses the write.
         """
-        # eviction would not help
+        # not StoreFullError, which would cause evictions: they would not help
         with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()
         self.lock.mark(begun=False)
@@ -167,9 +169,9 @@ class Guard:
         return self._id == files.file_id(self._file) and self.lock.is_current()
 
     def claim(self, excluded: Collection[int] = ()) -> int:
-        """Claim a writer's number for as long as the guard file is open, and return it: the
-        smallest that no living process has, without the excluded ones. The caller must hold the
-        writer lock, so that it is not being released.
+        """Claim a writer's number for as long as this process has the guard file open, and return
+        it: the smallest that no living process has, without the excluded ones. The caller must hold
+        the writer lock, so that no reservation under this number is being released meanwhile.
 
         :raises StoreError: the file system refuses the lock.
         """
@@ -180,7 +182,8 @@ class Guard:
         return number
 
     def _claim(self, number: int) -> bool:
-        """Claim a writer's number; return False if another process has it."""
+        """Claim a writer's number, by a lock on its byte; return False if another process has
+        it."""
         request = _lock_request(number)
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
@@ -191,6 +194,7 @@ class Guard:
     def is_claimed(self, number: int) -> bool:
         """Return whether another process that lives has claimed a writer's number."""
         request = _lock_request(number)
+        # the kernel answers with the type F_UNLCK if the request would be granted
         with files.translated_io(self._directory, full=StoreError):
             answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request)
         lock_type, *_ = _LOCK_REQUEST.unpack(answer)
@@ -209,18 +213,22 @@ class Guard:
         The last process that has the store open for writing records a clean shutdown, unless the
         store is suspect or an interrupted commit cannot be made durable.
         """
+        # after a failed ``open``, the recorded state stays
         is_open = self._joined and self._fd >= 0
         # the exclusive lock is granted to the last process only
         if is_open and self._locked(fcntl.LOCK_EX):
-            with suppress(OSError, StoreError):  # the next opening runs the check
+            # after an error, the recorded state is not clean, and the next opening runs the check
+            with suppress(OSError, StoreError):
                 if self.lock.interrupted:
                     self.recover()
+                # not if it is suspect
                 if self._read() is _State.OPEN:
                     self._write(_State.CLEAN)
         self.forget()
 
     def forget(self) -> None:
-        """Close both files without recording a clean shutdown, for a forked child; idempotent."""
+        """Close both files without recording a clean shutdown, for a forked child, whose parent has
+        the store open; idempotent."""
         self.lock.close()
         if self._fd >= 0:
             fd = self._fd
@@ -228,14 +236,16 @@ class Guard:
             os.close(fd)
 
     def _open_alone(self, opened: Callable[[], None]) -> None:
-        """Open the environment while this process excludes other writers. On failure, restore the
+        """Open the environment while this process excludes other writers: check it after an unclean
+        shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
-        before = self._read()
+        before = self._read()  # None: persistkv never opened a store here
         exists = (self._directory / files.DATA_FILE).exists()
         if exists and before in (_State.OPEN, _State.SUSPECT):
             exists = self._check()
         if before is None and exists:
-            # never opened by persistkv: it is another program's, or the guard file was removed
+            # Another program's environment, or the guard file was removed. ``opened`` refuses the
+            # first; in both cases nothing may be renamed.
             opened()
             return
         # a new catalogue would overwrite the packs
@@ -243,6 +253,7 @@ class Guard:
             self._quarantine(f"its {files.DATA_FILE} is missing or empty")
             exists = False
         try:
+            # before the environment is opened: a process that is killed meanwhile causes a check
             self._write(_State.OPEN)
             if not exists or not self._open_existing(opened):
                 self._create(opened)
@@ -254,8 +265,9 @@ class Guard:
             raise
 
     def _check(self) -> bool:
-        """Check the environment after an unclean shutdown. Rename it and return False if it is
-        damaged."""
+        """Check the environment after an unclean shutdown. If it is damaged, rename it and return
+        False; otherwise, or if the check did not complete, make its content durable and return
+        True."""
         found = inspect(self._directory)
         if found.verdict in DAMAGE:
             self._quarantine(found.reason)
@@ -279,7 +291,10 @@ class Guard:
 
     def _sync_leftover(self) -> None:
         """Make durable the last commit and the names of new files, which a killed process may not
-        have synced."""
+        have synced.
+
+        :raises OSError: the disk refuses it.
+        """
         with suppress(FileNotFoundError):
             files.rewrite_meta_pages(self._directory)
         for name in (".", files.SEGMENT_DIRECTORY):
@@ -311,10 +326,11 @@ class Guard:
         renames the rest.
         """
         store = self._directory
-        size = 0
+        size = 0  # bytes on disk of the renamed files
         target = quarantine_directory(store)
         keys = store / files.KEY_FILE
-        # a copy, so that a rebuild of the renamed files can open them
+        # A copy, so that a rebuild of the renamed files can open their packs. The original seals
+        # the store that replaces them.
         if keys.exists():
             shutil.copy(keys, target / files.KEY_FILE)
         for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):
@@ -333,7 +349,11 @@ class Guard:
         logger.warning(message, store, reason, size, target, store, target)
 
     def _locked(self, kind: int) -> bool:
-        """Try to lock the guard file without waiting; return whether it is locked."""
+        """Try to lock the guard file without waiting, or to change the lock that this process has
+        on it; return whether that succeeded.
+
+        :param kind: ``LOCK_EX`` or ``LOCK_SH``.
+        """
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -341,9 +361,11 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file, and record again that the store is open: another
-        process may have closed it.
+        """Take a shared lock on the guard file, for as long as the store is open, and record that
+        it is open unless that is recorded: a process that closed it meanwhile has recorded a clean
+        shutdown.
         """
+        # a process that closes the store holds the exclusive lock for a short time
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
@@ -369,14 +391,15 @@ class Guard:
             return _State.OPEN
 
     def _write(self, state: _State) -> None:
-        # of one length, so that no part of a longer state remains
+        """Record a state, without a sync."""
+        # padded to a fixed length, so that no part of a longer state remains
         line = state.value.ljust(_ROW_BYTES - 1) + "\n"
         os.pwrite(self._fd, line.encode(), 0)
 
 
 def _lacks_catalogue(store: Path) -> bool:
-    """Return whether a store has segment files with content, and no or an empty ``data.mdb``. Links
-    do not count."""
+    """Return whether a store has segment files with content, but no ``data.mdb`` or an empty one:
+    packs that only a rebuild can list. Links do not count."""
     data = store / files.DATA_FILE
     if data.exists() and data.stat().st_size:
         return False
@@ -422,7 +445,9 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
             raise CorruptStoreError(f"{path}: {found.reason}")
     env = _opened(path, read_only)
     if _has_reader_slot(env):
-        # also releases the lock of this PID: the child detects whether another process holds it
+        # Nothing of this process reads, so the slot is stale, or a process in another PID namespace
+        # has the same PID. Closing also releases LMDB's lock for this PID: the child detects
+        # whether another process holds it, and leaves its slots alone.
         env.close()
         _clear_from_child(path)
         env = _opened(path, read_only)
@@ -430,7 +455,8 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
 
 
 def _has_reader_slot(env: lmdb.Environment) -> bool:
-    """Return whether LMDB's reader table has a slot with the PID of this process."""
+    """Return whether LMDB's reader table has a slot with the PID of this process, which has just
+    opened the environment and not read yet."""
     lines = env.readers().splitlines()[1:]  # without the header
     for line in lines:
         pid, *_ = line.split()
@@ -440,11 +466,11 @@ def _has_reader_slot(env: lmdb.Environment) -> bool:
 
 
 def _opened(path: Path, read_only: bool) -> lmdb.Environment:
-    """Open an LMDB environment; errors as in ``open_lmdb``."""
+    """Open an LMDB environment, without a look at its readers; errors as in ``open_lmdb``."""
     try:
         return lmdb.open(
             str(path),
-            map_size=0,
+            map_size=0,  # as the file records it; ``Database.remap`` sets the bound
             readonly=read_only,
             mode=0o600,
             create=False,
@@ -454,6 +480,7 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
             max_spare_txns=0,
         )
     except lmdb.LockError as error:
+        # EAGAIN: another process has the lock of this PID
         if error.code != errno.EAGAIN:
             raise
         raise ProcessIdInUseError(
@@ -499,6 +526,7 @@ def quarantine_directory(store: Path) -> Path:
     name = f"{_QUARANTINE_PREFIX}{now}"
     target = store / name
     number = 1
+    # a number for each further one within the same second
     while target.exists() and number < _MOST_QUARANTINED_AT_ONCE:
         number += 1
         target = store / f"{name}-{number}"

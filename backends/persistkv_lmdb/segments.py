@@ -50,8 +50,11 @@ from persistkv_lmdb.files import (
 
 logger = logging.getLogger(__name__)
 
+# errors of a file system that refuses O_DIRECT, or of buffers that are not aligned for it
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 3  # the next writes are queued when one ends
+_WRITES_AT_ONCE = (
+    3  # threads that write, so that the disk has the next writes when one ends
+)
 # 1 MiB: a shorter write ends before another thread would have started it
 _THREAD_BYTES = 1 << 20
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
@@ -105,6 +108,9 @@ class _Run(NamedTuple):
 
 
 class _Descriptors(NamedTuple):
+    """Descriptors of one segment file: through the page cache, and with O_DIRECT (None: the file
+    system refuses it)."""
+
     buffered: int
     direct: int | None
 
@@ -120,24 +126,34 @@ class SegmentFiles:
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
         self._read_only = read_only
-        # a directory replacing it is another store's
         self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        # the directory of the files, once it exists; the same holds for it
+        """Descriptor of the store's directory, kept open because a directory that replaces it is
+        another store's."""
         self._held: int | None = None
+        """Descriptor of the directory ``segments``, kept open for the same reason; None: it was not
+        used yet, or does not exist."""
         self._held_id: FileId | None = None
+        """Id of that directory."""
         self._lock = threading.Lock()
-        self._open: dict[int, _Descriptors] = {}  # opened on first use
-        # whether an open file was found to be removed
+        """Protects ``_open`` and ``_held``, which any thread fills on first use."""
+        self._open: dict[int, _Descriptors] = {}
+        """Descriptors of the files that were used, by segment number."""
         self._lacks_file = False
+        """Whether an open file was found to be removed."""
         self._touched: set[int] = set()
+        """Segments with written payloads that ``sync`` must make durable."""
         self._grown: set[int] = set()
-        # a power loss may remove new files: their directory was not synced since their creation
+        """Segments in which space was allocated, which ``sync_growth`` must make durable."""
         self._unnamed = False
+        """Whether a power loss may remove new files: their directories were not synced since their
+        creation."""
         self._pool: ThreadPool | None = None
-        # started in other threads since the last ``settle``
+        """Threads that write; None before the first large payload."""
         self._writes: list[Future[None]] = []
+        """Writes that were started in other threads since the last ``settle``."""
         self._bounce = Bounce(self.settle)
         self._direct = True
+        """False once O_DIRECT was refused for aligned buffers."""
 
     def allocate(self, extent: Extent) -> None:
         """Allocate disk space for pages of a hole, or for pages after the end of a file, which
@@ -151,7 +167,8 @@ class SegmentFiles:
             try:
                 os.posix_fallocate(fd, extent.offset, extent.num_bytes)
             except OSError:
-                # a part may have been allocated
+                # a part may have been allocated: cut what was added at the end, and return the
+                # space of what was in a hole
                 with suppress(OSError):
                     os.ftruncate(fd, old_bytes)
                 self.punch([extent])
@@ -172,6 +189,7 @@ class SegmentFiles:
     def punches(self) -> bool:
         """Whether the file system supports holes in files."""
         try:
+            # without any file, the answer is False until the store is opened again
             first_segment = min(self._existing(), default=0)
             fd = self._descriptors(first_segment).buffered
             # after the end of the file, where there is nothing to lose
@@ -197,13 +215,15 @@ class SegmentFiles:
         """
         on_disk = 0
         with translated_io(self._path):
+            # files that are not recorded are truncated to nothing: an aborted transaction made them
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 on_disk += self._fit_one(segment, expected)
         return on_disk
 
     def _fit_one(self, segment: int, expected: int) -> int:
-        """Give a file a length in bytes; return its bytes on disk."""
+        """Give a file the length ``expected`` in bytes, and create it if it is missing; return its
+        bytes on disk."""
         fd = self._descriptors(segment, create=True).buffered
         status = self._status(segment, fd)
         held = status.st_size
@@ -212,6 +232,7 @@ class SegmentFiles:
         if held > expected:
             os.ftruncate(fd, expected)
         else:
+            # with disk space, so that later writes do not fail
             os.posix_fallocate(fd, held, expected - held)
         return allocated_bytes(os.fstat(fd))
 
@@ -226,6 +247,7 @@ class SegmentFiles:
             raise it, too.
         """
         written = 0
+        # each list of buffers is one write
         for buffers in self._bounce.aligned(stream):
             length = sum(map(len, buffers))
             runs = list(_runs_of(extents, written, length))
@@ -234,7 +256,8 @@ class SegmentFiles:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
             is_short = length < _THREAD_BYTES
-            # while others are written, this thread would wait for the disk
+            # A short write is done at once in this thread, unless others are running: it would wait
+            # for the disk behind them, instead of gathering the next bytes.
             if is_short and not self._writes:
                 self._write_runs(runs, buffers)
             else:
@@ -243,7 +266,7 @@ class SegmentFiles:
         return written
 
     def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
-        """Write in another thread."""
+        """Start one write in another thread; ``settle`` waits for it."""
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
         num_running = sum(not write.done() for write in self._writes)
@@ -257,7 +280,8 @@ class SegmentFiles:
         # known before it is queued: an interrupt may come between
         self._writes.append(write)
         self._pool.begin(write, run)
-        # otherwise, the thread may wait up to 5 ms for the GIL while this one continues
+        # If a thread is idle, wait until it runs: it might otherwise wait up to 5 ms for the GIL
+        # while this one continues. If none is, the write stays queued.
         if num_running < _WRITES_AT_ONCE:
             begun.wait()
 
@@ -275,10 +299,11 @@ class SegmentFiles:
             self._writes.clear()
 
     def abandon(self) -> None:
-        """Cancel the queued writes, and wait for the running ones.
+        """Cancel the queued writes, and wait for the running ones, whose errors are ignored.
 
         Ctrl-C does not end the wait: the next commit writes into the same extents.
         """
+        # each turn of the loop continues a wait that Ctrl-C interrupted
         while self._writes:
             with suppress(BaseException):
                 running = [write for write in self._writes if not write.cancel()]
@@ -305,8 +330,8 @@ class SegmentFiles:
                 self._status(segment, self._descriptors(segment).buffered)
 
     def _status(self, segment: int, fd: int) -> os.stat_result:
-        """Return the status of an open file. A removed one would accept writes that no reader
-        finds.
+        """Return the status of an open file, after a check that it still has a name: a removed file
+        would accept writes that no reader finds.
 
         :raises ReplacedError: it was removed.
         """
@@ -329,6 +354,7 @@ class SegmentFiles:
         if not self._unnamed:
             return
         with translated_io(self._path):
+            # first the name of ``segments``, then the names of the files in it
             os.fsync(self._store)
             with self._lock:
                 directory = self._directory()
@@ -397,13 +423,14 @@ class SegmentFiles:
                 os.close(fd)
 
     def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+        """Write buffers to the file ranges ``runs``, which together are as long."""
         with translated_io(self._path):
             for run in runs:
                 self._write_run(run, front(buffers, run.length))
                 buffers = after_bytes(buffers, run.length)
 
     def _write_run(self, run: _Run, buffers: list[memoryview]) -> None:
-        """Write one run, with O_DIRECT if it is possible."""
+        """Write one run with O_DIRECT, or through the page cache if that is refused."""
         fds = self._descriptors(run.segment)
         if fds.direct is not None and self._direct:
             try:
@@ -468,8 +495,9 @@ class SegmentFiles:
         access = os.O_RDONLY if self._read_only else os.O_RDWR
         flags = access
         directory = self._directory(create=create)
-        # not before: ``sync`` opens the directory. Also if the file exists: one more sync per
-        # process
+        # Set after the directory is there, because ``sync_growth`` opens it. Set also if the file
+        # exists, because its creator may have been killed before the sync; this costs each process
+        # one more sync.
         if create:
             self._unnamed = True
             flags |= os.O_CREAT
@@ -477,6 +505,7 @@ class SegmentFiles:
         try:
             direct = open_regular(name, access | os.O_DIRECT, dir_fd=directory)
         except OSError as error:
+            # the file system has no O_DIRECT
             if error.errno in _NO_DIRECT:
                 return _Descriptors(buffered, None)
             os.close(buffered)
@@ -484,7 +513,8 @@ class SegmentFiles:
         return _Descriptors(buffered, direct)
 
     def _directory(self, *, create: bool = False) -> int:
-        """Return the descriptor of the directory ``segments``. The caller holds the lock.
+        """Return the descriptor of the directory ``segments``, which ``create`` makes if it is
+        missing. The caller holds the lock.
 
         It is opened once: in a directory that replaces it, the same names are files of another
         store.
@@ -510,7 +540,8 @@ class SegmentFiles:
 
 
 def segment_number(name: str) -> int | None:
-    """Return the number of the segment with this file name; None if it is no segment's."""
+    """Return the number of the segment with this file name; None if it is the name of another
+    file."""
     digits = name.removesuffix(".seg")
     if digits == name or len(digits) != 8:
         return None
@@ -521,7 +552,9 @@ def segment_number(name: str) -> int | None:
 
 def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
     """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer
-    if the extents end earlier.
+    bytes if the extents end earlier.
+
+    :param extents: all extents of the payload, in its order.
     """
     for extent in extents:
         size = extent.pages * PAGE_BYTES
@@ -583,7 +616,9 @@ def write_all(
     while rest:
         batch = rest[:_MOST_BUFFERS]
         done = os.pwritev(fd, batch, offset)
+        # the incomplete unit is written again
         done -= done % unit
+        # no progress: a loop would not end
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rest = after_bytes(rest, done)
@@ -624,11 +659,11 @@ class Bounce:
     def __init__(
         self, settle: Callable[[], None], batch_bytes: int = _BATCH_BYTES
     ) -> None:
-        # backed by physical memory on first use
+        # mapped, because mappings are aligned; backed by physical memory on first use
         self._memory = memoryview(mmap.mmap(-1, batch_bytes))
         self._settle = settle
-        # whether a write may be using the memory
         self._lent = False
+        """Whether bytes were copied to the memory before, so that a write may be using it."""
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
         """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded
@@ -636,17 +671,21 @@ class Bounce:
         are valid as long as the stream's buffers.
         """
         batch: list[memoryview] = []
-        length = 0  # of the batch
-        filled = 0  # bytes of the memory that are in use
-        listed = 0  # those of them that are in ``batch``
+        length = 0  # bytes of the batch so far, copied or not
+        filled = 0  # bytes of the memory that hold copied bytes of the batch
+        listed = (
+            0  # those of them that are in ``batch``; the others follow as one buffer
+        )
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
                 room = len(self._memory) - length
                 whole_pages = len(rest) - len(rest) % PAGE_BYTES
                 is_at_page = length % PAGE_BYTES == 0
+                # O_DIRECT needs whole pages, in memory and at their place in the file
                 if is_at_page and whole_pages and starts_aligned(rest):
                     count = min(whole_pages, room)
+                    # the copied bytes before this buffer come first
                     batch += self._copied(listed, filled)
                     listed = filled
                     batch.append(rest[:count])
@@ -656,13 +695,15 @@ class Bounce:
                     filled += count
                 length += count
                 rest = rest[count:]
+                # the batch has its full length
                 if count == room:
                     batch += self._copied(listed, filled)
                     yield batch
                     batch = []
                     length = filled = listed = 0
         if length:
-            # an incomplete page consists of copied bytes
+            # An incomplete page ends with copied bytes, because other buffers are whole pages. So
+            # its zeros follow them in the memory.
             end = filled + -length % PAGE_BYTES
             self._memory[filled:end] = bytes(end - filled)
             batch += self._copied(listed, end)
@@ -671,19 +712,21 @@ class Bounce:
     def _copy(self, piece: Buffer, at: int) -> None:
         """Copy bytes to the memory, from byte ``at`` on. Before the first copy of a batch, wait
         until the writes of earlier batches no longer use the memory."""
+        # the copies of a batch begin at byte 0
         if not at and self._lent:
             self._settle()
         self._memory[at : at + len(piece)] = piece
         self._lent = True
 
     def _copied(self, start: int, end: int) -> list[memoryview]:
-        """Return the bytes of the memory between two places as one buffer; none if there are
-        none."""
+        """Return a list with the bytes ``start`` to ``end`` of the memory as one buffer; an empty
+        list if there are none."""
         return [self._memory[start:end]] if start < end else []
 
 
 def _as_bytes(piece: Buffer) -> memoryview:
-    """Return a one-dimensional view of bytes."""
+    """Return a one-dimensional view of the bytes of a buffer, whose ``len`` is their number."""
+    # it is one already
     if type(piece) is memoryview and piece.format == "B":
         return piece
     return memoryview(piece).cast("B")

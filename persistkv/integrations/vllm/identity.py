@@ -23,6 +23,7 @@ from persistkv.storage.identity import MODEL_NAME, fingerprint_checkpoint
 logger = logging.getLogger(__name__)
 
 IDENTITY_VERSION = 1
+"""Version of the fields of the identity; KV that was stored under another one is not found."""
 
 _READABLE_FORMATS = ("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer")
 """Load formats for which ``fingerprint_checkpoint`` reads the files that vLLM loads."""
@@ -98,7 +99,8 @@ def find_worker() -> Any:
 def _on_stack(kind: type, *attributes: str) -> Any:
     """Search for an object of this type in the callers' local variables, and in these attributes of
     their ``self``."""
-    # vLLM's constructors do not pass these objects on, and offer no other way to get them.
+    # From the caller nearest to this one outwards: vLLM's constructors do not pass these objects
+    # on, and offer no other way to get them.
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())
@@ -312,6 +314,10 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
 
 
 def _unknown_weights(what: str) -> ConfigurationError:
+    """Return the error for weights without a fingerprint, which need a name.
+
+    :param what: the weights' files, as the error calls them.
+    """
     expected = (
         f"a name for the weights, changed whenever they change: {what} cannot be "
         f"fingerprinted"
@@ -335,7 +341,8 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
-    """Identity of a draft model, whose layers may keep their KV in the same blocks."""
+    """Return the identity of a draft model, whose layers may keep their KV in the same blocks;
+    None: there is no speculative decoding."""
     if speculative is None:
         return None
     identity = {
@@ -345,10 +352,12 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
     }
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:
+        # always a fingerprint: the option ``weights`` names those of the main model
         identity["weights"] = _weights(draft, load, None)
         identity["config"] = plain_config(draft.hf_config.to_dict())
     return identity
 
 
 def _fields(source: Any, *names: str) -> dict[str, Any]:
+    """Return these attributes as JSON values; None for those that a release of vLLM lacks."""
     return {name: plain(getattr(source, name, None)) for name in names}

@@ -58,14 +58,18 @@ class StepMeter:
         self._prefill = prefill
         self._record = record
         self._clock = clock
-        self._ended_at: float | None = None  # of the last schedule
-        # seconds of the step that was computed between the last two schedules, if known
+        self._ended_at: float | None = None
+        """Time of the last call of ``end_schedule``; None: there was none."""
         self._step_s: float | None = None
-        # by request: tokens that this step has computed
+        """Seconds of the step between the last two ends of schedules; None: not known, because the
+        engine may have waited for requests in it."""
         self._computed: dict[str, tuple[int, int]] = {}
+        """By request: first token, and end, of those that this step has computed. Their chunks
+        are stored after the next step was scheduled, so they are known only after ``_step_s``."""
 
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
+        # the chunks of one step may arrive in several jobs
         first, last = self._computed.get(req_id, (start, stop))
         self._computed[req_id] = (min(first, start), max(last, stop))
 
@@ -76,6 +80,8 @@ class StepMeter:
             a request of an earlier step continues.
         """
         now = self._clock()
+        # ``computed`` arrived since the last end of a schedule, at which ``_step_s`` was measured:
+        # both belong to the step before that. This call measures the step after it.
         computed = list(self._computed.values())
         self._computed = {}
         step_s = self._step_s
@@ -94,6 +100,7 @@ class StepMeter:
             return
         expected_s = 0.0
         for start, stop in computed:
+            # nothing is expected yet: the first step cannot be a surprise
             expected_s += self._prefill.expected_s(start, stop) or step_s
         if step_s > _SURPRISE * expected_s:
             return
@@ -132,15 +139,19 @@ class WaitingChunks:
         self._group = group
         self._hash_tokens = hash_tokens
         self._first = end // chunk_tokens - 1
+        """Index, among the request's chunks of this group, of the first one to load."""
         # at least one token is computed; the chunk that is asked for counts in any case
         num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
         self._following = range(self._first + 1, num_chunks)
+        """Indices of the chunks after the first one that may be loaded with it."""
 
     def key_at(self, number: int) -> OffloadKey:
         """Return the key under which stores have a chunk; 0 is the first one to load."""
         return self._key_of(self._first + number)
 
     def _key_of(self, chunk: int) -> OffloadKey:
+        """Return the key under which stores have a chunk, by its index in the request."""
+        # vLLM hashes shorter parts; the last hash in a chunk covers all tokens up to its end
         end = (chunk + 1) * self.chunk_tokens
         last_hash = end // self._hash_tokens - 1
         block_hash = bytes(self._request.block_hashes[last_hash])
@@ -153,7 +164,8 @@ class WaitingChunks:
         def is_missing(chunk: int) -> bool:
             return not tier.holds(self._key_of(chunk))
 
-        # A store evicts the deepest chunks of a context first, so it holds a prefix.
+        # A store evicts the deepest chunks of a context first, so it holds a prefix: the first
+        # missing chunk can be found by bisection.
         return 1 + bisect_left(self._following, True, key=is_missing)
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
@@ -219,6 +231,7 @@ class PrefixLoads:
         chunk_tokens = chunks.chunk_tokens
         sizes = self._group_sizes(tier.config)
         num_bytes = prefix_bytes(sizes, num_held * chunk_tokens)
+        # a store that holds the last chunk holds the whole prefix, see ``num_held``
         last_key = chunks.key_at(num_held - 1)
         for other in tiers:
             if other is tier or not other.holds(last_key):
@@ -227,6 +240,7 @@ class PrefixLoads:
                 return None
         stop = chunks.end + (num_held - 1) * chunk_tokens
         run = LoadRun(tier, stop, num_bytes)
+        # the engine has the tokens before the first chunk already
         return self._chooser.choose([run], chunks.end - chunk_tokens)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:

@@ -100,7 +100,9 @@ class MetricsReader:
         self._levels: dict[str, float] = {}
         """By name, the present values that were read last."""
         self._counted: tuple[float, ...] = ()
+        """Values of ``observed`` when ``is_due`` was last true."""
         self._next_s = 0.0
+        """Time from which on the metrics are due even if the tier's own totals are the same."""
 
     def is_due(self, now: float) -> bool:
         """Return whether to read the metrics now: the tier's own totals changed, or the last
@@ -137,10 +139,10 @@ class MetricsReader:
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the growth of each total since the last call, if any; in the first call, all
-        totals. A smaller total was reset and grows from 0.
+        totals, those of 0 included. A smaller total was reset and grows from 0.
 
-        A counter that appears with its first event has no earlier value, and ``increase`` of
-        Prometheus does not see the event.
+        The zeros make each counter appear before its first event: ``increase`` of Prometheus
+        compares with an earlier value, and would not see an event that creates the counter.
         """
         growth: dict[str, float] = {}
         for name, value in now.items():

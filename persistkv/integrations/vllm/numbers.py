@@ -88,6 +88,7 @@ def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
     layouts = ("LBHNC",) if device == "cpu" else _LAYOUTS
     if getattr(offloading, "kv_cache_layout", None) not in layouts:
         return False
+    # pipeline and context parallelism divide layers and tokens among workers, not heads alone
     for kind in ("pp", "pcp", "dcp"):
         if getattr(offloading.parallel, f"{kind}_size", 1) != 1:
             return False
@@ -115,7 +116,8 @@ def _vectors(
     outermost to the innermost (``_LAYOUTS``). Each dimension of the result is a pair, as in
     ``VectorLayout``: a count, and the bytes from one element to the next.
 
-    :param workers: dimension of the workers' parts.
+    :param workers: dimension of the workers' parts: their count, and the bytes from one to the
+        next.
     """
     blocks = offloading.cache.blocks_per_chunk
     tokens = group.tokens_per_block
@@ -127,7 +129,7 @@ def _vectors(
     if getattr(attention, "num_head_slots", None):
         heads = attention.num_heads
     counts = {
-        # groups share the tensors, of which each layer of the largest group has one
+        # groups share the tensors: one for each layer of the group with the most layers
         "L": max(len(other.layer_names) for other in offloading.groups),
         "B": blocks,
         "H": heads,
@@ -139,7 +141,8 @@ def _vectors(
     for dimension in reversed(offloading.kv_cache_layout[:-1]):
         strides[dimension] = num_bytes
         num_bytes *= counts[dimension]
-    # now the bytes of all dimensions: the real part has padding, or tensors of several sizes
+    # ``num_bytes`` is that of all dimensions now. If the worker's part has another size, there is
+    # padding in it, or tensors differ in size.
     if num_bytes != offloading.worker_kv_bytes_per_block * blocks:
         return None
 

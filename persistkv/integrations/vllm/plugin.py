@@ -26,6 +26,7 @@ def register() -> None:
     with suppress(ValueError):
         OffloadingSpecFactory.register_spec("PersistKVSpec", _PACKAGE, "PersistKVSpec")
     _watch_workers()
+    # the records of this package, which vLLM's configuration of logs leaves out
     use_vllm_logging("persistkv")
     remove_leftovers()
 

@@ -37,6 +37,7 @@ from persistkv.tiering.prewarming import Prewarming
 _WHERE = "secondary tier persistkv-prewarm"
 _PATIENCE_S = 30.0  # limit for one context, which may find no room
 _ON_ITS_WAY = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+"""Results of lookups of chunks whose promotion has not ended."""
 
 
 class PrewarmOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,15 +86,22 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._tier, num_chunks)
         self._contexts = 0
-        """Number of contexts so far."""
-        self._context: ReqContext | None = None  # that is being promoted
+        """Number of contexts so far; makes the ids of their requests unique."""
+        self._context: ReqContext | None = None
+        """The request in whose name a context is being promoted; None: no context is."""
         self._keys: list[OffloadKey] = []
         """Keys of the context's chunks that are not promoted yet."""
         self._gives_up = 0.0
         """Monotonic time at which the promotion of the context is given up."""
         self._passed_over: list[JobResult] = []
+        """Results of store jobs, which have stored nothing, for the next ``get_finished_jobs``."""
 
     def serve_external_requests(self, parent: ParentManager) -> None:
+        """Begin or continue the promotion of one context; vLLM calls it in its steps.
+
+        The context is promoted as a request of this tier's own, which ends when all its chunks have
+        arrived or are missing, or after 30 s.
+        """
         if self._context is None:
             found = self._prewarming.next_context()
             if found is None:

@@ -30,7 +30,7 @@ WEIGHTS_PREFIX = "persistkv_weights_"
 """Start of the names of the files of ``WeightsWord``, which exist until the engine has attached
 them."""
 _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
-_SAFE_AGE_S = 600
+_SAFE_AGE_S = 600  # see 3. above
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
 
 _MAPS_LINE = re.compile(
@@ -49,6 +49,7 @@ class _Mapping(NamedTuple):
     start: int
     stop: int
     offset: int
+    """Offset in the file at which the mapping begins, in bytes."""
     file: FileId
     path: str
     """Ends in ``(deleted)`` if the file was unlinked."""
@@ -158,6 +159,8 @@ def remove_leftovers(
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None:
         detect it.
     """
+    # In the first namespace of process ids, every process is visible. If that cannot be read, None
+    # counts as False below.
     if sees_all_processes is None:
         with suppress(OSError):
             own_namespace = os.stat("/proc/self/ns/pid").st_ino
@@ -214,6 +217,7 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
     parts: list[_Part] = []
     covered = address
     end = address + num_bytes
+    # Mappings come in order of their addresses. Each must begin where the last one ended.
     for mapping in _mappings("self"):
         if not mapping.start <= covered < mapping.stop:
             continue
@@ -221,6 +225,7 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
         if parts and parts[-1].continues_in(mapping):
             last = parts.pop()
             parts.append(_Part(last.first, last.num_bytes + size))
+        # the next part: another file (its inode is not 0), from its start on
         elif mapping.file[1] and mapping.start == covered and not mapping.offset:
             parts.append(_Part(mapping, size))
         else:

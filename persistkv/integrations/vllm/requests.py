@@ -29,7 +29,9 @@ Position = Callable[[OffloadKey], "int | None"]
 if unknown."""
 
 RETAIN = "persistkv.retain"
+"""Type of a hint whose payload has ``RequestOptions`` for its request."""
 PREFETCH = "persistkv.prefetch"
+"""Type of a hint whose payload is a ``Prefetch``."""
 HINT_VERSION = "1"
 
 
@@ -169,8 +171,10 @@ def _check_hint(action: Any) -> None:
 
 
 def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
-    """Return a request's options with those of a hint; labels of both are kept."""
+    """Return a request's options with those of a hint, which take precedence; labels of both are
+    kept."""
     given = {**msgspec.to_builtins(options), **payload}
+    # a hint cannot make a tenant's request one of the default tenant
     if given["tenant"] is None:
         given["tenant"] = options.tenant
     given["labels"] = {**options.labels, **given["labels"]}
@@ -215,6 +219,8 @@ class RequestLoads:
             if end is None:
                 return
             positions[key] = end
+        # The engine uses the chunks before the first one that failed. It computes the others, even
+        # those that were loaded, because a prefix has no gaps.
         first_failed = min((positions[key] for key in failed), default=math.inf)
         for key, end in positions.items():
             if end < first_failed:
@@ -277,6 +283,8 @@ class LiveRequest(RequestDescription):
 
     @property
     def context(self) -> ReqContext:
+        """The request as the persistent tier takes it; without a description if positions of stored
+        chunks are missing."""
         description = self if self._lists_keys else None
         tenant = self.options.tenant
         return ReqContext(self._req_id, description=description, tenant=tenant)
@@ -291,6 +299,8 @@ class LiveRequest(RequestDescription):
         return self._position(key)
 
     def depth(self, key: OffloadKey) -> int | None:
+        """Return how many chunks of its group come before the chunk of a key of the store; None:
+        not known."""
         end = self._ends.get(key)
         if end is None:
             return None
@@ -316,6 +326,8 @@ class LiveRequest(RequestDescription):
         return self._is_long
 
     def _reaches(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+        """Return whether a chunk ends at this token or later, or may do so: its position is not
+        known."""
         for key in keys:
             end = self._position(key)
             if end is None or end >= min_tokens:
@@ -335,6 +347,7 @@ class LiveRequest(RequestDescription):
         if not self._lists_keys:
             return self.context
         for key, store_key in zip(keys, store_keys, strict=True):
+            # stored before: vLLM may offer a chunk of a request again
             if store_key in self._ends:
                 continue
             end = self._position(key)

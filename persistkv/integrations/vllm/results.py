@@ -19,6 +19,7 @@ class _Load(NamedTuple):
 
     request: LiveRequest
     keys: Sequence[OffloadKey]
+    """The engine's keys of its chunks."""
 
 
 class JobResults:
@@ -29,7 +30,9 @@ class JobResults:
     def __init__(self, metrics: MetricsReader) -> None:
         self._metrics = metrics
         self._loads: dict[int, _Load] = {}
+        """Loads in flight by job id; any other job is a store."""
         self._passed_over: list[JobResult] = []
+        """Results for the next ``translate`` of store jobs that were not submitted."""
 
     @property
     def has_passed_over(self) -> bool:
@@ -43,7 +46,8 @@ class JobResults:
         self._loads[job_id] = _Load(request, keys)
 
     def pass_over(self, job_id: int) -> None:
-        """Add the result of a store job that is not submitted: success."""
+        """Add the result of a store job that the tier leaves out on purpose: success, without
+        bytes."""
         result = JobResult(job_id, True, transfer_bytes=0)
         self._passed_over.append(result)
 
@@ -73,8 +77,10 @@ class JobResults:
     def _end_load(self, load: _Load, result: TierResult) -> JobResult:
         """Return the result of a load job as vLLM expects it, and pass it on to the request and the
         metrics."""
+        # a job that failed as a whole has loaded nothing
         failed = set(load.keys)
         if result.success:
+            # the store reports its own keys, the request has the engine's
             key_bytes = len(load.keys[0]) if load.keys else 0
             failed = {engine_key(key, key_bytes) for key in result.failed_keys}
         load.request.loads.end(load.keys, failed)

@@ -51,7 +51,7 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
             sizes = _canonical_sizes(mappings, len(sizes))
             create_view = region.create_next_canonical_view
         rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
-        # all rows are views of one storage, the region
+        # all rows are views of one storage, the region, which ``ready`` maps before the first copy
         storage = rows[0].untyped_storage()
         ready(memory_at(storage.data_ptr(), storage.nbytes()))
         worker = CPUOffloadingWorker(
@@ -109,6 +109,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
+        # ``_submit`` takes the device's blocks first, which are the destination of a load
         return self._submit(Direction.LOAD, job_id, dst_spec, src_spec)
 
     def _submit(
@@ -116,6 +117,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     ) -> bool:
         """Copy the blocks now, and keep the result for ``get_finished``."""
         engine = self._engines.get(direction)
+        # after ``shutdown``, the rows are unmapped
         if engine is None:
             return False
         copies = plan_copies(blocks, chunks, engine.memory)
@@ -156,6 +158,8 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         self._sizes = _canonical_sizes(mappings, len(memory.pages))
 
     def _copy(self, part: PageCopies) -> None:
+        """Copy the pages of one tensor, run by run: a run is a number of fragments that are equally
+        far apart in the page, and, with another distance, in the row."""
         mapping = self._mappings[part.tensor_idx, part.page_bytes]
         factor = self.memory.block_size_factor
         pages = self.memory.pages[part.tensor_idx]
@@ -167,6 +171,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
             for place, block in enumerate(part.blocks.tolist()):
                 used[place] = mapping.is_writer(block)
         blocks = torch.from_numpy(part.blocks[used])
+        # a sub-block is a row number and a page's place in the row
         chunk_numbers, places = np.divmod(part.sub_blocks[used], factor)
         chunks = torch.from_numpy(chunk_numbers)
         positions = torch.from_numpy(places)

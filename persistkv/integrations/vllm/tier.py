@@ -91,8 +91,10 @@ from persistkv.tiering.probing import PROBED_KEYS
 logger = logging.getLogger(__name__)
 
 _TYPES = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
-_DRAIN_S = 60.0
+"""Values of ``type`` in ``secondary_tiers`` that mean a tier of this package."""
+_DRAIN_S = 60.0  # between two warnings that jobs have not ended
 _INVALID = "its options are invalid"
+"""Why a request is refused, in a log line."""
 
 CONFIG_INFO = ("store", "namespace", "codec", "durability", "policy", "host")
 """Names of the labels of vLLM's metric ``kv_offload_config_info`` that this tier sets."""
@@ -140,12 +142,15 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._meter = StepMeter(prefill, self._record_prefill)
         self._prefix_loads = PrefixLoads(offloading, group_tokens, prefill)
         self._region_fds: tuple[int, ...] = ()
+        """Descriptors of the files behind the primary tier, for the store's process; closed by
+        ``shutdown``."""
         if self.options.host == "process":
             self._region_fds = open_region(primary_kv_view)
         try:
             engine = find_vllm_config()
             algorithm = engine.cache_config.prefix_caching_hash_algo
             self._context_keys = partial(_context_keys, offloading, algorithm)
+            # length of vLLM's own keys, to get them back from those of a tenant
             self._key_bytes = key_length()
             config = self._tier_config(engine, offloading_spec, primary_kv_view)
             watch = attach_watch(
@@ -164,6 +169,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             LiveRequest, group_tokens=group_tokens, labels=labels
         )
         self._requests: dict[str, LiveRequest] = {}
+        """Unfinished requests by id."""
         self._results = JobResults(self._metrics)
 
     def _make_tier(
@@ -179,7 +185,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if weights is not None:
             identity = {**config.identity, "weights": f"named:{weights}"}
             config = dataclasses.replace(config, identity=identity)
-            # the store need not know the new weights
+            # the namespace of the new weights may not exist yet, which must not be an error
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
         tier.client.idle.callback = partial(self._request_step, tier.client, watch)
@@ -188,6 +194,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     @property
     def _tier(self) -> PersistentTier:
+        """The persistent tier of the present weights. Another thread uses it while
+        ``_guard.is_opening``."""
         return self._guard.tier
 
     def _tier_config(
@@ -303,12 +311,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
         """Count the tokens that the engine has computed of a request whose chunks it stores."""
+        # of one KV cache group, whose index ends the keys: groups cover the same tokens
         ends = [request.position(key) for key in keys if key[-1] == keys[0][-1]]
         known = [end for end in ends if end is not None]
         loads = request.loads
         if not known or loads.first_computed is None:
             return
         end = max(known)
+        # not less: vLLM may offer chunks of found or counted tokens, too
         if end > loads.first_computed:
             self._meter.add(request.context.req_id, loads.first_computed, end)
             loads.first_computed = end
@@ -326,8 +336,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._meter.end_schedule(is_busy)
 
     def _has_going_request(self) -> bool:
-        """Return whether any request goes on that an earlier step has computed. Otherwise the
-        engine may have waited for a new one: only then, vLLM reports that the others have ended."""
+        """Return whether a request of an earlier step is still running. If none is, the engine may
+        have been idle until a new one arrived.
+
+        ``_requests`` may still have requests that have ended: an engine that becomes idle reports
+        the ends of its last ones when a new one arrives.
+        """
         scheduler = find_scheduler()
         if scheduler is None:
             return False
@@ -373,6 +387,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             if tier is not self._tier:
                 tier.loaded_elsewhere(store_keys)
         job = _job(job_metadata, store_keys, request.context)
+        # a load that takes much longer than the decision assumed is abandoned
         decision = request.loads.decision
         if decision is not None and math.isfinite(decision.deadline_s):
             deadline = time.monotonic() + decision.deadline_s
@@ -394,8 +409,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return self._guard.has_pending_work()
 
     def drain_jobs(self) -> None:
-        """End all jobs. vLLM calls it to reset its caches, which often belongs to a change of the
-        weights."""
+        """Wait until all jobs have ended. vLLM calls it when its caches are reset, often because
+        the weights change: then the workers are asked to compare them."""
         while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
         self._guard.watch.suspect()
@@ -481,7 +496,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        # the end of an earlier request of the same id, and of another tenant
+        # This may be the end of an earlier request with the same id, which another tenant's request
+        # has replaced here: the present one continues.
         if request.source is not req_context and not request.is_of(
             _options_of(req_context)
         ):
@@ -590,7 +606,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests.clear()
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
-        # an engine may build its tiers again on this spec
+        # an engine may build its tiers again on this spec, which keeps the list
         self._tiers.remove_own()
         fds = self._region_fds
         self._region_fds = ()
@@ -623,6 +639,7 @@ class EngineTiers:
 
 
 def _options_of(context: ReqContext) -> GivenOptions:
+    """Return the options in a request's parameters and hints; not cheap, because it parses them."""
     hints = () if context.kv_hints is None else context.kv_hints.actions
     return request_options(context.req_id, context.kv_transfer_params, hints)
 
@@ -630,6 +647,8 @@ def _options_of(context: ReqContext) -> GivenOptions:
 def _job(
     job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext
 ) -> JobMetadata:
+    """Return vLLM's job as one of the persistent tier; ``keys`` are those of the store, in the
+    order of the job's."""
     rows = np.array(job.chunk_ids, np.int64)
     return JobMetadata(job.job_id, keys, rows, job.is_promotion, context)
 
@@ -707,6 +726,7 @@ def _context_keys(
     """
     hash_tokens = offloading.cache.tokens_per_hash
     hash_function = get_hash_fn_by_name(hash_algorithm)
+    # never scheduled: only its block hashes are used
     request = Request(
         request_id="persistkv-prefetch",
         prompt_token_ids=list(token_ids),
@@ -719,6 +739,7 @@ def _context_keys(
     for group in offloading.groups:
         chunk_tokens = group.tokens_per_block * offloading.cache.blocks_per_chunk
         for end in range(chunk_tokens, len(token_ids) + 1, chunk_tokens):
+            # a chunk spans several hashes; the last one covers all tokens up to its end
             last_hash = end // hash_tokens - 1
             block_hash = bytes(request.block_hashes[last_hash])
             key = ours.make_offload_key(block_hash, group.group_id)

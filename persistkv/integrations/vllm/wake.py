@@ -21,6 +21,7 @@ class StepRequests:
         """Whether the engine has not taken the step yet; pending work of the tier until then."""
         self._wake = wake
         self._next_s = 0.0
+        """Monotonic time before which requests are ignored."""
 
     def request(self) -> None:
         """Have the engine take a step; at most one in 5 s."""
@@ -28,7 +29,7 @@ class StepRequests:
         if self.is_waiting or now < self._next_s:
             return
         self._next_s = now + _INTERVAL_S
-        # first: the woken engine asks at once
+        # before the wake: the engine asks at once whether there is pending work
         self.is_waiting = True
         self._wake()
 

@@ -47,6 +47,8 @@ class GuardedTier:
         """The tier that the thread has opened."""
         self._clock = clock
         self._called = clock()
+        """Time at which ``is_detached`` was last read. If it is long ago, the engine has taken no
+        step since."""
         self.dropped_blocks = 0
         """Blocks in flight that were not stored or not served, because the weights had changed or
         might have."""
@@ -61,10 +63,16 @@ class GuardedTier:
         self._finished: list[JobResult] = []
         """Results for the next ``get_finished_jobs``."""
         self._is_detached = False
+        """Whether ``tier`` is out of use: from a change of the weights until the tier of weights
+        that a request has named is open."""
 
     @property
     def is_detached(self) -> bool:
-        """Whether the weights have changed: lookups miss, and all jobs fail."""
+        """Whether the weights have changed: lookups miss, and all jobs fail.
+
+        Reading it acts on what the watch has noticed since the last time: it detaches the tier
+        after a change, and opens or adopts the tier of newly named weights.
+        """
         now = self._clock()
         # another process may have written the parameters
         if now - self._called > _IDLE_S:
@@ -135,7 +143,7 @@ class GuardedTier:
         weights."""
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
-        # the rows of its jobs may be reused once it is shut down
+        # its jobs must end first: once it is shut down, their rows may be reused
         if self.tier.has_pending_work() or self._loaded:
             return
         self._epoch = self.watch.epoch
@@ -202,6 +210,7 @@ class GuardedTier:
         return self.tier.holds(key)
 
     def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
+        """Submit a store, now or once the weights are known; fail it if they have changed."""
         if self.is_detached or epoch != self.watch.epoch:
             self._drop(job)
         # behind other held jobs, too: the ends of requests must follow their stores
@@ -211,6 +220,8 @@ class GuardedTier:
             self.tier.submit_store(job)
 
     def submit_load(self, job: JobMetadata, epoch: int | None) -> None:
+        """Submit a load, whose result waits for a comparison that begins after this call; fail it
+        if the weights have changed."""
         if self.is_detached or epoch != self.watch.epoch:
             self._drop(job)
             return
@@ -270,6 +281,7 @@ class GuardedTier:
         self._finished.append(failed)
 
     def _submit_held(self) -> None:
+        """Pass the stores and ends of requests that wait on to the tier, in their order."""
         for entry in self._take_held():
             if isinstance(entry, JobMetadata):
                 self.tier.submit_store(entry)
@@ -295,7 +307,9 @@ class GuardedTier:
         # Held stores are submitted or fail before the wait: after it, their rows must be free.
         self._advance()
         self._give_up_held()
+        # a tier is opened only while there are no jobs
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
+        # collects the results of the jobs that have ended
         self._advance()
         for result in self._loaded:
             self._drop_load(result)

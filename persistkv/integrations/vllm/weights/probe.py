@@ -35,8 +35,10 @@ class WeightsProbe:
         self._word = word
         self._clock = clock
         self._epoch = word.epoch
+        """Epoch at whose beginning ``_known`` was taken."""
         self._known = sample()
         self._next_due = 0.0
+        """Time from which on ``check_if_due`` compares even if the engine has not asked."""
 
     def check(self) -> None:
         """Compare, and publish the result."""
@@ -58,6 +60,7 @@ class WeightsProbe:
         self._next_due = end + min(_LONGEST_PAUSE_S, pause_s)
 
     def check_if_asked(self) -> None:
+        """Compare if the engine has asked for it since the last comparison."""
         if self._word.asked != self._word.answered:
             self.check()
 
@@ -133,6 +136,7 @@ def _sample_of(tensor: Any) -> Any:
     if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
         return None
     count = min(_SAMPLES, tensor.numel())
+    # equally far apart over the whole tensor
     step = (tensor.numel() - 1) // count or 1
     if not tensor.is_contiguous():
         # with gaps, so many elements in a row may end outside of the storage

@@ -60,6 +60,7 @@ _HARMLESS = frozenset(
 _SLEEP = frozenset({"sleep", "discard", "checkpoint_prepare"})
 """Methods after which the parameters may not be readable, until ``_WAKE``."""
 _WAKE = frozenset({"wake_up", "checkpoint_restore"})
+"""Methods that end the sleep."""
 
 Rpc = Callable[..., Any]
 """An executor's ``collective_rpc``."""
@@ -117,6 +118,7 @@ class WeightsWatch:
         changed."""
         if self._reason is None:
             for rank, word in enumerate(self._words):
+                # one more than the epoch: 0 means that no change was ever published
                 if word.changed == self._epoch + 1:
                     self._reason = (
                         f"parameters of worker {rank} differ from those at the start"
@@ -166,6 +168,7 @@ class WeightsWatch:
         :returns: whether this is the name of the present weights now. A name that was left or
             refused never is.
         """
+        # a name that was left or refused never becomes that of the present weights
         if weights == self.weights or weights in self._left:
             return weights == self.weights
         if self._may_hold_kv or self._calls or not self._is_only_source:

@@ -39,6 +39,7 @@ class Eraser:
         self._replica = replica
         self._tenant = tenant
         self._keys = medium.records.forgotten.keys_of(tenant)
+        """Ids of the tenant's destroyed data keys."""
 
     def erase(self, removals: Removals) -> Sequence[str]:
         """Delete packs that the index names, and the keys of requests; return what the medium keeps
@@ -71,10 +72,12 @@ class Eraser:
         return Erased(len(packs), stored_bytes, left)
 
     def _erase(self, prefix: str, names: Sequence[str]) -> Sequence[str]:
+        """Delete blobs below a prefix; return what the medium keeps of them."""
         return self._medium.blobs.erase(prefix, names) if names else []
 
     def _payload_bytes(self, info: BlobInfo) -> int | None:
-        """Return the bytes of the payload in a pack of the tenant; None: it is not one."""
+        """Return the bytes of the payload in a blob; None: it is no forgotten pack of the tenant,
+        or does not read, or is deleted already."""
         try:
             tail = read_tail(self._medium, info)
             if self._is_own(tail, info.time):
@@ -84,13 +87,18 @@ class Eraser:
         return None
 
     def _is_own(self, tail: bytes, written: float) -> bool:
-        """Return whether a table as stored is that of a pack of the tenant from before.
+        """Return whether a pack is of the tenant, from before it was forgotten.
 
+        :param tail: the table of the pack as stored behind the payload.
+        :param written: time of its blob.
         :raises CorruptPackError: it is no table.
         """
+        # Its data key is destroyed, so the table does not open. The record names the key in the
+        # clear.
         if self._medium.seal.encrypts:
             return record_key(without_trailer(tail, SEALED_TABLE)) in self._keys
         table = self._medium.seal.decode_table(tail)
         forgotten = self._medium.records.forgotten
+        # other tenants may be forgotten, too
         is_covered = forgotten.covers(table.tenant, table.data_key, written)
         return is_covered and table.tenant == self._tenant

@@ -54,11 +54,13 @@ class Forgetting:
         self._tenant = tenant
         self._policy = policy
         self._contents: list[tuple[SharedNamespace, Removals]] = []
-        """What is to be deleted."""
+        """What is to be deleted: packs and requests of the tenant by namespace."""
+        # for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
         self._left: list[str] = []
+        """What the medium has kept, in sentences (``Blobs.erase``)."""
 
     def run(self) -> Forgotten:
         """Write the record, then delete keys and content.
@@ -66,14 +68,17 @@ class Forgetting:
         :raises StoreError: the medium failed, and the call can be repeated; or engines make data
             keys of the tenant all the time.
         """
+        # the index must name all content that is durable now
         for namespace in self._namespaces:
             namespace.refresh()
         self._write_records()
         self._policy.announce_forgotten()
         keys = self._medium.records.forgotten.keys_of(self._tenant)
+        # for the report: an earlier attempt may have deleted others
         found = self._medium.keys.destroyed() & keys
         self._left += self._medium.keys.destroy(keys)
         self._erase()
+        # what the index did not name, such as packs of commits in progress
         for namespace in self._namespaces:
             rest = namespace.erase_rest(self._tenant)
             self._packs += rest.packs
@@ -90,18 +95,21 @@ class Forgetting:
         )
 
     def _write_records(self) -> None:
-        """Record the data keys of the tenant until none is left that is as old as the first
-        record; without a key, record the time."""
+        """Record the data keys of the tenant. Repeat that as long as other engines have made keys
+        up to the time of the first record (rule 4). Without a key, write one record of the time,
+        and delete the blobs before it (rule 5)."""
         has_key = self._medium.seal.encrypts
         first: float | None = None
         for _ in range(_ROUNDS):
             keys = self._keys_until(first)
+            # without a key: after the first record
             is_done = not keys if has_key else first is not None
             if is_done:
                 return
             record = self._medium.records.new(self._tenant, keys)
             self._note_content(record)
             if not has_key:
+                # afterwards, the index does not name the blobs any more
                 self._erase()
             written = self._medium.records.write(record)
             first = written if first is None else min(first, written)

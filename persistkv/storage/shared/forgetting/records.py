@@ -1,4 +1,4 @@
-"""Records of forgotten tenants: what a shared store must never show again.
+"""Records of forgotten tenants, whose content a shared store must never show again.
 
 1. A record names a tenant by a digest, the data keys that are destroyed, and the medium's time. It
    is durable before the keys are deleted, and never removed: a later record includes it.
@@ -58,7 +58,8 @@ class ForgetRecord(ArrayStruct, frozen=True):
 
 
 class ForgottenTenants:
-    """What the records that a handle has read say. Any thread may ask; one at a time adds."""
+    """Content of the records that a handle has read. Any thread may ask, without a lock; one thread
+    at a time adds."""
 
     def __init__(self) -> None:
         self.records: frozenset[ForgetRecord] = frozenset()
@@ -79,7 +80,7 @@ class ForgottenTenants:
             if not record.keys:
                 before = self._until.get(record.tenant, record.time)
                 self._until[record.tenant] = max(before, record.time)
-            # last: with it, others look for the rest
+            # last: readers in other threads first look for the tenant here, then at the rest
             self.tenants |= {record.tenant}
 
     def keys_of(self, tenant: str) -> frozenset[bytes]:
@@ -101,6 +102,7 @@ class ForgottenTenants:
             return data_key in self.keys
         if not self._until:
             return False
+        # a tenant that was never forgotten: before any time
         return time <= self._until.get(tenant_digest(tenant), -1.0)
 
 
@@ -119,8 +121,8 @@ class ForgetRecords:
         self._junk: set[str] = set()
         """Names of the blobs that could not be read, which was logged."""
         self._dropped: set[str] = set()
-        """Tenants whose data key this handle had when it read their record: what it has accepted
-        and not committed yet belongs to before."""
+        """Names of tenants whose data keys this handle had when it read their record: ``refuse``
+        refuses their next batch, which has content from before. After that, they are removed."""
 
     def refresh(self) -> None:
         """Read new records, and drop the data keys that they name.
@@ -133,7 +135,8 @@ class ForgetRecords:
             for _ in range(_MOST_LISTS):
                 before = missing
                 missing = self._read_listed()
-                # one that two lists show and that is missing both times is damage
+                # A missing one was replaced after the list: list again. One that two lists show,
+                # and that is missing both times, is damage.
                 if missing <= before:
                     self._is_read = True
                     return
@@ -143,9 +146,10 @@ class ForgetRecords:
 
     def _read_listed(self) -> set[str]:
         """Read the blobs that a list shows and that were not read; return the names of missing
-        ones: a later record has replaced them after the list."""
+        ones."""
         missing: set[str] = set()
         prefix = self._medium.names.forgotten
+        # stable at first: before anything is served, no record may be overlooked
         for info in self._medium.listed(prefix, stable=not self._is_read):
             if info.name in self._read:
                 continue
@@ -176,6 +180,8 @@ class ForgetRecords:
             return None
 
     def _honour(self, records: Collection[ForgetRecord]) -> None:
+        """Count records from now on: drop the data keys that they name, and note their tenants for
+        ``refuse``."""
         self.forgotten.add(records)
         self._dropped |= self._medium.keys.drop(self.forgotten.keys)
 
@@ -203,17 +209,18 @@ class ForgetRecords:
             written = self._medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
             self._honour([record])
-            # after the one that includes them is durable
+            # Only now: the one that includes them is durable. Those that remain do no harm.
             with suppress(StoreError):
                 self._medium.blobs.delete(replaced)
-            # the date of a reply may be wrong; the times of blobs are of one clock
+            # The date of a reply may be wrong. The caller compares this time with those of the
+            # blobs of data keys: a list shows both by the same clock.
             listed = self._medium.listed(names.forgotten)
             times = [info.time for info in listed if info.name == name]
             return min(times, default=written.time)
 
     def write_again(self) -> None:
-        """Write all records that this handle knows: the store was deleted. Other handles may still
-        have the data keys.
+        """Write all known records again, after the store was deleted: other handles may still have
+        the data keys, and write them again, too.
 
         :raises StoreError: the medium failed.
         """
@@ -224,10 +231,11 @@ class ForgetRecords:
         self._medium.put_sealed(name, body, NO_NAMESPACE)
 
     def refuse(self, batch: CommitBatch) -> None:
-        """Refuse content that was accepted before its tenant was forgotten.
+        """Refuse, once for each forgotten tenant, a batch that may have content which was accepted
+        before the tenant was forgotten.
 
-        :raises TenantForgottenError: the batch has some. The next one is accepted: the caller drops
-            what it has.
+        :raises TenantForgottenError: the batch has content of such tenants. The caller drops all
+            content of them that it has; the next batch is accepted.
         """
         if not self._dropped:
             return

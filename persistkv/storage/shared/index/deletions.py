@@ -28,8 +28,8 @@ class Deletions:
         self._clock = medium.clock
         self._waiting: list[tuple[float, list[str]]] = []
         """Heap of (monotonic time, blobs to delete)."""
-        # monotonic time until which none is tried: one has failed
         self._paused_until = -math.inf
+        """Monotonic time until which nothing is deleted, because a deletion has failed."""
 
     def add_packs(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
@@ -56,7 +56,8 @@ class Deletions:
         self.delete(blobs)
 
     def delete(self, blobs: Sequence[str]) -> None:
-        """Delete blobs now. Failures are only logged, and nothing is tried for a minute then."""
+        """Delete blobs now. A failure is only logged; then all deletions are skipped for a minute.
+        The caller, or the sweep, deletes those blobs later."""
         now = self._clock.monotonic()
         if not blobs or now < self._paused_until:
             return

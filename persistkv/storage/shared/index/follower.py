@@ -60,6 +60,7 @@ class Follower:
         """Begin to follow, after the index was read."""
         now = self._clock.monotonic()
         self._follow_at = now + self._refresh_s
+        # engines that start together do not list together
         share = self._clock.random.uniform(0.5, 1.0)
         self._list_at = now + _LIST_S * share
         # opening has read it
@@ -107,6 +108,7 @@ class Follower:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._jitter()
+        # None: no commits, because another engine merges them
         inbox_age_s = None
         if not self._is_merged_regularly or now >= self._inbox_at:
             self._inbox_at = now + _INBOX_S
@@ -131,6 +133,7 @@ class Follower:
         :raises StoreError: the medium failed.
         """
         now = self._clock.monotonic()
+        # the option ``refresh`` may be 0
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)
@@ -141,6 +144,7 @@ class Follower:
         self._is_merged_regularly = False
         if latest is not None:
             self._is_merged_regularly = self._is_merging(latest)
+            # an earlier look would find the same ``latest``
             merge_at = now + self._until_next_merge(latest.time)
             self._follow_at = max(self._follow_at, merge_at)
 
@@ -152,10 +156,12 @@ class Follower:
         """
         pause_s = REGULAR_PAUSE_S + MERGE_S
         rest_s = merged + pause_s - self._time.now()
+        # more than a whole pause: ``merged`` is ahead of the medium's clock, and says nothing
         return rest_s if 0 < rest_s <= pause_s else 0.0
 
     def _is_merging(self, latest: Latest) -> bool:
-        """Return whether another engine merges regularly. Then this one lists the inbox seldom."""
+        """Return whether ``latest`` shows that another engine merges regularly: it is a few seconds
+        old, and not of this handle."""
         merger = self._merger
         if merger is not None and latest.writer == merger.writer:
             return False

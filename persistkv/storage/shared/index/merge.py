@@ -99,7 +99,9 @@ class Merger:
         self._written_at = -math.inf
         """Monotonic time of its writing."""
         self._base_wanted_at = math.inf
+        """Monotonic time at which this engine writes a base; infinity: none is planned."""
         self.deletions = Deletions(medium, names)
+        """Deletions of blobs that merges have made superfluous."""
 
     # Schedule
 
@@ -146,7 +148,8 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
         is none."""
-        # copies, because another thread may commit meanwhile
+        # Copies, because another thread may commit meanwhile. ``contained`` has an includer once
+        # a segment includes the commit.
         for name in list(self.own):
             if self._replica.contained.get(name):
                 self.own.pop(name, None)
@@ -156,8 +159,11 @@ class Merger:
 
     def _forget_own(self, listed: set[str], began: float) -> None:
         """Forget own commits that are missing in a list that began after their acknowledgement:
-        another object includes them. This engine may never read that object if it was suspended,
-        but a base that includes it.
+        another engine has merged them. After a suspension, this engine may read only a base that
+        includes the segment, so ``contained`` never tells.
+
+        :param listed: names of the commits in the list.
+        :param began: monotonic time before the list.
         """
         commits = list(self.own.items())
         for name, commit in commits:
@@ -167,8 +173,10 @@ class Merger:
 
     def followed(self, latest: Latest | None) -> None:
         """Record the content of ``latest``. Write it again if it lacks an own segment: of two
-        engines that merge at the same time, one overwrites the ``latest`` of the other.
+        engines that merge at the same time, one overwrites the ``latest`` of the other. Plan a base
+        if one is wanted.
 
+        :param latest: None: there is none, or it was not read.
         :raises StoreError: the medium failed.
         """
         if latest is not None:
@@ -213,7 +221,7 @@ class Merger:
             self.schedule.plan_merge(self._clock.monotonic())
 
     def evicts(self, limits: Limits) -> bool:
-        """Return whether a merge now would evict anything: pinned content stays."""
+        """Return whether a merge now would evict anything; it never evicts pinned content."""
         now = self._expiry_time()
         removals = self._replica.plan_eviction(limits, now, at_most=1)
         return bool(removals.packs or removals.manifests)
@@ -247,6 +255,7 @@ class Merger:
         segment = union(contents, includes)
         # whether other engines commit, too, decides which engine merges
         found_others = not self.own.keys() >= deltas.keys()
+        # else there is nothing to merge, and nothing to evict
         if not segment.is_empty or segment.includes:
             self._publish(segment, began, planned)
             # their tombstones are durable now
@@ -278,6 +287,7 @@ class Merger:
         """Return whether the next segment includes a commit in the inbox."""
         contained = self._replica.contained
         reader = self._reader
+        # the replica may contain it without an includer: it was applied, and is in no segment yet
         is_included = bool(contained.get(name))
         is_waiting = name in reader.unreadable or name in reader.publishing
         return not is_included and not is_waiting
@@ -292,10 +302,11 @@ class Merger:
             own = self.own.get(info.name)
             delta = read.get(info.name) if own is None else own.delta
             if delta is not None:
-                # an own one, too, as any other engine reads it
+                # own ones, too: the segment must have the times that other engines read
                 found[info.name] = delta.clamped(info.time)
 
         contained = self._replica.contained
+        # not those that the replica has applied before, such as own ones
         new = [item for item in found.items() if item[0] not in contained]
         self._reader.apply(new)
         return found
@@ -337,14 +348,15 @@ class Merger:
         found = self._fetch_all(chosen)
         for info in chosen:
             if info.name not in found:
-                # until the next list
+                # missing or unreadable: later merges ignore it until a list shows it again
                 self._reader.listed.pop(info.name, None)
         return found
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
-        """Return the names of the listed objects that these segments include. The next segment
-        includes them, too, so that its readers skip them. While deletions are refused, they are
-        many, and only the newest ones are returned.
+        """Return the names of the objects that these segments include, and that still exist. The
+        next segment includes them, too: its readers need not read the older segments, and skip
+        these objects all the same. While the medium refuses deletions, they are many, and only
+        those with the greatest names are returned.
         """
         names: set[str] = set()
         for delta in deltas:
@@ -364,10 +376,12 @@ class Merger:
 
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
+        # readers begin with the highest level, and skip what it includes
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
         body = self._objects.encode(name, segment)
+        # after a long pause, other engines may have merged or used the same content
         now = self._clock.monotonic()
         is_stale = now - began > _STALE_S
         is_plan_stale = now - planned > _EVICTION_STALE_S
@@ -376,6 +390,7 @@ class Merger:
                 f"{self._names.base}: the process was paused; the merge is repeated"
             )
         written = self._objects.put(name, body)
+        # what the replica lacks of the segment
         changes = Delta(
             removed=segment.removed,
             dropped=segment.dropped,
@@ -413,7 +428,7 @@ class Merger:
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # else it is included and deleted
+            # else another object includes it, and it may be deleted
             if info.name in listed or self._replica.is_unincluded(info.name):
                 recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
@@ -423,11 +438,12 @@ class Merger:
     # Bases
 
     def _plan_base(self) -> None:
-        """Plan a base if the segments that no object includes are large in comparison with the last
-        base."""
+        """Plan a base if one is wanted, or cancel the plan. The last merger writes it at once,
+        others only after minutes: usually one engine does it."""
         if not self._is_base_wanted():
             self._base_wanted_at = math.inf
         elif self._base_wanted_at == math.inf:
+            # none is planned yet
             pause_s = 0.0
             if self.last_writer != self.writer:
                 jitter = self._clock.random.random()
@@ -436,6 +452,8 @@ class Merger:
             self._base_wanted_at = now + pause_s
 
     def _is_base_wanted(self) -> bool:
+        """Return whether the segments that no object includes are large in comparison with the last
+        base: readers without a replica read all of them."""
         base_bytes, segments = self._base_and_segments()
         if len(segments) < 2:
             return False
@@ -444,12 +462,12 @@ class Merger:
         return sum(sizes) > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
-        """Return the bytes of the last base and the segments, without objects that are included or
-        not listed."""
+        """Return the bytes of the last base, and the segments: of the listed objects that were read
+        and that no other one includes."""
         base_bytes = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
-            # one that was not read counts as included
+            # also without those that were not read
             if not self._replica.is_unincluded(name):
                 continue
             if self._names.level(name) >= BASE_LEVEL:
@@ -466,6 +484,7 @@ class Merger:
         """
         for _ in range(_MOST_MERGES):
             self.merge(limits)
+            # until no commit is left in the inbox
             if not self._reader.refresh(inbox_age_s=0.0, stable=True):
                 break
         self.write_base(least_objects=1)
@@ -487,11 +506,14 @@ class Merger:
         listed = self._to_include()
         if len(listed) < least_objects:
             return
-        # A clock that is ahead must not drop tombstones early: the removed packs could return.
+        # A clock that is ahead must not drop tombstones early: the removed packs could return. At
+        # the time 0, which stands for a clock that is not confirmed, none is old enough.
         oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
         self._replica.purge(oldest_kept)
         levels = [self._names.level(name) for name in listed]
         level = max(BASE_LEVEL, 1 + max(levels))
+        # Each part is written when the next one shows that it is not the last: only the last one
+        # names the others, and what the base includes.
         parts: list[str] = []
         waiting: Delta | None = None
         for part in self._replica.dump(_PART_BYTES):
@@ -499,6 +521,7 @@ class Merger:
                 name = self._write_part(level, waiting, began)
                 parts.append(name)
             waiting = part
+        # ``dump`` returns at least one
         assert waiting is not None
         # Its level is higher, so that readers meet it before the parts, which they may not need.
         last = msgspec.structs.replace(waiting, includes=listed, parts=parts)
@@ -515,6 +538,7 @@ class Merger:
             if contained.get(name):
                 included.append(name)
             elif name in contained:
+                # read, and without an includer
                 new.append(name)
         return new + included[-_MOST_CARRIED:]
 
@@ -531,6 +555,7 @@ class Merger:
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
         written = self._objects.put(name, body)
+        # the replica has the rest: the part was read from it
         changes = Delta(includes=part.includes)
         self._reader.apply([(name, changes)])
         self._note_written(written)
@@ -549,13 +574,14 @@ class Merger:
         found: list[str] = []
         for name in listed:
             includer = listed.get(contained.get(name, ""))
+            # 0: the time of the includer is not known
             if includer is not None and 0 < includer.time < old:
                 found.append(name)
         self.deletions.delete(found)
 
 
 def _with_excess(num_bytes: int) -> int:
-    """Return a bound with what engines commit between two merges in the background."""
+    """Return a bound plus 1/64: what engines may commit between two merges in the background."""
     return num_bytes + num_bytes // _EXCESS_SHARE
 
 
@@ -566,6 +592,7 @@ def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
     length = 0
     for info in infos[:MOST_COMMITS]:
         length += info.size
+        # at least one, also if it is larger
         if found and length > _MOST_BYTES:
             break
         found.append(info)

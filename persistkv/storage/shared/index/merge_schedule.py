@@ -54,7 +54,8 @@ class MergeSchedule:
         self._committed_at = -math.inf
         """Time of the last own commit."""
         self._is_regular = False
-        """Whether this engine has written ``latest``."""
+        """Whether this engine has written ``latest`` last, as far as it knows. Then it merges
+        regularly while it commits."""
         self._announced_at = -math.inf
         """Time at which ``latest`` was written."""
         self._latest_time = -math.inf
@@ -80,6 +81,7 @@ class MergeSchedule:
     def begin_merge(self, now: float) -> None:
         """Record that this engine begins to merge. Without ``end_merge``, the merge has failed."""
         self._merged_at = now
+        # ``end_merge`` takes it back
         self._failures += 1
         self._planned_at = math.inf
         self._stopped_at = math.inf
@@ -92,6 +94,7 @@ class MergeSchedule:
         :param incomplete: whether commits are left.
         """
         self._failures = 0
+        # else the pauses get longer after a minute (``_pause_s``)
         if found_others:
             self._found_others_at = self._merged_at
         self._is_regular = self._is_regular or found
@@ -109,14 +112,16 @@ class MergeSchedule:
         self._is_regular = is_own
         self._announced_at = written
         pause_s = time - self._latest_time
+        # 0: it is the one that was read before
         if pause_s:
+            # rule 4: if it does not change again by then, its engine was perhaps killed
             is_regular = 0 < pause_s < _NOT_REGULAR_S and not is_own
             stopped_at = now + _STOPPED_S + self._jitter_s
             self._stopped_at = stopped_at if is_regular else math.inf
         self._latest_time = time
         if written > self._planned_since:
-            # Otherwise, this engine would replace the one with regular merges, and not continue
-            # them, because it does not commit.
+            # Another engine has merged during the pause. If this one merged, too, it would become
+            # the one with regular merges, and not continue them, because it does not commit.
             self._planned_at = math.inf
 
     def plan_merge(self, now: float, *, anyway: bool = False) -> None:
@@ -137,16 +142,21 @@ class MergeSchedule:
         :param oldest_own: time of acknowledgement of the oldest own commit that no segment
             includes; None: there is none.
         """
+        # rules 3 and 4
         due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
+            # at once
             due = min(due, self._merged_at)
+        # rule 2, but not more often than regular merges
         if oldest_own is not None:
             own_due = max(
                 self._own_due_at(oldest_own), self._merged_at + REGULAR_PAUSE_S
             )
             due = min(due, own_due)
+        # rule 1
         if self._is_regular and now - self._committed_at < _ACTIVE_S:
             due = min(due, self._merged_at + self._pause_s(now))
+        # after all others: it delays every merge
         if self._failures:
             pause_s = _FAILED_PAUSE_S * 2.0**self._failures
             pause_s = min(pause_s, _LONGEST_FAILED_PAUSE_S)
@@ -156,6 +166,7 @@ class MergeSchedule:
     def _own_due_at(self, oldest_own: float) -> float:
         """Return the time at which this engine merges an own commit, see rule 2."""
         has_waited_at = oldest_own + _OWN_WAIT_S
+        # when the next regular merge of another engine is overdue
         not_regular_at = self._announced_at + _NOT_REGULAR_S
         latest = oldest_own + _LONGEST_OWN_WAIT_S
         return min(max(has_waited_at, not_regular_at), latest) + self._jitter_s

@@ -65,13 +65,14 @@ class IndexObjects:
     def _unless_destroyed(
         self, data_key: bytes, use: Callable[[], bytes]
     ) -> bytes | None:
-        """Return the result of a call that uses a data key; None: the key is destroyed."""
+        """Return the result of a call that seals or opens with a data key; None: the key is
+        destroyed, so the content counts as forgotten."""
         if not self._medium.keys.holds(data_key):
             return None
         try:
             return use()
         except CorruptPackError:
-            # it was destroyed in this moment
+            # the key may have been destroyed since the first question; else the record is damaged
             if self._medium.keys.holds(data_key):
                 raise
             return None
@@ -120,7 +121,7 @@ def _by_data_key(delta: Delta) -> dict[bytes, TenantContent]:
     manifests: defaultdict[bytes, list[ManifestEntry]] = defaultdict(list)
     for entry in delta.packs:
         head = table_head(entry.body)
-        # unreadable: readers skip it, too
+        # None: the table is unreadable, and readers would skip it, too
         if head is not None:
             packs[head.data_key].append(entry)
     for manifest in delta.manifests:
@@ -138,6 +139,7 @@ def _remembered(delta: Delta, forgotten: ForgottenTenants) -> Delta:
     packs: list[PackEntry] = []
     for entry in delta.packs:
         head = table_head(entry.body)
+        # an unreadable entry has no tenant, and is kept
         tenant = "" if head is None else head.tenant
         if not forgotten.covers(tenant, PLAIN_KEY, entry.time):
             packs.append(entry)

@@ -69,6 +69,8 @@ class IndexReader:
         self._shown_at: dict[str, float] = dict.fromkeys(
             replica.contained, self._clock.monotonic()
         )
+        """Name of an object that the replica contains → monotonic time at which it was known to
+        exist last, as a list or another object has shown."""
 
     def refresh(
         self, *, inbox_age_s: float | None = None, stable: bool = False
@@ -95,9 +97,11 @@ class IndexReader:
             missing.update(self.read_objects(index))
             if not missing:
                 break
+            # rule 2: those that were missing in the round before, too
             for name in missing & missing_before:
                 self._report(name, "it is listed and missing")
         self._check_includers()
+        # without those that could not be read
         contained = self._replica.contained
         return [info for info in inbox if info.name in contained]
 
@@ -128,8 +132,9 @@ class IndexReader:
         old: list[BlobInfo] = []
         for info in commits:
             is_young = now - info.time < least_age_s
-            # otherwise the medium's clock was wrong when the commit was written, or this handle has
-            # not known the time
+            # A commit that is an hour ahead of the time before the list: the medium's clock was
+            # wrong when it was written, or this handle did not know the time. Then it counts as
+            # old.
             is_age_known = info.time - before < AGREEING_S
             if not (is_young and is_age_known):
                 old.append(info)
@@ -147,7 +152,8 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        # read before, and not again: the objects that it names may have been deleted since
+        # Its objects were read before. They may have been deleted since: they must not seem
+        # missing.
         if latest == self._followed:
             return latest
         named: list[BlobInfo] = []
@@ -177,6 +183,7 @@ class IndexReader:
         while todo:
             some = self._of_one_level(todo[:at_once])
             missing += self._read_some(some, is_inbox=is_inbox)
+            # without those that the objects just read include
             contained = self._replica.contained
             rest = todo[len(some) :]
             todo = [info for info in rest if info.name not in contained]
@@ -184,7 +191,8 @@ class IndexReader:
         return missing
 
     def _read_some(self, infos: Sequence[BlobInfo], *, is_inbox: bool) -> list[str]:
-        """Read objects into the replica at once; return the names of missing ones."""
+        """Read objects concurrently, and add them to the replica in one transaction; return the
+        names of missing ones."""
         missing: list[str] = []
         read: list[BlobInfo] = []
         objects: list[tuple[str, Delta]] = []
@@ -195,7 +203,8 @@ class IndexReader:
                 objects.append((info.name, content))
                 read.append(info)
             elif info.name in self.unreadable:
-                # or it was before, and is missing now
+                # ``fetch`` has reported it. Or it could not be read before, and is missing now: the
+                # report sets the time of the next try.
                 self._report(info.name, "it is listed and missing")
             else:
                 missing.append(info.name)
@@ -247,7 +256,8 @@ class IndexReader:
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:
-            # one object: without the right to read any, the store does not open
+            # A RefusedError of a single object is not one of the medium: without the right to read
+            # anything, the store does not open.
             self._report(info.name, str(error))
             return None
 
@@ -262,6 +272,7 @@ class IndexReader:
         """Add objects that were read or written to the replica."""
         if not objects:
             return
+        # before ``apply``, which adds the included names to those that the replica contains
         parts = self._parts_without_news(objects)
         self._replica.apply(objects)
         self._replica.mark_contained(parts)
@@ -273,7 +284,8 @@ class IndexReader:
         self._note_shown_now(shown)
 
     def _parts_without_news(self, objects: Sequence[tuple[str, Delta]]) -> list[str]:
-        """Return the names of the parts of bases that include only what the replica contains."""
+        """Return the names of the parts of such bases among the objects that include only what the
+        replica contains: their parts need not be read."""
         contained = self._replica.contained
         parts: list[str] = []
         for _, delta in objects:
@@ -290,6 +302,7 @@ class IndexReader:
     def remember(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
         for info in infos:
+            # level 0: a commit
             if self._names.level(info.name):
                 self.recent.append(info)
         del self.recent[:-_KNOWN_NAMES]
@@ -301,6 +314,7 @@ class IndexReader:
         not_included: list[str] = []
         for name in self.listed:
             includer = self._replica.contained.get(name)
+            # None: not contained; empty: nothing includes it
             if includer and includer not in self.listed:
                 not_included.append(name)
         self._replica.mark_not_included(not_included)
@@ -336,6 +350,7 @@ class IndexReader:
         # a copy: another thread may commit meanwhile
         names = list(self._replica.contained)
         for name in names:
+            # one that was never shown: its time begins now
             shown_at = self._shown_at.setdefault(name, now)
             if now - shown_at > _FORGET_S:
                 old.append(name)

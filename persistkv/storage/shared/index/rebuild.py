@@ -80,6 +80,7 @@ class Rebuilder:
         total = sum(info.size for info in blobs.values())
         done = 0
         tables = self._medium.maintenance.each(self._table_of, list(blobs.values()))
+        # ``each`` keeps the order of the blobs
         for name, (info, table) in zip(blobs, tables, strict=True):
             done += info.size
             self._progress(done, total)
@@ -113,10 +114,12 @@ class Rebuilder:
             table = self._medium.seal.decode_table(tail)
         except (CorruptPackError, BlobMissingError):
             return None
+        # the bytes behind the payload are the table as stored: else the table is of another blob
         following = info.size - table.payload_length
         return table if 0 < following <= MAX_OBJECT_BYTES else None
 
     def _commit(self, entries: Sequence[PackEntry]) -> None:
+        """Write a commit with these packs to the inbox, and apply it to the replica."""
         name = self._names.new_commit(self._medium.clock.random)
         delta = Delta(packs=list(entries))
         body = self._objects.encode(name, delta)

@@ -36,12 +36,13 @@ INTERVAL_S = 86_400.0  # one day
 _CHECK_S = 3600.0  # between looks whether a sweep is due
 _LEAST_AGE_S = 86_400.0  # one day: commits are acknowledged only within half of it
 _JUNK_S = 7 * 86_400.0  # seven days
-_TRIES = 4
-_STARTED = struct.Struct("<d")
+_TRIES = 4  # lists in one reading of the index, while merges replace objects
+_STARTED = struct.Struct("<d")  # time at which a sweep began, on the medium's clock
 
 
 class _BlockedError(Exception):
-    """An object of the index may name blobs, and cannot be read."""
+    """An object of the index cannot be read, and may name any blob. The text tells which and
+    why."""
 
 
 class Sweeper:
@@ -88,6 +89,7 @@ class Sweeper:
             # show the medium's time
             self._medium.listed(self._names.packs)
         now = self._medium.time.now()
+        # a start that is more than a day ahead is of a wrong clock
         is_recent = -INTERVAL_S < now - started < INTERVAL_S
         return now != 0.0 and not is_recent
 
@@ -118,7 +120,8 @@ class Sweeper:
         return len(old)
 
     def _record_start(self) -> float:
-        """Record that a sweep begins; return the medium's time."""
+        """Record that a sweep begins, so that other engines skip theirs; return the medium's
+        time."""
         body = _STARTED.pack(self._medium.time.now())
         namespace = self._replica.namespace
         written = self._medium.put_sealed(self._names.swept, body, namespace)
@@ -148,7 +151,7 @@ class Sweeper:
             named.update(names.pack(entry.name) for entry in delta.packs)
             named.update(names.keys_blob(entry.keys) for entry in delta.manifests)
             ended.update(names.pack(tombstone.name) for tombstone in delta.removed)
-            # of a large index, only what matters is kept
+            # in memory are only the names of candidates, however large the index is
             named &= blobs
             ended &= blobs
         return named - ended
@@ -169,9 +172,11 @@ class Sweeper:
                 if delta is None:
                     is_complete = False
                     continue
+                # also one that does not read: it is not tried again
                 read.add(info.name)
                 if isinstance(delta, Delta):
                     yield delta
+                # rule 2: old damage is junk, unless it is sealed with a key that is not known here
                 elif now - info.time < _JUNK_S or not self._medium.keys.are_complete():
                     raise _BlockedError(delta)
             if is_complete:
@@ -187,8 +192,11 @@ class Sweeper:
         return [info for info in infos if names.is_object(info.name)]
 
     def _fetch(self, info: BlobInfo) -> Delta | str | None:
-        """Return the content of an object; None if it is missing; the reason if it cannot be
-        read."""
+        """Return the content of an object; None if it is missing; a text with the reason if it is
+        damaged.
+
+        :raises _BlockedError: a newer release has written it.
+        """
         try:
             return self._objects.read(info)
         except BlobMissingError:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
 _IN_USE_S = 2 * TOTALS_S  # age of the totals of a namespace in use, at most
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
-_POINTS = 64
+_POINTS = 64  # most steps in published ages
 _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
 # 1/64 of the capacity, or of a quota: totals are exchanged when the namespace, or what it holds of
 # the tenant, has grown by it
@@ -58,6 +58,7 @@ class Totals(ArrayStruct, frozen=True):
 
     def used_until(self, time: float) -> int:
         """Return the bytes that were last used at a time or earlier."""
+        # bytes of the last step up to the time
         found = 0
         for until, total in self.ages:
             if until > time:
@@ -76,11 +77,16 @@ class Totals(ArrayStruct, frozen=True):
         return Totals(self.num_bytes, ages, tenants)
 
     def without(self, horizons: Mapping[bytes, float]) -> Totals:
-        """Return totals without what tenants last used before their horizons."""
+        """Return totals without what tenants will lose to their quotas.
+
+        :param horizons: of the tenants above their quotas, by the digests of their names: what they
+            last used before is evicted.
+        """
         num_bytes = self.num_bytes - self._evicted(horizons, math.inf)
         ages: list[tuple[float, int]] = []
         for time, until in self.ages:
             rest = until - self._evicted(horizons, time)
+            # steps are coarse, so differences may be negative
             ages.append((time, max(0, rest)))
         return Totals(max(0, num_bytes), ages)
 
@@ -118,13 +124,16 @@ class TotalsBoard:
         self._clock = medium.clock
         self._published: dict[bytes, PublishedTotals] = {}
         """As they were read last, by namespace: also of those that this handle uses."""
-        self._own: dict[bytes, Totals] = {}  # as they were published last
-        self._read_at = -math.inf  # monotonic time of the next list
-        self._seen_at = 0.0  # the medium's time of the last list
+        self._own: dict[bytes, Totals] = {}
+        """Totals of the namespaces that this handle uses, as it has published them last."""
+        self._read_at = -math.inf
+        """Monotonic time of the next list."""
+        self._seen_at = 0.0
+        """Time of the last list, on the medium's clock."""
 
     def exchange(self, replica: Replica, policy: Policy) -> None:
-        """Write the totals of a namespace, and read those of all others. Of more than 1,000, not at
-        each call.
+        """Write the totals of a namespace, and read those of all others. If there are more than
+        1,000, only some calls read: a list takes a request for each 1,000.
 
         :raises StoreError: the medium or the replica failed; the totals before are kept.
         """
@@ -149,7 +158,7 @@ class TotalsBoard:
         return totals
 
     def _is_published(self, namespace: bytes) -> bool:
-        """Return whether there may be totals of a namespace."""
+        """Return whether the store may have totals of a namespace, which must then be deleted."""
         if namespace in self._published:
             return True
         own = self._own.get(namespace)
@@ -163,6 +172,7 @@ class TotalsBoard:
             known = self._published.get(namespace)
             if namespace == own:
                 found[namespace] = PublishedTotals(written, totals)
+            # unchanged since they were read
             elif known is not None and known.written == written:
                 found[namespace] = known
             else:
@@ -218,6 +228,7 @@ class TotalsBoard:
         if namespace in self._own:
             others = self._present_others(namespace)
         tenants = _tenant_bounds(mine, others, policy)
+        # what exceeds a quota is evicted anyway, so it does not count for the capacity
         whole: Bound | None = None
         if policy.capacity is not None:
             horizons = _tenant_horizons([mine, *others], policy)
@@ -240,6 +251,7 @@ class TotalsBoard:
             if name == namespace or not totals.num_bytes:
                 continue
             age_s = now - published.written
+            # an engine in use publishes once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
                 totals = totals.later(age_s)
@@ -264,6 +276,7 @@ class TotalsBoard:
         now = self._medium.time.now()
         everything = [published.totals for published in self._published.values()]
         horizons = _tenant_horizons(everything, policy)
+        # time before which all content is evicted or expires; minus infinity: none
         horizon = -math.inf
         if policy.capacity is not None:
             kept = [totals.without(horizons) for totals in everything]
@@ -281,7 +294,7 @@ class NamespaceLimits:
     """Limits that merges of one namespace enforce, updated once a minute. One thread at a time
     may use it.
 
-    :param policy: that the store probably has: another one acts at once.
+    :param policy: the expected one of the store. ``is_due`` is true as soon as it is given another.
     """
 
     def __init__(
@@ -290,7 +303,8 @@ class NamespaceLimits:
         self._board = board
         self._replica = replica
         self._clock = medium.clock
-        self._policy = policy  # at the last refresh
+        self._policy = policy
+        """The policy at the last refresh."""
         self.now = Limits()
         """The present limits."""
         self.due_at = math.inf
@@ -318,9 +332,8 @@ class NamespaceLimits:
         """Return whether the namespace, or what it holds of a tenant, has grown so much that a
         refresh is due.
 
-        Its share of the free space may be less than 1/64 of the capacity. The next refresh gives it
-        another share: without it, the namespace would evict content of a store that has room. A
-        store that evicts old content has none.
+        The bound is 1/64 of the capacity, or half of the namespace's share of the free space, which
+        may be less: without a new share, it would evict content although the store has room.
         """
         capacity = self._policy.capacity
         if capacity is not None:
@@ -342,6 +355,7 @@ class NamespaceLimits:
         """Return whether half of the share of the free space is used."""
         pause_s = self._clock.monotonic() - self._refreshed_at
         whole = self.now.whole
+        # with a horizon, the store evicts old content: it has no room to share
         if whole is None or not whole.share or whole.horizon > -math.inf:
             return False
         return pause_s >= _LEAST_TOTALS_S and growth > whole.share // 2
@@ -362,6 +376,7 @@ class NamespaceLimits:
         self._policy = policy
         self._note_size()
         namespace = self._replica.namespace
+        # with a ttl alone, too: totals show the namespaces without an engine, whose content expires
         if policy.capacity is not None or policy.ttl_s is not None or policy.quotas:
             try:
                 self._board.exchange(self._replica, policy)
@@ -432,10 +447,10 @@ def _shares(tenant: bytes, all_totals: Sequence[Totals]) -> list[Totals]:
 
 
 def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> Bound:
-    """Return what a namespace may keep: without others, all.
+    """Return how much of a limit one namespace may use; the whole limit without others.
 
-    :param mine: its totals; ``others``: those of the namespaces with which it shares the limit, in
-        bytes.
+    :param mine: totals of the namespace; ``others``: those of the namespaces that share the limit.
+    :param limit: capacity or quota in bytes.
     :param sharing: number of namespaces that share the free space.
     """
     if not others:
@@ -444,6 +459,8 @@ def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> 
     horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
     used = sum(totals.num_bytes for totals in everything)
     kept = mine.num_bytes - mine.used_until(horizon)
+    # Others may be slow to evict what is older than the horizon: until then, each gives up an equal
+    # part.
     if used > limit:
         kept = min(kept, mine.num_bytes * limit // used)
     share = max(0, limit - used) // sharing
@@ -452,15 +469,20 @@ def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> 
 
 def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     """Return the time before which content is evicted, to leave ``free`` bytes of a limit free;
-    minus infinity: none."""
+    minus infinity: nothing is evicted.
+
+    :param all_totals: of all content for which the limit is.
+    """
     num_bytes = sum(totals.num_bytes for totals in all_totals)
     excess = num_bytes - limit + free
     if excess <= 0:
         return -math.inf
+    # the oldest content of all namespaces, until its bytes are enough
     used = 0
     horizon = -math.inf
     for time, step_bytes in _steps(all_totals):
         used += step_bytes
+        # just after the time, so that content that was used at it is evicted, too
         horizon = math.nextafter(time, math.inf)
         if used >= excess:
             break
@@ -468,8 +490,8 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
 
 
 def _steps(all_totals: Sequence[Totals]) -> list[tuple[float, int]]:
-    """Return (time, bytes that were last used at it, or since the time before it in the same
-    totals), ascending."""
+    """Return the steps of all totals in the order of their times: (time, bytes that were last used
+    after the time of the step before it in the same totals, up to this one)."""
     steps: list[tuple[float, int]] = []
     for totals in all_totals:
         before = 0

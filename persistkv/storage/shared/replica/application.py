@@ -103,11 +103,13 @@ class Application:
         self._order = TimedOrder(rows)
         self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
         self._grown = 0
-        """Bytes by which the content of the store has grown, as the capacity counts it."""
+        """Bytes by which the present delta has made the namespace larger, as the capacity counts
+        them. ``apply`` adds them to the total at its end."""
 
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
+        # more than the change log keeps
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:
@@ -127,6 +129,7 @@ class Application:
         self._catalogue.finish()
         if self._grown:
             before = read_bytes(self._rows)
+            # not negative, also if rows are damaged
             total = max(0, before + self._grown)
             self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
@@ -139,6 +142,7 @@ class Application:
         is_held = rows.get(BLOBS, entry.name) is not None
         if not is_ended and not is_held:
             self._add_blob(entry)
+        # also if the blob is not added: another one may hold the pack, now or later
         self._use(entry.pack_id, entry.time)
 
     def _add_many(self, entries: Sequence[PackEntry]) -> list[PackEntry]:
@@ -152,11 +156,12 @@ class Application:
         state = read_state(self._rows, self._namespace)
         additions = _Additions(state, self._order, self._forgotten)
         for entry in new:
+            # a damaged or forgotten one: ``_add_pack`` logs or refuses it
             if not additions.add(self._namespace, entry):
                 others.append(entry)
         additions.write(self._rows, self._namespace)
         self._grown += additions.counted
-        # it has read the state before
+        # the one from before has read totals without these packs, and would write them
         self._catalogue = CatalogTransaction(
             self._rows, None, self._namespace, order=self._order
         )
@@ -191,6 +196,7 @@ class Application:
         keys = [self._namespace + pack_id for pack_id in ids]
         held = rows.existing(PACKS, keys)
         known.update(key[ID_BYTES:] for key in held)
+        # those that requests name
         if rows.count(LINKS):
             linked = [key for key in keys if rows.has_prefix(LINKS, key)]
             known.update(key[ID_BYTES:] for key in linked)
@@ -209,10 +215,12 @@ class Application:
         rows = self._rows
         shown = shown_name(rows, entry.pack_id)
         if shown is not None and shown < entry.name:
+            # hidden
             put_blob_row(rows, entry.name, BlobRow(counted, entry.body))
             return
         if shown is not None:
             self._hide(shown)
+        # without the table, which the catalogue has now
         put_blob_row(rows, entry.name, BlobRow(counted, b""))
         self._show(table)
 
@@ -238,6 +246,7 @@ class Application:
         """Add a pack to the catalogue, with the last of its uses that arrived before it."""
         pack_id = table.pack_id
         last_use = read_time(self._rows, EARLY, pack_id)
+        # 0: none arrived before; ``_add_pack`` records one next
         self._order.set_time(last_use or 0.0)
         self._rows.delete(EARLY, pack_id)
         batch = CommitBatch([PlacedPack(table)])
@@ -248,6 +257,7 @@ class Application:
         rows = self._rows
         pack_id = name[:ID_BYTES]
         shown = rows.get(PACKS, self._namespace + pack_id) or b""
+        # behind the number of the change that added it
         encoded = bytes(shown)[SEQUENCE.size :]
         row = blob_row(rows, name)
         hidden = row._replace(table=encoded)
@@ -255,10 +265,10 @@ class Application:
         self._remove_from_catalogue(pack_id)
 
     def _remove_from_catalogue(self, pack_id: bytes) -> None:
-        """Hide a pack, and keep the time of its last use for another blob of it."""
+        """Remove a pack from the catalogue; keep the time of its last use, for another blob of it
+        that is held or may arrive."""
         use = self._order.use(self._namespace + pack_id)
         if use is not None:
-            # another blob of this pack may come
             row = TIME.pack(use.time)
             self._rows.put(EARLY, pack_id, row)
         self._catalogue.discard(pack_id)
@@ -274,6 +284,7 @@ class Application:
         """Remove a blob of a pack for good; if another blob holds the pack, show that one."""
         rows = self._rows
         name = tombstone.name
+        # also if the blob is not held: it is refused when it arrives
         write_later_time(rows, TOMBSTONES, name, tombstone.time)
         if rows.get(BLOBS, name) is None:
             return
@@ -314,6 +325,7 @@ class Application:
         manifest = self._manifest_of(entry)
         if manifest is None:
             return
+        # recorded also if a later deletion is known: then nothing is shown
         now = before._replace(
             written=entry.version,
             head=head,
@@ -324,11 +336,13 @@ class Application:
             return
 
         row = manifest_row(self._namespace, manifest.id)
+        # those of the version that this one replaces
         self._forget_bytes(row)
         self._order.set_time(entry.time)
         write = ManifestWrite(manifest, (), packs)
         batch = CommitBatch(manifests=[write])
         self._catalogue.add(batch)
+        # in place of the keys, which ``add`` wrote empty: they are in a blob
         self._write_place(row, entry)
         self._catalogue.pin(row, now.is_pinned)
 
@@ -370,6 +384,7 @@ class Application:
         write_version(self._rows, dropped.digest, now)
         row = self._namespace + dropped.digest
         if now.is_alive:
+            # a later version was written, but the deletion may end the pin
             self._catalogue.pin(row, now.is_pinned)
         elif before.is_alive:
             self._forget_bytes(row)
@@ -379,6 +394,7 @@ class Application:
         """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
         newest = (before.pin, before.pinned)
+        # of equal versions, True counts (rule 4)
         if (pin.version, pin.pinned) <= newest:
             return
         now = before._replace(pin=pin.version, pinned=pin.pinned)
@@ -388,7 +404,7 @@ class Application:
             self._catalogue.pin(row, now.is_pinned)
 
     def _forget_bytes(self, row: bytes) -> None:
-        """Subtract the bytes of a request from the total."""
+        """Subtract the bytes of a request from the total, if it is held."""
         place = self._rows.get(MANIFEST_KEYS, row)
         if place is not None and len(place) == KEYS.size:
             _, _, _, counted, _ = KEYS.unpack(place)
@@ -404,7 +420,8 @@ def _content_digest(entry: ManifestEntry) -> bytes:
 
 
 class _Additions:
-    """Rows of new packs, and the totals with them.
+    """Rows of new packs, and the totals with them, which ``write`` writes at once, sorted. Only for
+    packs of which nothing is known: neither uses, nor other blobs, nor requests that name them.
 
     :param state: of the namespace; it is changed.
     :param forgotten: content of these tenants is not added.
@@ -451,6 +468,7 @@ class _Additions:
         tenant = b""
         if head.tenant != DEFAULT_TENANT:
             tenant = tenant_digest(head.tenant)
+        # neither pinned nor named by a request
         use = Use(self._order.moment, entry.time, head.depth, 0, 0, tenant)
         self._new[USES].append((key, use.encode()))
         place = use.order_key(key)
@@ -464,8 +482,9 @@ class _Additions:
         return True
 
     def write(self, rows: TableRows, namespace: bytes) -> None:
+        """Write the rows of all added packs, and the totals."""
         for table, new in self._new.items():
-            # in the order of the table
+            # LMDB adds rows that are in the order of the table faster
             new.sort()
             rows.put_many(table, new)
         rows.put(STATES, namespace, self._state.encode())

@@ -56,6 +56,7 @@ def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[
             num_bytes = 0
         part.append(entry)
         num_bytes += length
+    # the rest; of an empty replica, an empty delta
     yield _delta(part)
 
 
@@ -72,6 +73,7 @@ def _delta(entries: Sequence[Entry]) -> Delta:
 
 
 def _of(kind: type[T], entries: Sequence[Entry]) -> list[T]:
+    """Return the entries of one kind."""
     return [entry for entry in entries if isinstance(entry, kind)]
 
 
@@ -94,6 +96,7 @@ def _request_entries(
     """Iterate over what describes a request: its deletion, pin and newest version."""
     if version.dropped:
         yield Dropped(digest, version.dropped, version.time)
+    # else the deletion covers the pin
     if version.pin > version.dropped:
         yield Pin(digest, version.pin, version.pinned)
     if version.is_alive:
@@ -120,7 +123,8 @@ def _manifest_entry(
 
 
 def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
-    """Iterate over all blobs of packs."""
+    """Iterate over all blobs of packs, each with the time of the pack's last use; 0 if the row of
+    that is damaged."""
     for name, value in rows.range(BLOBS, b""):
         pack_id = bytes(name[:ID_BYTES])
         nonce = bytes(name[ID_BYTES:])

@@ -46,6 +46,8 @@ class ReplicaFolder:
             root = Path(self._temporary.name)
         self._folder = root.joinpath(*parts)
         self._lock = -1
+        """Descriptor of the locked file ``<number>.lock`` of the opened replica; -1: none. The lock
+        ends with the process."""
         self.path = self._folder
         """Directory of the opened replica."""
 
@@ -56,6 +58,8 @@ class ReplicaFolder:
         """
         try:
             self._acquire()
+            # ``close`` creates it. It is absent while the replica is open, so a process that is
+            # killed leaves none.
             clean = self.path / "clean"
             if not clean.exists():
                 self._clear()
@@ -68,11 +72,12 @@ class ReplicaFolder:
         return self._opened(namespace)
 
     def _opened(self, namespace: bytes) -> Replica:
-        """Open the replica in this folder; a damaged one begins from nothing."""
+        """Open the replica in ``path``; empty a damaged one, and open it again."""
         try:
             return Replica(self.path, namespace, self._seal, self._forgotten)
         except StoreError:
-            with suppress(OSError):  # a damaged one is emptied
+            # if that fails, the second attempt raises
+            with suppress(OSError):
                 self._clear()
             return Replica(self.path, namespace, self._seal, self._forgotten)
 
@@ -93,7 +98,7 @@ class ReplicaFolder:
             self._temporary.cleanup()
 
     def _acquire(self) -> None:
-        """Take the first directory of a replica that no other handle uses.
+        """Lock the first directory of a replica that no other handle uses, and set ``path`` to it.
 
         :raises OSError: all are in use, or cannot be made.
         """
@@ -115,6 +120,7 @@ class ReplicaFolder:
         raise OSError(f"{_MOST_REPLICAS} replicas are in use")
 
     def _clear(self) -> None:
+        """Delete the content of ``path``."""
         for path in self.path.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -122,6 +128,7 @@ class ReplicaFolder:
                 path.unlink()
 
     def _release(self) -> None:
+        """Let other handles use the directory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

@@ -26,9 +26,10 @@ _DEFAULT = tenant_digest(DEFAULT_TENANT)
 
 
 class RequestRow(NamedTuple):
-    """A request, as far as the search needs it."""
+    """A request in the replica."""
 
     digest: bytes
+    """Of its id."""
     nonce: bytes
     """Of the blob with its keys."""
     is_forgotten: bool
@@ -47,7 +48,7 @@ class ForgottenRows(NamedTuple):
             use = Use.decode(row)
             if use is None:
                 continue
-            # the digest first: it is there without opening the table
+            # first the digest of the tenant's name, which needs no read of the table
             owner = use.tenant or _DEFAULT
             if owner not in self.forgotten.tenants:
                 continue
@@ -56,6 +57,7 @@ class ForgottenRows(NamedTuple):
             head = table_head(stored[SEQUENCE.size :])
             if head is None:
                 continue
+            # the tenant may have other content, under a new data key or used later
             if self.forgotten.covers(head.tenant, head.data_key, use.time):
                 table = pack_table(name, stored)
                 if table is not None:

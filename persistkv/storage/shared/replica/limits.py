@@ -68,18 +68,19 @@ def evict(
 
 
 class _Goal(NamedTuple):
-    """Goal of an eviction."""
+    """Goal of an eviction: few enough bytes, and nothing that was last used before the horizon."""
 
     bound: Bound
     num_bytes: Callable[[], int]
     """Returns the bytes after the removals so far."""
     candidates: Callable[[], Candidates]
-    """Begins the eviction order anew."""
+    """Returns the remaining content in eviction order, from its beginning."""
 
     def is_met(self) -> bool:
         """Return whether the removals so far reach the goal."""
         if self.num_bytes() > self.bound.num_bytes:
             return False
+        # only the first one: the others were used later, within their priority
         for _, oldest in self.candidates():
             return oldest.time >= self.bound.horizon
         return True
@@ -92,17 +93,20 @@ def _bytes_of(transaction: CatalogTransaction, tenant: bytes) -> int:
 
 
 class _WholeBytes:
-    """Bytes that the namespace takes on the medium, less those of the packs that a transaction has
-    removed."""
+    """Callable that returns the bytes which the namespace takes on the medium, less those of the
+    packs that a transaction has removed so far. Removed requests are not subtracted."""
 
     def __init__(self, rows: TableRows, transaction: CatalogTransaction) -> None:
         self._rows = rows
         self._removed = transaction.removed
+        """List to which the transaction appends."""
         self._num_bytes = read_bytes(rows)
         self._counted = 0
+        """Number of the removed packs whose bytes are subtracted already."""
 
     def __call__(self) -> int:
         rows = self._rows
+        # it is called after each eviction: only the packs since the last call
         new = self._removed[self._counted :]
         for pack in new:
             for name in names_of(rows, pack[ID_BYTES:]):

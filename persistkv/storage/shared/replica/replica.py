@@ -161,12 +161,14 @@ class Replica:
         self._seal = seal
         self._forgotten = forgotten or ForgottenTenants()
         self._honoured = 0
-        """Records of forgotten tenants whose content it does not hold any more."""
+        """Number of the records of forgotten tenants whose content ``remove_forgotten`` has
+        removed."""
         self.has_traces = False
         """Whether its free pages may have content of forgotten tenants."""
         self._directory = directory
         self._closed = False
-        self._running = 0  # transactions
+        self._running = 0
+        """Number of transactions that run, in any thread."""
         self._changed = threading.Condition()
         """Guards ``_closed`` and ``_running``: rows are views of a memory map, which closing
         removes."""
@@ -189,7 +191,7 @@ class Replica:
         it and was applied last; empty: none includes it."""
 
     def _prepare(self) -> None:
-        """Make the rows that a new replica begins with."""
+        """Write the rows that a new replica begins with, unless they are there."""
         with self.rows() as rows:
             kind = rows.get(META, _KIND_ROW)
             state_row = rows.get(STATES, self.namespace)
@@ -207,6 +209,7 @@ class Replica:
         with self.rows() as rows:
             for key, value in rows.range(CONTAINED, b""):
                 name = bytes(key).decode()
+                # behind the first byte: see ``CONTAINED``
                 contained[name] = bytes(value[1:]).decode()
         return contained
 
@@ -225,7 +228,9 @@ class Replica:
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
-                # not of tenants: totals depend on rows that open
+                # Sealed with the data key of the store, not with those of tenants: when one of
+                # these is destroyed, its rows must still open, because totals are computed from
+                # them.
                 yield TableRows(
                     txn, self._databases, self._seal, _SEALED_TABLES, of_tenants=False
                 )
@@ -319,6 +324,7 @@ class Replica:
         million packs.
         """
         with self.rows() as rows:
+            # all packs and bytes, pinned ones included, for the average size
             packs = read_state(rows, self.namespace).packs
             total = read_bytes(rows)
             moments = _moments(key for key, _ in rows.range(ORDER, b""))
@@ -358,6 +364,7 @@ class Replica:
 
     def plan(self, batch: CommitBatch) -> CommitPlan:
         """Return the packs that a commit of the batch must upload and remove; change nothing."""
+        # the removals are tried out, and rolled back
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)
@@ -373,10 +380,11 @@ class Replica:
             transaction.remove(removed)
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
+                # a batch may have a pack twice
                 missing.setdefault(pack.pack_id, pack)
             pins = self._held_pins(rows, batch)
             removals = _removals(rows, transaction)
-            # if it has blobs, its row is damaged: the new blob replaces them
+            # a missing pack with blobs: its row is damaged, and the new blob replaces them
             for pack_id in missing:
                 for name in names_of(rows, pack_id):
                     if name not in removals.packs:
@@ -409,6 +417,7 @@ class Replica:
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             transaction = CatalogTransaction(rows, None, self.namespace, order=order)
+            # expired content first: it may leave nothing to evict
             if now:
                 order.set_time(now)
                 transaction.expire(limits.ttl_s, at_most)
@@ -416,7 +425,8 @@ class Replica:
             return _removals(rows, transaction)
 
     def tombstones(self, removals: Removals, time: float) -> Delta:
-        """Return a delta that removes packs and requests at a time."""
+        """Return a delta that removes packs and requests: packs for good, requests up to the newest
+        version that is known here."""
         removed = [Tombstone(name, time) for name in removals.packs]
         dropped: list[Dropped] = []
         for digest, version in self.versions(removals.manifests).items():
@@ -440,13 +450,14 @@ class Replica:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
                 if name:
-                    # that of before, or of an object of this call, stays
+                    # an includer from before, or from this call, stays
                     includer = self.contained.get(name, "")
                     includers.setdefault(name, includer)
-                # this object includes others, which need not be read
+                # these count as contained now, and are not read any more
                 includers.update(dict.fromkeys(delta.includes, name))
             self._put_includers(rows, includers)
             after = read_state(rows, self.namespace).cursor
+        # after the transaction: it may fail
         self.contained.update(includers)
         return before, after
 
@@ -457,7 +468,7 @@ class Replica:
             rows.put(CONTAINED, name.encode(), value)
 
     def is_unincluded(self, name: str) -> bool:
-        """Return whether it contains an object of the index that no other one includes."""
+        """Return whether the replica contains an object of the index that no other one includes."""
         return self.contained.get(name) == ""
 
     def mark_contained(self, names: Sequence[str]) -> None:
@@ -505,7 +516,7 @@ class Replica:
         return found
 
     def remove_forgotten(self) -> None:
-        """Remove what it holds of tenants that were forgotten since the last call.
+        """Remove the content of tenants that were forgotten since the last call.
 
         :raises StoreError: the replica failed; some may be removed.
         """
@@ -515,6 +526,7 @@ class Replica:
         content = self.content_of(self._forgotten)
         if content.tables or content.manifests:
             self.has_traces = True
+        # only in the replica: others refuse the content by the same records
         ends = self.tombstones(content, self._forgotten.time)
         most = max(len(ends.removed), len(ends.dropped))
         # in several transactions: commits wait for them
@@ -589,9 +601,11 @@ def _steps(
     :param moments: of the packs that are not pinned, ascending.
     :param num_bytes: of all packs, whose number is ``packs``.
     """
+    # steps with about the same number of packs each
     steps = min(points, len(moments))
     ages: list[tuple[float, int]] = []
     for number in range(1, steps + 1):
+        # number of packs up to this step
         last = len(moments) * number // steps
         time = TimedOrder.time_of(moments[last - 1])
         until = num_bytes * last // max(1, packs)
@@ -613,6 +627,7 @@ def _purge_times(rows: TableRows, table: str, before: float) -> None:
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
     """Return the removals of a transaction, with the names that the index uses."""
     removals = Removals(tables=list(transaction.evicted))
+    # the transaction lists packs, perhaps twice; the index names each of their blobs
     for name in dict.fromkeys(transaction.removed):
         removals.packs += names_of(rows, name[ID_BYTES:])
     for name in dict.fromkeys(transaction.dropped):
@@ -630,6 +645,7 @@ def _open(directory: Path, size: int) -> lmdb.Environment:
                 map_size=size,
                 max_dbs=len(REPLICA_TABLES),
                 max_readers=_READERS,
+                # a replica that did not end cleanly is not used again
                 sync=False,
                 metasync=False,
             )

@@ -36,8 +36,9 @@ class Version(NamedTuple):
     none."""
 
     written: int = 0
-    # digest of the written content: of two equal versions, the greater one counts
     head: bytes = bytes(16)
+    """Digest of the written content: of two equal versions, the one with the greater digest
+    counts."""
     dropped: int = 0
     """Version up to which the request is deleted."""
     pin: int = 0
@@ -48,10 +49,12 @@ class Version(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
+        """Whether the request is shown: it was written after its last deletion."""
         return self.written > self.dropped
 
     @property
     def is_pinned(self) -> bool:
+        """Whether it is pinned: a deletion also ends the pins before it."""
         return self.pinned and self.pin > self.dropped
 
     @property
@@ -80,6 +83,7 @@ def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
 def shown_name(rows: TableRows, pack_id: bytes) -> bytes | None:
     """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is
     none."""
+    # the first key from the pack id on may be that of another pack
     name = rows.first(BLOBS, pack_id)
     if name is None or not name.startswith(pack_id):
         return None

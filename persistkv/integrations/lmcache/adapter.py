@@ -143,6 +143,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Stores
 
     def submit_store_task(self, keys: ObjectKeys, objects: MemoryObjects) -> int:
+        """Begin to store objects; return the number of the task."""
         tasks = self._store_tasks
         parts = parts_of_objects(PutPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
@@ -153,6 +154,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """Return LMCache's ``L2StoreResult`` of each store task that has ended since the last
+        call. A task succeeds if all its objects are durable."""
         ended = self._store_tasks.take()
         results: dict[int, Any] = {}
         for task, is_stored in ended.items():
@@ -169,6 +172,10 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def submit_lookup_and_lock_task(
         self, keys: ObjectKeys, group_layout_descs: Mapping[int, Any]
     ) -> int:
+        """Begin to look keys up; return the number of the task.
+
+        :param group_layout_descs: for each object group, LMCache's ``MemoryLayoutDesc``.
+        """
         tasks = self._lookup_tasks
         parts = parts_of_lookup(keys, group_layout_descs, self._stores, self._rules)
         task = tasks.begin(len(keys), len(parts))
@@ -178,6 +185,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """Return LMCache's ``Bitmap`` of the keys that are hits, and lock these; None while the
+        task runs. Called with success once for each task."""
         results = self._lookup_tasks.take_one(task_id)
         if results is None:
             return None
@@ -197,6 +206,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Loads
 
     def submit_load_task(self, keys: ObjectKeys, objects: MemoryObjects) -> int:
+        """Begin to load keys into the memory of ``objects``; return the number of the task."""
         tasks = self._load_tasks
         parts = parts_of_objects(GetPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
@@ -207,6 +217,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         return task
 
     def query_load_result(self, task_id: int) -> Any:
+        """Return LMCache's ``Bitmap`` of the objects that were loaded; None while the task runs."""
         results = self._load_tasks.take_one(task_id)
         if results is None:
             return None
@@ -292,6 +303,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # The end
 
     def report_status(self) -> dict[str, Any]:
+        """Return the state of the adapter for LMCache's report; counts are those since the
+        start, over all open stores."""
         stores = self._stores.items()
         counters = [store.counters.store for _, store in stores]
         stored_objects = sum(one.stored_blocks for one in counters)
@@ -316,7 +329,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         """Commit the tasks of open stores and close the stores; waits for up to a minute for each.
         Tasks that wait for a store to open are dropped. Idempotent."""
         # The announcer reads the stores, so it ends before they close. The opener may hang and is
-        # not waited for: what it opens later is closed at once.
+        # not waited for: a store that it opens later is closed at once.
         self._announcer.stop()
         self._opener.shutdown(wait=False, cancel_futures=True)
         self._loads.close()

@@ -87,6 +87,7 @@ class LayoutStores:
     def open(self, place: Place) -> BlockStore | None:
         """Return the store, and open it first if it is not open; None if it does not open, which is
         logged."""
+        # None here means that the store may not be opened now
         found = self._open.get(place)
         if found is not None or self._is_closed or not self.may_open(place):
             return found
@@ -108,6 +109,7 @@ class LayoutStores:
             return None
         if self._add(place, store):
             return store
+        # the adapter was closed while the store was being opened
         store.close()
         return None
 

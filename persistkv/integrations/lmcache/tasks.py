@@ -78,6 +78,7 @@ class TaskQueue:
 
     def fail(self, task: int) -> None:
         """End a part without success."""
+        # a call that has ended without results, so that LMCache is woken as after any other
         number = self._completions.new_number()
         ended = Completion(number, [])
         with self._lock:

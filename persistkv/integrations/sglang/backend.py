@@ -87,6 +87,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         name."""
         memory = PageMemory.of(pool)
 
+        # the store calls it once it knows whether pages have regions or are copied
         def identity_of(sizes: Sequence[int]) -> BlockIdentity:
             return pool_identity(
                 self._config,

@@ -51,6 +51,7 @@ class PageMemory(NamedTuple):
             )
         if not num_pages:
             return []
+        # the regions of all pages in one list, page by page
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         per_page, rest = divmod(len(addresses), num_pages)
         if rest:

@@ -138,8 +138,8 @@ class Engine:
             store.
         :param prewarm_share: part of the primary tier, 0 to 1, to fill with the store's most
             recently used contexts before this returns, which takes up to a minute.
-        :param load_policy: ``auto`` loads what is expected to be faster than computing it;
-            ``always`` and ``never`` do not compare.
+        :param load_policy: ``auto`` loads a prefix if that is expected to be faster than computing
+            it; ``always`` and ``never`` do not compare.
         :param prefill_tokens_per_s: speed of the model for this comparison; None: as measured.
         :param tenant: tenant of the requests that name none: ``default``, or ``required``: such
             requests neither use nor fill the store.
@@ -273,6 +273,7 @@ class Engine:
             checked.tenant,
         )
 
+        # called for the first token: a stream that is never read takes no room from others
         def start() -> Iterator[int]:
             self._begin(request, checked, len(tokens) + max_new_tokens)
             return request.run(tokens, max_new_tokens, sampler, stop, checked.load)
@@ -324,6 +325,7 @@ class Engine:
             )
         deadline = time.monotonic() + seconds
         while True:
+            # released between two looks, so that the requests of other threads run
             with self._lock:
                 self._check_open()
                 self._tiers.step()

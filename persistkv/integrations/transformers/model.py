@@ -352,6 +352,7 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     name = type(model).__name__
     cache = DynamicCache(config=config)
     for layer_idx, layer in enumerate(cache.layers):
+        # these exactly: a subclass may keep more than keys and values
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "

@@ -68,6 +68,7 @@ class BlockHashChain:
         new = []
         for start in range(0, full_bytes, self._block_bytes):
             block = data[start : start + self._block_bytes]
+            # the hash of the block before identifies all tokens before this block
             digest = hashlib.sha256(self._parent + block)
             self._parent = digest.digest()
             new.append(self._parent)
@@ -274,6 +275,7 @@ class Request:
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
+            # all of them are there, as the match has just found
             for position in needed:
                 block_id = group.pool.acquire(hashes[position])
                 table.append(block_id)

@@ -222,6 +222,7 @@ class Tiers:
             expected_s = self._tiering.load_chooser.prefill.expected_s(start, stop)
             if expected_s is not None:
                 return expected_s
+        # sums of tokens and seconds, as recorded in each store
         all_tokens = 0
         all_s = 0.0
         for tier in self.persistent:

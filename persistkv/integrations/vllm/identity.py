@@ -290,6 +290,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     if name is not None:
         return f"named:{name}"
     load_format = str(getattr(load.load_format, "value", load.load_format))
+    # random weights, which the seed determines
     if load_format == "dummy":
         return f"dummy:{getattr(model, 'seed', None)}"
     if load_format not in _READABLE_FORMATS:
@@ -299,6 +300,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
         from huggingface_hub import snapshot_download
 
         try:
+            # the files that vLLM has loaded: nothing is downloaded (``local_files_only``)
             found = snapshot_download(
                 str(model.model),
                 revision=getattr(model, "revision", None),

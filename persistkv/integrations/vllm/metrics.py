@@ -183,6 +183,7 @@ def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
     }
     if stats.host is None:
         return found
+    # 0 if it is closed, or the store has none
     found["breaker"] = _BREAKER.get(stats.host.breaker or "", 0.0)
     disk_bytes, capacity = stats.host.disk_bytes, stats.host.capacity or 0
     if disk_bytes is not None:

@@ -45,6 +45,7 @@ def number_layout(
     offloading = spec.config
     if kv_cache is None or not _has_fixed_numbers(engine, offloading, device):
         return None
+    # replicated: all workers have the same bytes, and a row has them once
     replicated = getattr(offloading, "replicated_layout", False)
     workers = 1 if replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
@@ -71,6 +72,7 @@ def number_layout(
         if vectors is None:
             return None
         groups[group.group_id] = vectors
+    # a layout has one dtype for all groups
     if len(dtypes) != 1:
         return None
     return NumberLayout(dtypes.pop(), by_group_index(groups))

@@ -33,6 +33,11 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
     """
 
     def get_worker(self, kv_caches: Any) -> Any:
+        """Return the worker that copies between the KV tensors of this process and the rows of the
+        primary tier: for CPU tensors that of this package, else vLLM's.
+
+        :param kv_caches: vLLM's ``CanonicalKVCaches``.
+        """
         devices = {canonical.tensor.device.type for canonical in kv_caches.tensors}
         if devices != {"cpu"}:
             return super().get_worker(kv_caches)

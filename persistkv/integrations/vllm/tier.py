@@ -132,6 +132,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         is_remote = backend.capabilities.remote
         default = "REMOTE" if is_remote else "LOCAL"
         self.locality = Locality(self.options.locality or default)
+        # several entries of ``secondary_tiers`` are several stores of one engine
         self._tiers = EngineTiers(persistent_tiers(offloading_spec))
         self._isolation = Isolation("tier persistkv")
         self._metrics = MetricsReader(scheme)
@@ -159,6 +160,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 self.options.weights,
                 is_only_source=is_only_source(engine),
             )
+            # opens the store now, and another tier whenever a request names new weights
             make_tier = partial(self._make_tier, config, primary_kv_view, watch)
             self._guard = GuardedTier(make_tier, watch)
         except BaseException:
@@ -259,6 +261,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     # Lookups and jobs
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Return whether the request loads the chunk of a key: the store holds it, and loading is
+        expected to be worth it. Answers at once, from the index in memory."""
         request = self._requests.get(req_context.req_id)
         # without a call: vLLM asks for each chunk in each step
         if request is None or request.source is not req_context:
@@ -328,6 +332,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._tier.record_prefill(num_tokens, seconds)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Note the time of the step, from which the engine's speed is computed."""
         is_busy = False
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             is_busy = self._has_going_request()
@@ -363,6 +368,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request.loads.first_computed = running.prefill_stats.num_cached_tokens
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        """Store the chunks of a job, or report it as done without that if its request must not be
+        stored."""
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
@@ -377,6 +384,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._results.pass_over(job_metadata.job_id)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
+        """Load the chunks of a job into the primary tier."""
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         store_keys = request.store_keys(keys)
@@ -528,6 +536,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._steps.request()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the chunks that were stored in the store, or removed from it, since the last
+        call."""
         if self._guard.is_opening:
             return []
         events = []
@@ -558,6 +568,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return CONFIG_INFO
 
     def config_info(self) -> dict[str, str]:
+        """Return the values of ``CONFIG_INFO``; the namespace is ``none`` while weights that have
+        changed keep the store out of use."""
         options = self.options
         namespace = "none"
         if self._guard.is_in_use:

@@ -237,6 +237,7 @@ class GuardedTier:
             self.tier.on_restored(keys, context)
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
+        """Pass the end of a request on, after its stores that wait."""
         if epoch != self._epoch or self.is_opening:
             return
         if self._held:
@@ -258,9 +259,11 @@ class GuardedTier:
                 is_load = result.job_id in self._tickets
                 target = self._loaded if is_load else self._finished
                 target.append(result)
+        # read before the stores below: a change drops those that wait
         detached = self.is_detached
         if self._held and self.watch.is_sure:
             self._submit_held()
+        # each load again waits if its comparison has not ended
         loaded = self._loaded
         self._loaded = []
         for result in loaded:

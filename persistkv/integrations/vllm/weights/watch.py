@@ -318,6 +318,7 @@ def attach_watch(
     :param weights: name of the weights at the start; None: those of the checkpoint.
     :param is_only_source: see ``WeightsWatch``.
     """
+    # a word can be attached once, and calls need one observer
     known = vars(spec).get("_persistkv_watch")
     if isinstance(known, WeightsWatch):
         return known
@@ -325,6 +326,7 @@ def attach_watch(
     try:
         for rank in range(spec.config.parallel.world_size):
             words.append(WeightsWord.attach(spec.config.engine_id, rank))
+    # the words of some workers do not suffice: any of the others may change
     except OSError:
         words = []
         logger.warning(

@@ -33,6 +33,7 @@ class WeightsWord:
         path = _path(engine_id, rank, directory)
         with suppress(FileNotFoundError):
             path.unlink()
+        # a new file of this user: neither another user's nor a link is opened
         file = os.open(
             path,
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,

@@ -229,6 +229,7 @@ class SharedBackend(Backend):
         skipped: Counter[str] = Counter()
         namespaces = 0
         for namespace in self.namespaces():
+            # packs that are committed again, and blobs that are not (reason → number)
             tables, ignored = self._open(namespace.id).rebuild(progress)
             found += tables
             skipped += ignored
@@ -339,6 +340,7 @@ class SharedBackend(Backend):
         return self._policy.now()
 
     def set_policy(self, policy: Policy) -> None:
+        """Record another policy; other handles read it within a minute."""
         if policy.placement is not None:
             raise ConfigurationError(
                 "placement", policy.placement, "none: this driver has one placement"
@@ -347,11 +349,13 @@ class SharedBackend(Backend):
             self._check_open(writes=True)
             self._refresh_policy()
             self._policy.replace(policy)
+        # the thread applies the new limits
         self._wake.set()
 
     # Namespaces
 
     def namespaces(self) -> Iterator[Namespace]:
+        """Iterate over the namespaces of the store; none before the medium has answered."""
         self._check_open()
         if not self._policy.has_answered():
             return iter([])
@@ -364,6 +368,11 @@ class SharedBackend(Backend):
         return self._identities.find(namespace) is not None
 
     def open_namespace(self, identity: Identity) -> Namespace:
+        """Return the namespace of an identity, and add it to the store if it is missing.
+
+        :raises ConfigurationError: the identity is too large for its blob.
+        :raises StoreError: see ``_find_namespace`` and ``_open``.
+        """
         self._check_open()
         length = len(identity.encode())
         if length > _MOST_IDENTITY_BYTES:
@@ -432,6 +441,8 @@ class SharedBackend(Backend):
     # Notes and status
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
+        """Return the content of a note about a namespace; None if it is missing or damaged, or if
+        the medium has not answered yet."""
         self._check_open()
         if not self._policy.has_answered():
             return None
@@ -446,6 +457,7 @@ class SharedBackend(Backend):
         return self._medium.maintenance.all(read, names)
 
     def note_names(self, namespace: bytes) -> list[str]:
+        """Return the names of the notes about a namespace; none before the medium has answered."""
         self._check_open()
         if not self._policy.has_answered():
             return []
@@ -454,6 +466,7 @@ class SharedBackend(Backend):
         return [info.name.removeprefix(prefix) for info in found]
 
     def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+        """Write a note about a namespace; None: delete it."""
         self._check_open(writes=True)
         blob = self._medium.names.note(namespace, name)
         if content is None:
@@ -472,6 +485,11 @@ class SharedBackend(Backend):
     # Content
 
     def commit(self, namespace: bytes, batch: CommitBatch) -> CommitResult:
+        """Make a batch durable (``Backend.commit``); see ``inbox`` for the steps.
+
+        :raises TenantForgottenError: the batch may have content from before its tenant was
+            forgotten.
+        """
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
         self._medium.records.refuse(batch)
@@ -497,6 +515,8 @@ class SharedBackend(Backend):
         return result
 
     def changes(self, namespace: bytes, cursor: bytes | None) -> Changes:
+        """Return the changes of a namespace after a cursor (``Backend.changes``); nothing before
+        the medium has answered."""
         self._check_open()
         is_answered = self._policy.has_answered()
         # an engine that starts without the medium begins with an empty index
@@ -505,6 +525,7 @@ class SharedBackend(Backend):
         return super().changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """Fill the buffers of spans; return for each whether it was filled (``Backend.read``)."""
         opened = self._searched(namespace, [span.pack_id for span in spans])
         opened.follower.use()
         return opened.packs.read(spans)
@@ -531,6 +552,7 @@ class SharedBackend(Backend):
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)
 
     def stats(self) -> BackendStats:
+        """Return the totals of all namespaces, as the replicas show them."""
         states: list[NamespaceState] = []
         disk_bytes = 0
         for namespace in self.namespaces():
@@ -540,6 +562,8 @@ class SharedBackend(Backend):
         return totals(states, disk_bytes, self._policy.now().capacity)
 
     def tenants(self) -> list[TenantTotals]:
+        """Return the totals of the tenants in all namespaces together, by name; also those of
+        tenants with a quota and without content."""
         found: dict[str, TenantTotals] = {}
         for namespace in self.namespaces():
             for part in self._fresh(namespace.id).replica.tenants():
@@ -556,6 +580,7 @@ class SharedBackend(Backend):
         self._medium.keys.rotate(key)
 
     def forget(self, tenant: str) -> Forgotten:
+        """Forget a tenant in all namespaces; see ``forgetting.forget``."""
         check_tenant("tenant", tenant)
         self._check_open(writes=True)
         self._refresh_policy()
@@ -622,6 +647,10 @@ class SharedBackend(Backend):
             self._medium.close()
 
     def _check_open(self, *, writes: bool = False) -> None:
+        """Raise a StoreError if the handle is closed.
+
+        :param writes: raise also if it is read-only, or the medium has not answered yet.
+        """
         if self._closed:
             raise StoreError(f"{self._place} is closed")
         if writes and self._read_only:

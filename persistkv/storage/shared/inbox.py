@@ -272,7 +272,8 @@ class Inbox:
 
 
 def _changes_anything(batch: CommitBatch, plan: CommitPlan) -> bool:
-    """Return whether a commit is necessary: uses alone wait for the next one."""
+    """Return whether a batch needs a commit of its own: it adds, removes or pins something. Uses
+    alone wait for the next commit."""
     removals = plan.removals
     changes = (
         plan.missing,

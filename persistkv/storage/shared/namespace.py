@@ -38,7 +38,9 @@ class SharedNamespace:
     """A namespace that a handle has opened. Any thread may read; one thread at a time may commit,
     another one steps.
 
+    :param namespace: its id.
     :param folder: of the replica.
+    :param board: totals of all namespaces of the store, from which the limits of this one follow.
     :param is_writable: whether this handle commits and merges.
     :raises StoreError: the replica cannot be opened.
     """
@@ -69,12 +71,14 @@ class SharedNamespace:
             self.reader,
             self.merger,
         )
+        """Writes commits."""
         self.follower = Follower(
             medium,
             self.reader,
             self.merger if is_writable else None,
             options.refresh_s,
         )
+        """Reads the commits of other engines, when it is time."""
         self._limits = NamespaceLimits(board, self.replica, medium, options.policy)
         self._sweeper = Sweeper(medium, self._names, self.replica)
         self._lock = self._medium.clock.lock()

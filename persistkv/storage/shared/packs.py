@@ -230,6 +230,7 @@ class PackBlobs:
             done = self._medium.blobs.read(blob, run.start, length, buffers)
             if done == length:
                 return True
+            # the blob is there, and ends before the range
             is_too_short = True
         if self._is_lost(blob, is_too_short=is_too_short):
             self._on_missing(name)

@@ -73,6 +73,8 @@ class ForgottenTenants:
         """Digest of a tenant without data keys → time up to which it is forgotten."""
 
     def add(self, records: Iterable[ForgetRecord]) -> None:
+        """Add records; those that are known change nothing. Sets are replaced as a whole, so
+        readers in other threads see the old or the new one."""
         for record in records:
             self.records |= {record}
             self.time = max(self.time, record.time)

@@ -92,6 +92,7 @@ class IndexObjects:
             raise CorruptPackError("index object", f"it has {info.size} bytes")
         body = self._medium.sealed(info.name, self._namespace, info.size)
         stored = decode_delta(body)
+        # a store without a key, or an object without packs and requests
         if not stored.sealed:
             return stored
         if not self._medium.seal.encrypts:
@@ -100,6 +101,7 @@ class IndexObjects:
         packs: list[PackEntry] = []
         manifests: list[ManifestEntry] = []
         for record in stored.sealed:
+            # without the content of destroyed keys
             open_record = partial(opened, self._record(info.name), record)
             content_body = self._unless_destroyed(record_key(record), open_record)
             if content_body is not None:

@@ -243,6 +243,7 @@ class IndexReader:
             is_base = self._names.level(info.name) >= BASE_LEVEL
             kind = bases if is_base else segments
             kind.append(info)
+        # an empty replica lacks everything: then the base is the shortest way
         lacks_few = len(segments) <= _KNOWN_NAMES
         if self._replica.contained and lacks_few:
             return segments + bases
@@ -336,6 +337,7 @@ class IndexReader:
                 listed[info.name] = info
         self.listed = listed
         self._note_shown_now(listed)
+        # objects that were deleted: otherwise, ``contained`` would grow for ever
         old = self._not_shown_lately()
         if old:
             self._replica.forget(old)

@@ -62,6 +62,7 @@ class Rebuilder:
             entry = PackEntry(table.pack_id, name[ID_BYTES:], table.encode(), time)
             waiting.append(entry)
             waiting_bytes += len(entry.body)
+            # several commits: one object has a limited size
             if waiting_bytes >= _COMMIT_BYTES:
                 self._commit(waiting)
                 waiting = []

@@ -93,6 +93,7 @@ class Totals(ArrayStruct, frozen=True):
     def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
         """Return whether any content was last used before the horizon of all content, or of its
         tenant."""
+        # fewer bytes: some content of a tenant is older than the tenant's horizon
         kept = self.without(horizons)
         return kept.num_bytes < self.num_bytes or self.used_until(horizon) > 0
 
@@ -150,6 +151,7 @@ class TotalsBoard:
         name = self._medium.names.totals_of(namespace)
         tenants = _tenant_totals(replica, policy)
         totals = Totals(replica.disk_bytes(), replica.ages(_POINTS), tenants)
+        # a namespace without content has no totals in the store
         if totals.num_bytes:
             self._medium.put_sealed(name, encode(totals), namespace)
         elif self._is_published(namespace):
@@ -458,6 +460,7 @@ def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> 
     everything = [mine, *others]
     horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
     used = sum(totals.num_bytes for totals in everything)
+    # what the namespace has after the eviction of all that is older than the horizon
     kept = mine.num_bytes - mine.used_until(horizon)
     # Others may be slow to evict what is older than the horizon: until then, each gives up an equal
     # part.

@@ -87,6 +87,7 @@ class ReplicaFolder:
         keep = keep and not replica.has_traces and self._temporary is None
         try:
             replica.close(keep=keep)
+            # after the files are complete
             if keep:
                 (self.path / "clean").touch()
         except (StoreError, OSError) as error:
@@ -103,6 +104,7 @@ class ReplicaFolder:
         :raises OSError: all are in use, or cannot be made.
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # a lock that is free: the process that used the directory before has ended
         for number in range(_MOST_REPLICAS):
             lock = os.open(
                 self._folder / f"{number}.lock",

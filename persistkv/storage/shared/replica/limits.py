@@ -55,6 +55,7 @@ def evict(
     :param order: of the transaction.
     :param at_most: maximum number of packs and requests, of each tenant and altogether.
     """
+    # Tenants first: what is above their quotas makes room in the capacity.
     for tenant, bound in sorted(limits.tenants.items()):
         goal = _Goal(
             bound,
@@ -105,6 +106,7 @@ class _WholeBytes:
         """Number of the removed packs whose bytes are subtracted already."""
 
     def __call__(self) -> int:
+        """Return the bytes after the removals so far."""
         rows = self._rows
         # it is called after each eviction: only the packs since the last call
         new = self._removed[self._counted :]

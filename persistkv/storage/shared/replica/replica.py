@@ -143,6 +143,7 @@ class Replica:
     """Replica of the index of one namespace. Thread-safe.
 
     :param directory: of the LMDB environment; the replica is its only user.
+    :param namespace: id of the namespace.
     :param seal: of the rows.
     :param forgotten: content of these tenants is refused; it may grow. None: of no tenant.
     :param map_bytes: address space, halved until it fits.
@@ -571,6 +572,7 @@ class Replica:
             if not has_ended:
                 raise StoreError(f"{self._directory}: the replica is in use")
         try:
+            # commits are not synced (``_open``)
             if keep:
                 self._env.sync(True)
         except lmdb.Error as error:

@@ -94,9 +94,11 @@ from persistkv_lmdb.rebuild import rebuild
 
 logger = logging.getLogger(__name__)
 
-_REPLACEMENTS = 4  # of the store's files that one operation follows
+# how often one operation begins again because the store's files were replaced
+_REPLACEMENTS = 4
 _STATUS_SUFFIX = ".json"
-_STATUS_FORGOTTEN_S = 86_400.0  # one day: killed engines leave their files
+# one day: age at which a status file is deleted, because killed engines leave theirs
+_STATUS_FORGOTTEN_S = 86_400.0
 _STATUS_BYTES = 64 << 10  # 64 KiB: longer files are truncated when read
 
 
@@ -119,6 +121,7 @@ class LmdbOptions(KeyOptions, frozen=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # also raises if capacity or ttl cannot be parsed
         capacity = self.given.capacity
         if capacity is not None and not is_capacity(capacity):
             raise ConfigurationError(
@@ -156,6 +159,7 @@ class LmdbBackend(Backend):
     """
 
     status_interval_s: float | None = 2.0
+    """As in ``Backend``: seconds between two statuses of an engine; None for a read-only handle."""
 
     def __init__(
         self,
@@ -167,18 +171,24 @@ class LmdbBackend(Backend):
         cached: bool,
     ) -> None:
         self._shared: Environment | None = shared
+        """Environment that this handle has acquired; None: the handle is closed."""
         self._path = shared.path
-        # of a store that is created in place of a removed one
         self._policy = policy
+        """Policy of a store that is created in place of a removed one."""
         self._keys = keys
+        """Keys for an environment that this handle opens. A shared one has those of the handle that
+        opened it."""
         self._forgotten = dict(shared.database.keys.forgotten)
-        """``KeyFile.forgotten``, as far as the caller knows it."""
+        """Copy of ``KeyFile.forgotten`` that counts only what the caller knows: a tenant that was
+        forgotten since makes ``commit`` raise once."""
         self._following = threading.RLock()
+        """Held by the thread that replaces ``_shared`` (``_follow``)."""
         self._read_only = read_only
         self.capabilities = Capabilities(writable=not read_only)
         if read_only:
             self.status_interval_s = None
         self._direct = not cached
+        """Whether payloads are read with O_DIRECT where possible."""
 
     @property
     def seal(self) -> Seal:
@@ -209,6 +219,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         keys = KeyFile(path, options.store_key())
         read_only = read_only or options.read_only
+        # before anything is created there
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
         if not read_only and files.is_on_read_only_file_system(path):
@@ -230,6 +241,7 @@ class LmdbBackend(Backend):
         return backend
 
     def _report_differences(self, given: Policy) -> None:
+        """Log a warning if the policy that the URL gives differs from the recorded one."""
         differences = self.policy().contradictions(given)
         if differences:
             message = (
@@ -246,6 +258,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         _refuse_remote(path)
         keys = KeyFile(path, options.store_key())
+        # inline payloads cannot be rebuilt
         policy = replace(options.given, placement="extents")
         return rebuild(path, policy, keys, progress)
 
@@ -264,9 +277,13 @@ class LmdbBackend(Backend):
     ) -> Iterator[tuple[Environment, TableRows]]:
         """Run a transaction of the store that is at the path now, as ``Environment.transaction``.
         Yield its environment and the transaction.
+
+        Files that were replaced before the transaction begins are followed. If a commit finds that
+        it went into replaced files, its ReplacedError is raised: the block cannot run again.
         """
         for _ in range(_REPLACEMENTS):
             environment = self._writable() if write else self.environment
+            # entered apart from the block, so that only errors of the beginning are caught
             with ExitStack() as entered:
                 try:
                     transaction = entered.enter_context(
@@ -280,7 +297,8 @@ class LmdbBackend(Backend):
         raise self._keeps_changing()
 
     def _follow(self, replaced: Environment) -> None:
-        """Open the store that is at the path now, in place of ``replaced``, and its namespaces.
+        """Open the store that is at the path now, in place of ``replaced``, and take over the
+        namespaces that were opened.
 
         :raises StoreError: it cannot be opened; the next transaction tries again.
         """
@@ -288,7 +306,8 @@ class LmdbBackend(Backend):
             # another thread has done it, or has closed this handle
             if self._shared is not replaced:
                 return
-            # by another handle, to open the store for writing
+            # Another handle may have closed it to open the same files again, for example for
+            # writing: then nothing was replaced, and there is no warning.
             was_closed = replaced.is_closed
             files.prepare_directory(self._path, read_only=self._read_only)
             self._shared = ENVIRONMENTS.acquire(
@@ -304,12 +323,14 @@ class LmdbBackend(Backend):
             ENVIRONMENTS.release(replaced)
 
     def _keeps_changing(self) -> StoreError:
+        """Return the error of an operation that has followed replaced files too often."""
         return StoreError(
             f"{self._path}: files of the store were replaced {_REPLACEMENTS} times in one operation"
         )
 
     def rotate_key(self, key: StoreKey) -> None:
         environment = self._writable()
+        # the transaction writes nothing: it holds the writer lock
         with environment.transaction(write=True), files.translated_io(self._path):
             self._keys.rotate(key)
 
@@ -346,10 +367,11 @@ class LmdbBackend(Backend):
             namespace = self.environment.opened.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # its row is damaged
+        # The namespace has content, and its row is damaged or lost: no later commit would write it.
         if has_content and found is None and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
+        # the commit that adds its first content writes the row from here
         self.environment.opened[name] = namespace
         return namespace
 
@@ -362,6 +384,7 @@ class LmdbBackend(Backend):
             return content
         try:
             return self.seal.opened(key, content)
+        # a damaged note is none
         except CorruptPackError:
             return None
 
@@ -394,20 +417,22 @@ class LmdbBackend(Backend):
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
-                # the caller drops what it has accepted: its next commits have later content
+                # With this error, the caller drops the content of the tenant that it had accepted.
+                # Its next commits have later content only, which is not refused.
                 for name in error.tenants:
                     count = environment.database.keys.forgotten.get(name, 0)
                     self._forgotten[name] = count
                 raise
             except ReplacedError:
                 self._follow(environment)
-                # the attempt has consumed their payloads
+                # the next attempt reads their payloads from the beginning
                 for pack in batch.packs:
                     pack.restart()
         raise self._keeps_changing()
 
     def _make_keys(self, environment: Environment, batch: CommitBatch) -> None:
-        """Make the data keys of tenants that have none, durably, before their first packs.
+        """Make the data keys of tenants of the batch that have none, durably, before their first
+        packs. A store without a key lacks none.
 
         :raises TenantForgottenError: a key is lacking because its tenant was forgotten.
         """
@@ -415,7 +440,7 @@ class LmdbBackend(Backend):
         if not environment.database.seal.lacking(tenants):
             return
         keys = environment.database.keys
-        # for the writer lock
+        # the transaction writes no row: it holds the writer lock, which changes of keys need
         with environment.transaction(write=True), files.translated_io(self._path):
             keys.refuse(tenants, self._forgotten)
             keys.make(tenants)
@@ -424,7 +449,11 @@ class LmdbBackend(Backend):
         self, environment: Environment, namespace: bytes, batch: CommitBatch
     ) -> CommitResult:
         """Commit a batch to the store's present files, in one transaction, or after an eviction if
-        there is no room."""
+        there is no room.
+
+        :raises ReplacedError: the files are no longer at the path; nothing is acknowledged. Other
+            errors as in ``Backend.commit``.
+        """
         commit = BatchCommit(environment, namespace, batch, self._forgotten)
         try:
             with environment.writing():
@@ -433,7 +462,8 @@ class LmdbBackend(Backend):
                 except StoreFullError as error:
                     return commit.write_after_eviction(error)
         except CorruptPackError:
-            # the key of a tenant may have disappeared while it sealed a pack
+            # The key of a tenant may have been destroyed while it sealed a pack: then the tenant
+            # was forgotten, which ``refuse`` raises.
             tenants = tenants_of(batch)
             environment.database.keys.refuse(tenants, self._forgotten)
             raise
@@ -442,7 +472,7 @@ class LmdbBackend(Backend):
         except StoreFullError as error:
             if not files.map_is_full(error):
                 raise
-            # the driver expected free pages
+            # LMDB found no page although the driver expected free ones: a reader may hold them
             reader = environment.database.oldest_reader()
             if reader is None:  # fragmented, or damaged
                 environment.suspect()
@@ -455,6 +485,7 @@ class LmdbBackend(Backend):
             for span in spans:
                 name = namespace + span.pack_id
                 extents = read_extents(rows, name)
+                # the payload is inline, or the pack is not held
                 if extents is None:
                     is_filled = read_pieces(rows, name, span.offset, span.buffers)
                 elif _is_within(rows, name, span):
@@ -487,6 +518,7 @@ class LmdbBackend(Backend):
         return with_default(tenants, packs, stored_bytes)
 
     def disk_bytes(self) -> int:
+        # in a transaction, which follows files that were replaced
         with self._transaction() as (environment, _):
             total = sum(environment.files.lengths().values())
         for name in files.STORE_FILES:
@@ -518,6 +550,7 @@ class LmdbBackend(Backend):
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
             write_quotas(transaction, policy.quotas)
+        # evicts what exceeds a lower capacity or quota
         fit_policy(self.environment)
 
     def delete_quarantined(self) -> int:
@@ -562,7 +595,8 @@ class LmdbBackend(Backend):
         found: dict[str, bytes] = {}
         with files.translated_io(directory):
             for path in directory.glob(f"*{_STATUS_SUFFIX}"):
-                # An error: removed meanwhile, or a link or FIFO, which engines never create.
+                # A file that raises an error was removed meanwhile, or is a link or FIFO, which
+                # engines never create: skip it.
                 with (
                     suppress(OSError),
                     os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file,

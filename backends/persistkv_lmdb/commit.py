@@ -82,7 +82,7 @@ _EVICTED_AT_ONCE = 32
 _DROPPED_AT_ONCE = 128
 """Manifests of a shared pack that one transaction deletes. With 32, the deletion takes twice as
 long; with 512, other engines wait twice as long (``benchmarks.maintenance``)."""
-# packs and manifests that a transaction may evict for each one that it adds
+# packs and manifests that a transaction may evict for each one that it adds, if that is more
 _EVICTED_PER_ADDED = 2
 # packs whose use one transaction records, in about 2 ms
 _TOUCHED_AT_ONCE = 128
@@ -96,10 +96,11 @@ fragmented."""
 _TURN_S = 0.001
 # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _PATIENCE_S = 0.5
-# of one batch: between writing and commit, another process may delete a pack that was held
+# Attempts to write the packs of a batch and commit them. An attempt fails if another process,
+# between the writing and the commit, deletes a pack that was held, or releases the reservation.
 _PLACINGS = 4
 _NO_LIMIT = 1 << 62
-# of a transaction that only evicts: no identity has this digest
+# namespace of a transaction that only evicts, in all namespaces: no identity has this digest
 _NO_NAMESPACE = bytes(ID_BYTES)
 
 
@@ -128,7 +129,8 @@ class BatchCommit:
     """Commit of one batch to the namespace with the id ``namespace``, with eviction and retries;
     used once.
 
-    :param forgotten: ``KeyFile.forgotten`` when the content of the batch was accepted.
+    :param forgotten: ``KeyFile.forgotten`` when the content of the batch was accepted: the batch is
+        refused if one of its tenants was forgotten since.
     """
 
     def __init__(
@@ -143,31 +145,38 @@ class BatchCommit:
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
-        """``CommitBatch.seen``, moved on by the transactions of this commit."""
+        """``CommitBatch.seen``, then the position after the last transaction of this commit: its
+        own changes do not make it stale. None: the position is not checked."""
         self._interleaved = False
-        """See ``CommitResult``."""
+        """Whether other commits followed ``seen``, and the batch is written all the same; see
+        ``CommitResult``."""
         self._evicted: list[PackTable] = []
-        """Of all transactions of this commit."""
+        """Tables of the packs that the transactions of this commit have removed."""
         num_added = len(batch.packs) + len(batch.manifests)
         self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
         """Maximum number of packs and manifests that one transaction evicts or expires: a large
         batch takes its time anyway."""
         self._keep = kept_names(namespace, batch)
+        """Names of packs and manifests that this commit must not evict: those of the batch, and
+        those that it needs."""
         self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
-        # packs that this batch deletes before it adds them
         self._rewritten = {*batch.deletions, *batch.bad}
+        """Ids of the packs that this batch deletes. If it also adds one of them, the pack is
+        written again although the store holds it."""
         self._lacking: list[NewPack] = []
-        """Packs that the store lacked in the last transaction."""
+        """Packs of the batch that the store lacked in the last transaction."""
         self._reserved: list[Extent] = []
         """Extents that were reserved for this process when the present attempt began to write."""
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that the present attempt has written durably, by namespace and pack
         id: the first ones of the reservation."""
-        self._erasures = 0  # number of the last erasure before the packs are written
+        self._erasures = 0
+        """Number of the last erasure (``recovery``) before the present attempt wrote its packs."""
 
     def write(self) -> CommitResult:
-        """Write the batch, after short transactions that delete manifests if many name a pack that
-        it deletes.
+        """Write the batch: usually one transaction, and the writing of payloads before it. Short
+        transactions precede it for work that would hold the lock for too long: manifests of packs
+        that many of them name, and early uses of a batch with many uses.
 
         :raises TenantForgottenError: the batch has content of a tenant that was forgotten since;
             it was not written.
@@ -183,6 +192,7 @@ class BatchCommit:
             self._record_early_uses()
         for _ in range(_PLACINGS):
             try:
+                # inline payloads are written by the transaction itself
                 if not self._environment.database.shares.inline:
                     self._place()
                 return self._commit_within_quotas()
@@ -194,7 +204,7 @@ class BatchCommit:
         )
 
     def _restart_packs(self) -> None:
-        """Forget what the attempt before has done with the packs."""
+        """Prepare the packs for another attempt, which reads their payloads from the beginning."""
         for pack in self._batch.packs:
             pack.restart()
 
@@ -210,24 +220,27 @@ class BatchCommit:
 
     def _place(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
-        process, without the writer lock."""
+        process, without the writer lock. Set ``_lacking``, ``_reserved``, ``_placed`` and
+        ``_erasures``, which the transaction of the batch then uses and checks."""
         self._placed.clear()
         environment = self._environment
         with environment.transaction() as rows:
-            # before the work of writing
+            # these checks are repeated in the write transaction; here they save useless writing
             self._check_seen(rows, read_state(rows, self._namespace).cursor)
             self._erasures = read_erasures(rows)
             self._reserved = self._read_reserved(rows)
             self._lacking = self._added(rows)
             self._check_quotas(rows, bytes_by_tenant(self._lacking))
+        # usually the commit before has reserved enough
         if bound_pages(self._lacking) > pages_of(self._reserved):
             self._reserve()
         if self._lacking:
             self._write_packs(self._lacking)
 
     def _reserve(self) -> None:
-        """Reserve extents for the packs that the store lacks. If the segments are full, evict for
-        them. Release the reservations of dead processes.
+        """Reserve extents for the packs that the store lacks, in place of the present reservation,
+        in a transaction of its own. If the segments are full, evict for them. Release the
+        reservations of dead processes.
 
         :raises StoreFullError: more must be evicted than one transaction can; nothing changed.
         """
@@ -236,7 +249,9 @@ class BatchCommit:
             environment.release_reserved(room.transaction, own=True)
             # only now: a dead process may have had the number
             writer = environment.claim_writer(room.transaction)
+            # before the eviction, which then chooses the packs that the batch uses last
             commit.touch(self._batch.touches)
+            # nothing is evicted for a batch that cannot fit
             if not room.fits_when_empty():
                 raise room.full()
             goal = room.limit.minus(room.need)
@@ -247,15 +262,17 @@ class BatchCommit:
             room.payloads.allocator.reserve(writer, self._reserved)
 
     def _write_packs(self, packs: Sequence[NewPack]) -> None:
-        """Write packs and their trailers one behind the other, and sync the files.
+        """Write packs and their trailers one behind the other into the reserved extents, and sync
+        the files. Set ``_placed``.
 
         The checksums of a pack are computed while the disk writes its first part, and the packs
         before it.
         """
         files = self._environment.files
-        rest = self._reserved
+        rest = self._reserved  # the extents that the next packs are written to
         num_pages = sum(tail_pages(pack.table_length) for pack in packs)
-        # aligned, so that the last pages are written without a copy
+        # Memory for the tables and trailers of all packs, which stays in use until the sync. A
+        # mapping is aligned, so it is written without a copy.
         tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
         placed: dict[bytes, list[Extent]] = {}
         try:
@@ -268,8 +285,10 @@ class BatchCommit:
                 placed[self._namespace + pack.pack_id] = own
             files.sync()
         except BaseException:
+            # no write may run on: the next attempt uses the same extents
             files.abandon()
             raise
+        # only now: nothing counts as written before the sync
         self._placed = placed
 
     def _whole(
@@ -284,11 +303,13 @@ class BatchCommit:
         yield from pack.stream()
         # the table is complete only after the stream
         encoded = self._environment.database.seal.encode_table(pack.table)
+        # the extents that this pack takes, which its trailer names: the size is known now
         pack_bytes = pack.table.payload_length + len(tail)
         own, _ = split(extents, pages_for(pack_bytes))
         erasures = self._erasures
         if pack.pack_id in self._rewritten:
-            # the erasure of this commit covers the copy before
+            # This commit will record one more erasure, for the copy that is held now. The number
+            # shows a rebuild that this copy was written after it.
             erasures += 1
         encode_tail(tail, encoded, own, erasures)
         yield tail
@@ -304,8 +325,10 @@ class BatchCommit:
             except _TenantAboveError as error:
                 evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
                 self._repeat(evict, self._at_once)
-            # the tenant's other engines may have added content meanwhile
+            # The tenant's other engines may add content meanwhile, as fast as this one evicts: each
+            # attempt may evict more in its own transaction.
             self._at_once *= 2
+            # the failed transaction has read the payloads
             if self._environment.database.shares.inline:
                 self._restart_packs()
 
@@ -325,6 +348,7 @@ class BatchCommit:
             room.payloads.placed = self._placed
             room.check()
 
+            # first the deletions, so that a pack that is rewritten is added like a new one
             commit.remove(batch)
             if self._rewritten:
                 self._erase(transaction, commit, self._rewritten)
@@ -335,6 +359,7 @@ class BatchCommit:
                 self._prepare_next(commit, room)
             commit.finish()
 
+            # the estimates of ``room.check`` were too low: roll back, and evict first
             if commit.grew and not room.fits(room.limit):
                 raise room.full()
             if room.payloads.published:
@@ -371,6 +396,7 @@ class BatchCommit:
     ) -> None:
         """Record that a rebuild must not find the packs that this transaction has deleted so far,
         nor these ones."""
+        # by id, too: those whose tables are damaged are not in ``evicted``
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
         self._environment.erase(transaction, names)
@@ -379,14 +405,16 @@ class BatchCommit:
         """Evict content of the tenants of which the batch has added packs until none of them is
         above its quota, then some of others that are, because their quotas were lowered.
 
-        :raises QuotaExceededError: what may be evicted is not enough.
-        :raises _TenantAboveError: it is too much for one transaction.
+        :raises QuotaExceededError: evicting all that may be evicted is not enough.
+        :raises _TenantAboveError: too much must be evicted for one transaction.
         """
         quotas = commit.quotas
-        # others replace packs by smaller ones
+        # A batch that only replaces packs by smaller ones makes its tenant no larger: it is
+        # accepted even above the quota.
         for tenant, num_bytes in quotas.grown():
             result = commit.fit_quota(tenant, self._at_once)
             totals = quotas.at(tenant)
+            # without a quota, nothing had to be evicted
             if totals is None or totals.quota is None:
                 continue
             if result is EvictionEnd.LIMIT_REACHED:
@@ -396,8 +424,9 @@ class BatchCommit:
         commit.evict_above(self._at_once)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
-        """Free what the batch did not need, evict, and reserve extents, so that the next commit
-        need not."""
+        """Free the reserved extents that the batch did not need, evict down to the low watermark,
+        and reserve extents, so that the next commit need not: this costs no transaction of its
+        own."""
         writer = self._environment.writer
         if writer is not None:
             self._release_unused(room.payloads, writer)
@@ -410,9 +439,12 @@ class BatchCommit:
             room.reserve_ahead(writer)
 
     def _release_unused(self, payloads: ExtentPayloads, writer: int) -> None:
-        """End the reservation of this process: extents of no added pack become free."""
+        """End the reservation of this process, whose number is ``writer``. Its extents that no
+        added pack has become free; remember how much the packs took, for the next reservation."""
+        # the packs were written from the beginning of the reservation on
         written = sum(map(pages_of, self._placed.values()))
         _, unused = split(self._reserved, written)
+        # another process has stored the same pack meanwhile
         for name, extents in self._placed.items():
             if name not in payloads.published:
                 unused += extents
@@ -422,16 +454,17 @@ class BatchCommit:
         payloads.allocator.free_now(unused)
 
     def _restart_unpublished(self, room: Room) -> None:
-        """Mark the written packs that another process has stored meanwhile as not written by this
-        commit."""
+        """Mark the packs that another process has stored meanwhile as not written by this commit
+        (``NewPack.written``), although their payloads were written."""
         for pack in self._batch.packs:
             name = self._namespace + pack.pack_id
             if name in self._placed and name not in room.payloads.published:
                 pack.restart()
 
     def _read_reserved(self, rows: TableRows) -> list[Extent]:
-        """Return the extents that are reserved for this process."""
+        """Return the extents that are reserved for this process, as LMDB records them."""
         writer = self._environment.writer
+        # this process has never reserved any
         if writer is None:
             return []
         return read_reserved(rows, writer)
@@ -439,7 +472,7 @@ class BatchCommit:
     def _added(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes
         first."""
-        # by id: a batch may name a pack twice
+        # by id, because a batch may contain a pack twice
         added: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
             if pack.pack_id in added:
@@ -461,17 +494,21 @@ class BatchCommit:
     def write_after_eviction(self, full: StoreFullError) -> CommitResult:
         """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
 
+        If the batch still does not fit, evict more and try again (``_MORE``).
+
         :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a
             reader's snapshot still needs the evicted packs. The batch is not written; evicted packs
             stay evicted.
         """
         environment = self._environment
         database = environment.database
-        database.clear_readers()
+        database.clear_readers()  # those of dead processes keep pages, too
         self._placed.clear()  # evictions release the reservation
         try:
             if not (self._batch.packs or self._batch.manifests):
-                # deletions alone: they need few pages, which an empty commit makes reusable
+                # Deletions alone: they need few pages, which an empty commit makes reusable.
+                # Manifests of the packs are deleted before, in transactions that need fewer pages
+                # still.
                 environment.commit_nothing()
                 self._drop_shared_manifests(1)
                 return self.write()
@@ -488,12 +525,13 @@ class BatchCommit:
                     return self.write()
                 except StoreFullError as error:
                     full = error
-                # more evictions would not help
+                # a stopped reader still sees the evicted packs: more evictions would not help
                 if not are_reusable:
                     break
             raise full
         finally:
-            # its traceback references it, and would keep the rows of the batch alive
+            # its traceback references this frame, and this frame the error: the cycle would keep
+            # the memory of the batch alive
             del full
 
     def _repeat(
@@ -508,7 +546,7 @@ class BatchCommit:
             transactions.
         :raises StoreFullError: not even one deletion fits.
         """
-        at_most = at_once
+        at_most = at_once  # deletions of the next transaction
         for _ in range(most):
             try:
                 if not step(at_most):
@@ -520,6 +558,7 @@ class BatchCommit:
                 at_most = 1
                 self._environment.commit_nothing()
             else:
+                # after a success with fewer, carefully return to ``at_once``
                 at_most = min(4 * at_most, at_once)
             time.sleep(_TURN_S)
 
@@ -527,7 +566,8 @@ class BatchCommit:
     def _step(
         self, *, as_it_is: bool = False
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
-        """Run a short transaction before the one that writes the batch; see ``_begin``."""
+        """Run a short transaction before the one that writes the batch, and note what it has
+        changed. Yield its catalogue and room; parameter as in ``Room``."""
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=as_it_is)
             yield commit, room
@@ -537,8 +577,15 @@ class BatchCommit:
     def _begin(
         self, transaction: TableRows, *, as_it_is: bool = False
     ) -> tuple[CatalogTransaction, Room]:
-        """Return the catalogue of a write transaction, and the part of the capacity that it may use
-        (``Room``)."""
+        """Check that the batch may still be written, and set ``_lacking``. Return the catalogue of
+        a write transaction, and the part of the capacity that it may use (``Room``), with the need
+        of the batch.
+
+        :param as_it_is: as in ``Room``.
+        :raises TenantForgottenError: a tenant of the batch was forgotten, or is being forgotten.
+        :raises StaleError: other commits make the batch stale.
+        :raises QuotaExceededError: its packs cannot fit the quota of their tenant.
+        """
         tenants = tenants_of(self._batch)
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
@@ -551,17 +598,24 @@ class BatchCommit:
         self._lacking = self._added(transaction)
         sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
+        # evictions then begin with the packs of tenants that this batch makes exceed their quotas
         commit.quotas.expect(sizes)
         rows_bytes = rows_bound(self._lacking, self._batch.manifests)
+        # a batch that adds nothing begins no namespace
         if rows_bytes:
             rows_bytes += commit.beginning_bytes
         room.expect(self._lacking, self._unplaced(), rows_bytes)
         return commit, room
 
     def _check_quotas(self, rows: TableRows, sizes: Mapping[str, int]) -> None:
-        """Raise a QuotaExceededError if packs do not fit the quota of their tenant and nothing of
-        it may be evicted, before they are written and room is made for them. Their sizes are upper
-        bounds: the codec has not encoded them. Packs that replace others may need no more room."""
+        """Raise a QuotaExceededError if packs are larger than the quota of their tenant, or do not
+        fit it and the tenant has no pack that may be evicted. Called before the packs are written
+        and room is made for them.
+
+        :param sizes: upper bounds of the packs' bytes, which the codec has not encoded yet, by
+            tenant.
+        """
+        # packs that replace others may need no more room
         if self._rewritten:
             return
         quotas = Quotas(rows)
@@ -569,14 +623,16 @@ class BatchCommit:
             totals = quotas.of(tenant)
             if totals.quota is None or not totals.is_above(num_bytes):
                 continue
-            # packs of this batch may be the only ones: its own transaction finds that
+            # All of these may be packs that the batch uses, which stay. Its own transaction finds
+            # that (``_fit_quotas``).
             has_evictable = rows.has_prefix(TENANT_ORDER, rows.tenant_digest(tenant))
             if num_bytes > totals.quota or not has_evictable:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
-        """Raise StaleError if other commits, up to the position ``cursor``, make the batch
-        stale."""
+        """Raise StaleError if other commits have changed the namespace since ``_seen``, up to the
+        present position ``cursor``, unless all packs that the batch needs are still held: then
+        note that it is interleaved."""
         if self._seen is None or is_current(cursor, self._seen):
             return
         if self._batch.needs is None:
@@ -587,16 +643,17 @@ class BatchCommit:
         self._interleaved = True
 
     def _note(self, commit: CatalogTransaction) -> None:
-        """Remember the evicted packs of a committed transaction, and the namespace's position in
-        the change log."""
+        """After a transaction of this commit was committed, remember its evicted packs and the
+        namespace's position in the change log, and delete the files of namespaces that it ended."""
         self._evicted += commit.evicted
         self._environment.forget_namespaces(commit.ended)
         if self._seen is not None:
             self._seen = commit.cursor
 
     def _drop_shared_manifests(self, shared_by: int) -> None:
-        """Delete, in short transactions, manifests that name packs which the batch deletes, except
-        packs that at most ``shared_by`` manifests name: the batch's own transaction handles them.
+        """For packs that the batch deletes, delete the manifests that name them, in short
+        transactions. Leave packs that at most ``shared_by`` manifests name to the batch's own
+        transaction.
         """
         # second values: ``keep_later``, as in ``CatalogTransaction.remove``
         deletions = ((self._batch.deletions, False), (self._batch.bad, True))
@@ -612,6 +669,7 @@ class BatchCommit:
         shared: list[bytes] = []
         with self._environment.transaction() as rows:
             for pack_id in pack_ids:
+                # one row for each manifest that names the pack; reads no more than needed
                 links = rows.starting_with(LINKS, self._namespace + pack_id)
                 first_beyond = next(islice(links, shared_by, None), None)
                 if first_beyond is not None:
@@ -623,6 +681,7 @@ class BatchCommit:
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
+            # with the manifests, their later packs may have been deleted
             self._erase(room.transaction, commit)
         return more
 
@@ -632,7 +691,9 @@ class BatchCommit:
         :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not
             usable: additionally evict this multiple of the batch's bytes, and assume that no file
             can grow.
-        :param used_bytes: those of the catalogue before the first of these transactions.
+        :param used_bytes: used bytes of the catalogue before the first of these transactions, from
+            which the multiple is subtracted.
+        :param at_most: maximum number of packs and manifests to evict.
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these
             deletions; nothing changed.
         """
@@ -642,6 +703,8 @@ class BatchCommit:
             if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
             goal = room.low_watermark().minus(room.need)
+            # only in the catalogue: LMDB's values need contiguous pages, payloads in segments do
+            # not
             if more:
                 left_bytes = used_bytes - more * room.need.catalogue
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
@@ -649,7 +712,8 @@ class BatchCommit:
             if result is EvictionEnd.NOTHING_LEFT:
                 fits = room.fits(room.limit.minus(room.need))
                 has_evicted = bool(self._evicted or commit.evicted)
-                # otherwise the batch may fit now
+                # The low watermark is not reached, but the batch may fit the limit now: ``write``
+                # tries it, if anything has changed since it failed.
                 if not fits or not has_evicted:
                     raise _NothingLeftError(str(room.full()))
             holes_remain = room.payloads.shrink(room.payloads.limit)

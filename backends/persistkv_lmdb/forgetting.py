@@ -41,7 +41,7 @@ from persistkv_lmdb.commit import release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
 
-# of deletions in one transaction: other engines wait
+# duration of the deletions in one transaction: other engines wait meanwhile
 _DELETIONS_S = 0.003
 _ROWS_AT_ONCE = 4_096  # per read transaction
 # pause between transactions: other threads and processes get the lock
@@ -49,13 +49,14 @@ _TURN_S = 0.001
 
 
 class Forgetting:
-    """Forgets one tenant; used once."""
+    """Forgets one tenant, in the order that the module's docstring explains; used once."""
 
     def __init__(self, environment: Environment, tenant: str) -> None:
         self._environment = environment
         self._keys = environment.database.keys
         self._has_key = environment.database.seal.encrypts
         self._tenant = tenant
+        # what was deleted so far, for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
@@ -67,14 +68,18 @@ class Forgetting:
         """
         environment = self._environment
         with self._refused():
+            # Deleting a manifest deletes its row in both tables. The second table is searched for
+            # rows whose manifest is damaged.
             for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
                 self._delete_all(table)
-            # also entries of these deletions
+            # After the deletions, which add entries. Without a key, all entries go, so only if
+            # there was anything to delete.
             if self._has_key or self._packs:
                 self._delete_all(LOG)
-            # for the writer lock
+            # the transaction writes no row: it holds the writer lock
             with environment.transaction(write=True):
                 key_ids = self._keys.destroy(self._tenant)
+        # saved indexes: engines write new ones
         for file in environment.path.glob(f"{INDEX_PREFIX}*"):
             file.unlink(missing_ok=True)
         if not self._has_key:
@@ -90,7 +95,8 @@ class Forgetting:
 
     @contextmanager
     def _refused(self) -> Iterator[None]:
-        """Refuse new content of the tenant within the ``with`` statement, in all processes."""
+        """Refuse new content of the tenant within the ``with`` statement, in all processes. If this
+        process is killed, the refusal ends, too: it names a writer that is dead then."""
         environment = self._environment
         with environment.transaction(write=True) as rows:
             refusal = environment.refuse_tenant(rows, self._tenant)
@@ -104,13 +110,14 @@ class Forgetting:
 
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
-        # a list: the deletions change the table
+        # a list, because the deletions change the table that is searched
         names = iter(list(self._names(table)))
         while self._delete_some(table, names):
             time.sleep(_TURN_S)
 
     def _delete_some(self, table: str, names: Iterator[bytes]) -> bool:
-        """Delete the next of these rows in one short transaction; return whether there were any."""
+        """Delete the next rows that ``names`` yields in one short transaction; return whether there
+        were any."""
         environment = self._environment
         deleted: list[bytes] = []
         ended: list[bytes] = []
@@ -122,6 +129,7 @@ class Forgetting:
                 deleted.append(name)
                 if time.monotonic() > deadline:
                     break
+            # a rebuild must not find these packs in the segments
             if table == PACKS:
                 environment.erase(rows, set(deleted))
         environment.forget_namespaces(ended)
@@ -130,13 +138,18 @@ class Forgetting:
     def _delete(
         self, rows: TableRows, payloads: Payloads, table: str, name: bytes
     ) -> list[bytes]:
-        """Delete a row; return the namespaces that end with it."""
+        """Delete a row, and for a pack or manifest all that belongs to it; return the namespaces
+        that end with it.
+
+        :param name: key of the row.
+        """
         if table == LOG:
             rows.delete(LOG, name)
             return []
         namespace = name[:ID_BYTES]
         opened = self._environment.opened
         change = CatalogTransaction(rows, payloads, namespace, opened=opened)
+        # Alone, without the manifests that name it: those of the tenant are deleted already.
         if table == PACKS:
             change.discard(name[ID_BYTES:])
         else:
@@ -156,6 +169,7 @@ class Forgetting:
         while True:
             with self._environment.transaction() as rows:
                 page = list(islice(self._rows(rows, table, start), _ROWS_AT_ONCE))
+            # after the transaction, which holds no snapshot while the caller deletes
             yield from (key for key, is_own in page if is_own)
             if len(page) < _ROWS_AT_ONCE:
                 return
@@ -168,7 +182,9 @@ class Forgetting:
     ) -> Iterator[tuple[bytes, bool]]:
         """Yield the keys of a table from ``start`` on, and whether each row belongs to the
         tenant."""
+        # None: the store has no key, and the rows themselves name the tenant
         own_keys = self._keys.ids_of(self._tenant) if self._has_key else None
+        # a cursor, because ``TableRows.range`` opens sealed rows, which is not needed here
         with rows.cursor(table) as cursor:
             if not cursor.set_range(start):
                 return
@@ -176,7 +192,7 @@ class Forgetting:
                 if own_keys is None:
                     is_own = _is_of(self._tenant, table, row)
                 else:
-                    # the key that seals it, which also a damaged row shows
+                    # a sealed row begins with the id of its key, which also a damaged one shows
                     is_own = bytes(row[:KEY_ID_BYTES]) in own_keys
                 yield bytes(key), is_own
 
@@ -189,6 +205,6 @@ def _is_of(tenant: str, table: str, row: Buffer) -> bool:
     if table == MANIFESTS:
         manifest = decoded(decode_manifest, row)
         return manifest is not None and manifest.tenant == tenant
-    # The log does not show whose pack was removed. Without a head, nothing shows whose keys of a
-    # request these are.
+    # The log does not show whose packs its entries name: all of them go. A row of
+    # ``MANIFEST_KEYS`` without its manifest does not show its tenant, and stays.
     return table == LOG

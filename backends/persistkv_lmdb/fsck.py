@@ -55,12 +55,14 @@ from persistkv_lmdb.segments import Extent
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1200.0  # 20 minutes
-# beyond that: far below the speed of the check, which reads part of each MiB
+# For each so many bytes of the file, the patience is one second longer. The check is much faster,
+# because it reads a part of each MiB.
 _BYTES_A_SECOND = 2_500_000
 PROGRAM = (
     "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; "
     "main({directory!r}, {parent})"
 )
+# signals that end a process which reads damaged pages; others, as SIGKILL, have other causes
 _DEATHS_BY_DAMAGE = (
     signal.SIGBUS,
     signal.SIGSEGV,
@@ -68,7 +70,9 @@ _DEATHS_BY_DAMAGE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = (
+    1  # of ``prctl``: the signal that this process gets when its parent dies
+)
 
 
 class CheckResult(enum.Enum):
@@ -87,8 +91,10 @@ class CheckResult(enum.Enum):
     damaged."""
 
 
-# if persistkv opened the environment before: it was a store then
+# Results that mean damage, if persistkv opened the environment before: one that is not recognised
+# was a store then.
 DAMAGE = (CheckResult.DAMAGED, CheckResult.UNRECOGNISED)
+# exit codes of a check that completed
 _COMPLETED = frozenset(
     verdict.value for verdict in CheckResult if verdict is not CheckResult.UNKNOWN
 )
@@ -112,6 +118,7 @@ def inspect(directory: Path) -> Finding:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(CheckResult.UNKNOWN, str(error))
+    # bounded, because the writers of the store wait meanwhile
     patience_s = PATIENCE_S + size // _BYTES_A_SECOND
     try:
         child = _start(directory)
@@ -139,6 +146,7 @@ def _start(directory: Path) -> subprocess.Popen[bytes]:
     program = PROGRAM.format(
         path=sys.path, directory=str(directory), parent=os.getpid()
     )
+    # the last argument only names the process in lists; one thread is enough for libraries
     return subprocess.Popen(
         [sys.executable, "-c", program, "persistkv-walk"],
         stdin=subprocess.DEVNULL,
@@ -156,8 +164,10 @@ def _finding_of(directory: Path, code: int, output: bytes, errors: bytes) -> Fin
     if -code in _DEATHS_BY_DAMAGE:
         name = signal.Signals(-code).name
         return Finding(CheckResult.DAMAGED, f"a walk through it was ended by {name}")
+    # one line of at most 500 characters, whatever a damaged page contains
     words = output.decode("utf-8", "replace").split()
     reason = " ".join(words)[:500]
+    # a check that completed has always written its reason
     if code in _COMPLETED and reason:
         return Finding(CheckResult(code), reason)
     lines = errors.decode("utf-8", "replace").strip().split("\n")
@@ -174,6 +184,7 @@ def main(directory: str, parent: int) -> NoReturn:
     """Check the environment in the child of the process ``parent``: write one line, exit with the
     verdict's value."""
     end_with(parent)
+    # damage may crash this process, which then leaves no core file
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
@@ -196,6 +207,7 @@ def examine(directory: Path) -> Finding:
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
         return Finding(CheckResult.FINE, "it is empty")
+    # first without LMDB, which would crash on damaged pages
     try:
         problems: list[str] = verify.verify(str(data))  # type: ignore[no-untyped-call]
     except verify.VerifyError as error:
@@ -204,6 +216,7 @@ def examine(directory: Path) -> Finding:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return Finding(CheckResult.DAMAGED, f"{problems[0]}{more}")
     try:
+        # without LMDB's locks, because no process writes meanwhile
         with lmdb.open(
             str(directory),
             readonly=True,
@@ -218,7 +231,11 @@ def examine(directory: Path) -> Finding:
 
 
 def _examine_databases(env: lmdb.Environment) -> Finding:
-    """Check the databases of a catalogue, and its rows."""
+    """Check the databases of a catalogue, and the rows in them on which the driver depends.
+
+    :raises CorruptStoreError: such a row is invalid.
+    """
+    # a creation that was interrupted before its first commit
     if not env.stat()["entries"]:
         return Finding(CheckResult.FINE, "it is empty")
     try:
@@ -236,14 +253,16 @@ def _examine_rows(rows: TableRows) -> str:
 
     :raises CorruptStoreError: such a row is invalid.
     """
+    # each of these raises if its row is invalid
     read_clock(rows)
     read_placement(rows)
     for _, row in rows.starting_with(STATES, b""):
         NamespaceState.decode(row)
-    # a page allocated twice would be overwritten
+    # a page that is in two extents would be overwritten; the first fault is enough
     for fault in space_faults(rows):
         raise CorruptStoreError(fault)
-    # ``verify`` reads the first page of a value only: a missing one after it raises SIGBUS
+    # ``verify`` reads only the first page of a value that takes several. Reading its last byte
+    # raises SIGBUS if the file ends before, which ends this child.
     for table in DATABASES:
         for _, row in rows.starting_with(table, b""):
             bytes(row[-1:])
@@ -260,12 +279,14 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     reserved: list[Extent] = []
     for writer in allocator.writers():
         reserved += read_reserved(transaction, writer)
-    used: list[Extent] = []
+    used: list[Extent] = []  # extents of packs
     for _, row in transaction.starting_with(EXTENTS, b""):
         used += decode_extents(row)
+    # the two tables of free extents must list the same ones
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
     yield from _gaps([*free, *reserved, *used, *holes], segments)
+    # neighbours should have been merged
     for one, other in pairwise(free):
         if one.touches(other):
             yield f"{one} and {other} touch"
@@ -277,8 +298,12 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
 
 
 def _gaps(extents: list[Extent], segments: dict[int, int]) -> Iterator[str]:
-    """Yield a line for each extent that does not begin where the one before ends, and for segments
-    that extents do not fill."""
+    """Yield a line for each extent that does not begin where the one before ends (a gap or an
+    overlap), is empty, or is in no segment; and one if extents do not fill all segments.
+
+    :param segments: pages of each segment, by number.
+    """
+    # end of the last extent, by segment
     ends = dict.fromkeys(segments, 0)
     for extent in sorted(extents):
         end = ends.get(extent.segment)

@@ -63,6 +63,7 @@ from persistkv_lmdb.opening import Guard, quarantine_directory
 from persistkv_lmdb.recovery import RecoveryFiles
 from persistkv_lmdb.segments import Extent, segment_number
 
+# Reasons why a trace of a pack in the files is not listed (``Rebuilt.skipped``).
 INVALID = "overwritten or damaged"
 SPLIT = "in several extents"
 DELETED = "deleted"
@@ -71,17 +72,17 @@ OVERLAPPING = "overlapping"
 COPY = "another copy"
 UNREADABLE = "unreadable parts of the files"
 
-_PART_FILE = "data.mdb.rebuild"
-_READ_BYTES = 8 << 20  # 8 MiB
-_PACKS_AT_ONCE = 512
+_PART_FILE = "data.mdb.rebuild"  # the new catalogue until it is complete
+_READ_BYTES = 8 << 20  # 8 MiB, read at once
+_PACKS_AT_ONCE = 512  # added by one transaction
 # 4 KiB: rows of a pack besides its table, in pages that are half full
 _ROWS_BYTES = 4 << 10
-_FIRST_MAP_BYTES = 64 << 20  # 64 MiB
+_FIRST_MAP_BYTES = 64 << 20  # 64 MiB: map of the new catalogue, without what packs take
 _GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
 
 
 class ScannedPack(NamedTuple):
-    """A verified pack."""
+    """A pack that was found in a segment file and verified, in its only extent."""
 
     extent: Extent
     name: bytes
@@ -95,11 +96,14 @@ class ScannedPack(NamedTuple):
 def rebuild(
     path: Path, policy: Policy, keys: KeyFile, progress: Callable[[int, int], None]
 ) -> Rebuilt | None:
-    """Rebuild the store in a directory; see ``Backend.rebuild``.
+    """Rebuild the store in a directory; see ``Backend.rebuild``. None: its catalogue is valid, and
+    nothing was changed.
 
     :param policy: of the new catalogue. Without capacity: the default, or more if the segments need
         it.
     :param keys: of the store.
+    :param progress: called with the bytes that were searched so far, and with those of all
+    segments.
     """
     if not (path / files.SEGMENT_DIRECTORY).is_dir():
         what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
@@ -107,6 +111,7 @@ def rebuild(
             f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}"
         )
     files.prepare_directory(path, read_only=False)
+    # the whole rebuild excludes other writers, and those that want to open the store
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
             return None
@@ -115,7 +120,7 @@ def rebuild(
 
 
 def _is_lost(path: Path) -> bool:
-    """Return whether the catalogue is missing or damaged.
+    """Return whether the catalogue is missing, empty or damaged.
 
     :raises StoreUnavailableError: the check did not complete.
     :raises CorruptStoreError: it is valid, and of another release.
@@ -132,7 +137,8 @@ def _is_lost(path: Path) -> bool:
 
 
 class _Rebuild:
-    """Rebuild of the store in a directory, which no other process has open for writing."""
+    """Rebuild of the store in a directory, which no other process has open for writing; ``run``
+    once. Parameters as in ``rebuild``."""
 
     def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
@@ -141,12 +147,16 @@ class _Rebuild:
         self._seal = keys.seal(self._keyring_id)
         recovery = RecoveryFiles(path)
         self._namespaces = recovery.identities()
+        """By id: namespaces whose identities are known. Packs of others cannot be listed."""
         self._erasures = recovery.erasures()
         self._skipped: Counter[str] = Counter()
-        self._totals = NamespaceState(b"")  # of all namespaces
+        """Reason → number of traces of packs that are not listed for it."""
+        self._totals = NamespaceState(b"")
+        """Totals of the listed packs of all namespaces, for the report."""
         self._segments = _open_segments(path)
         num_pages = sum(segment.pages for segment in self._segments.values())
         self._read_bytes = num_pages * PAGE_BYTES
+        """Bytes of all segment files."""
 
     def close(self) -> None:
         """Close the segment files."""
@@ -156,6 +166,8 @@ class _Rebuild:
             os.close(segment.fd)
 
     def run(self, progress: Callable[[int, int], None]) -> Rebuilt:
+        """Search the segments, build a catalogue of the packs, and put it in place of the damaged
+        one. Without packs, nothing is changed."""
         found = self._chosen(self._packs(progress))
         if not found:
             return Rebuilt(0, 0, 0, 0, self._read_bytes, self._skipped, 0, None)
@@ -185,11 +197,16 @@ class _Rebuild:
 
     def _packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
         """Iterate over the verified packs that were not deleted, by the place of their trailers;
-        count the traces that are no such packs."""
-        done = 0
+        count the traces that are no such packs.
+
+        The files are read in windows of 8 MiB. A trailer is within one page, so it is in one
+        window; its pack may begin before.
+        """
+        done = 0  # bytes that were searched
         memory = memoryview(bytearray(_READ_BYTES))
         pages_at_once = _READ_BYTES // PAGE_BYTES
         for number, segment in self._segments.items():
+            # ``first`` is the first page of the window; ``index`` counts pages in the window
             for first in range(0, segment.pages, pages_at_once):
                 count = min(pages_at_once, segment.pages - first)
                 view = memory[: count * PAGE_BYTES]
@@ -208,15 +225,21 @@ class _Rebuild:
         self, fd: int, segment: int, number: int, page: memoryview
     ) -> ScannedPack | str:
         """Return the pack whose trailer is at the end of a page, or the reason why it is not to be
-        listed."""
+        listed.
+
+        :param fd: of the segment file; ``segment``: its number.
+        :param number: of the page in the segment; ``page``: its content.
+        """
         trailer = decode_trailer(page, segment, number)
         if trailer is None:
             return INVALID
+        # the trailer names the last extent only
         if trailer.extents > 1:
             return SPLIT
         try:
             table = read_table(fd, trailer, self._seal)
             name = table.namespace + table.pack_id
+            # before the payload, whose verification takes most of the time
             if self._erasures.covers(name, trailer.erasures):
                 return DELETED
             verify_payload(fd, trailer.extent, table, self._seal)
@@ -236,7 +259,9 @@ class _Rebuild:
         return find_trailers(view)
 
     def _chosen(self, packs: Iterator[ScannedPack]) -> list[ScannedPack]:
-        """Return the packs to list, ordered by name."""
+        """Return the packs to list, ordered by name: those of known namespaces, of packs that
+        overlap the ones that end later, and of copies the one that was written last. Count the
+        others."""
         known: list[ScannedPack] = []
         for pack in packs:
             if pack.name[:ID_BYTES] in self._namespaces:
@@ -245,7 +270,8 @@ class _Rebuild:
                 self._skipped[UNKNOWN] += 1
         chosen: dict[bytes, ScannedPack] = {}
         apart = list(self._apart(known))
-        # the copy with the most erasures before it was written last
+        # The copy that names the last erasure was written last. Copies that name the same one were
+        # evicted and stored again: any of them will do. The last one of this order stays.
         apart.sort(key=lambda pack: (pack.erasures, pack.extent))
         for pack in apart:
             if pack.name in chosen:
@@ -254,7 +280,8 @@ class _Rebuild:
         return [chosen[name] for name in sorted(chosen)]
 
     def _apart(self, packs: list[ScannedPack]) -> Iterator[ScannedPack]:
-        """Yield packs that do not overlap, the last ones first."""
+        """Yield packs that do not overlap, from the end of the segments to their beginning. Of
+        packs that overlap, the one that ends later is yielded."""
         packs.sort(
             key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True
         )
@@ -273,16 +300,17 @@ class _Rebuild:
 
     def _build(self, file: Path, packs: Sequence[ScannedPack]) -> int:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
-        All uses are at one moment."""
+        All packs count as used at one moment, because their last uses are lost."""
         tables = sum(pack.tail_length for pack in packs)
         map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
-        # The list may be lost. Later erasures must have larger numbers than the packs.
+        # The list of erasures may be lost. Later erasures must have larger numbers than the packs
+        # name, or they would not cover these.
         last_erasure = max(self._erasures.last, *(pack.erasures for pack in packs))
         with lmdb.open(
             str(file),
             subdir=False,
-            lock=False,
-            sync=False,
+            lock=False,  # no other process knows the file
+            sync=False,  # one sync at the end
             map_size=align(map_bytes),
             max_dbs=len(DATABASES),
             mode=0o600,
@@ -295,12 +323,15 @@ class _Rebuild:
                 write_keyring(rows, self._keyring_id)
                 used_bytes = self._record_space(rows, packs)
                 write_erasures(rows, last_erasure)
+            # several transactions: one would hold all new pages in memory
             for namespace, page in _pages_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
                     rows = TableRows(txn, databases, self._seal)
                     self._add(rows, self._namespaces[namespace], page)
             with env.begin(write=True, buffers=True) as txn:
                 rows = TableRows(txn, databases)
+                # The transactions before did not count as moments, so all of them used the next
+                # number. It is recorded now.
                 moment, clock = read_clock(rows)
                 write_clock(rows, moment + 1, clock)
                 num_pages = env.info()["last_pgno"] + 1
@@ -318,9 +349,10 @@ class _Rebuild:
         used = [pack.extent for pack in packs]
         for number, segment in self._segments.items():
             segments.append(Extent(number, 0, segment.pages))
-            # of no pages: the last hole ends there
+            # an extent of no pages at the end of the segment, where its last hole ends
             used.append(Extent(number, segment.pages, 0))
         holes: list[Extent] = []
+        # where the next hole begins, by segment
         begins = dict.fromkeys(self._segments, 0)
         for extent in sorted(used):
             begin = begins[extent.segment]
@@ -341,10 +373,10 @@ class _Rebuild:
             segment = self._segments[pack.extent.segment]
             table = read_table(segment.fd, pack, self._seal)
             self._totals.count(table, 1)
-            # without payload, which is in place
+            # adds the rows only: the payload is in its place
             copies.append(PlacedPack(table))
             allocator.publish(pack.name, [pack.extent])
-        # the first page of a namespace adds its row, too
+        # the first packs of a namespace add its own rows, too
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, None, namespace.id, opened=opened)
         commit.add(CommitBatch(copies))
@@ -353,22 +385,22 @@ class _Rebuild:
     def _capacity(self, catalogue_bytes: int, used_bytes: int) -> int:
         """Return the given capacity; without one, the default, or as much as the found content
         needs."""
-        # the catalogue may grow to twice its size, and takes a quarter of the capacity at most
+        # the catalogue may grow to twice its size, and may take a quarter of the capacity at most
         grown_bytes = 2 * catalogue_bytes
         for_content = grown_bytes + used_bytes + _GROWTH_BYTES
         needed = max(4 * grown_bytes, for_content)
         return self._policy.capacity or max(DEFAULT_CAPACITY, align(needed))
 
     def _replace_catalogue(self, part: Path) -> Path | None:
-        """Rename the damaged catalogue, if there is one, then the new one; return the directory of
-        the damaged one."""
+        """Rename the damaged catalogue into a new directory, if there is one, then the new one to
+        its place. Return that directory; None: there was no catalogue."""
         data = self._path / files.DATA_FILE
         damaged = None
         if data.exists():
             damaged = quarantine_directory(self._path)
             data.rename(damaged / files.DATA_FILE)
             files.sync_directory(damaged)
-        # it names transactions of the damaged catalogue
+        # LMDB's lock file names transactions of the damaged catalogue; LMDB makes a new one
         (self._path / files.LOCK_FILE).unlink(missing_ok=True)
         part.rename(data)
         files.sync_directory(self._path)
@@ -376,14 +408,15 @@ class _Rebuild:
 
 
 class OpenSegment(NamedTuple):
-    """An open segment file."""
+    """An open segment file and its number of whole pages."""
 
     fd: int
     pages: int
 
 
 def _open_segments(path: Path) -> dict[int, OpenSegment]:
-    """Open the segment files of a store, and return them by number, without empty ones."""
+    """Open the segment files of a store, and return them by number, without those that have no
+    whole page. The caller closes them."""
     found: dict[int, OpenSegment] = {}
     for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
         number = segment_number(file.name)
@@ -400,8 +433,9 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
 
 
 def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:
-    """Return the table of a pack.
+    """Return the table of a pack, read from the end of its extent.
 
+    :param fd: of the segment file.
     :raises CorruptPackError: it is not valid, or does not fit the extent.
     """
     table_pages = pages_for(pack.tail_length)
@@ -412,12 +446,14 @@ def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:
     pack_end = pack.extent.end * PAGE_BYTES
     tail = _read(fd, pack_end - pack.tail_length, pack.tail_length)
     table = decode_table(memoryview(tail), seal)
+    # payload and table must fill the extent exactly, or the table is another pack's
     payload_pages = pack.extent.pages - table_pages
     if table.payload_length != payload_pages * PAGE_BYTES:
         raise CorruptPackError(
             "payload length",
             f"{table.payload_length} bytes in {pack.extent.pages} pages",
         )
+    # without encryption, a pack's id follows from its namespace, keys, codec and tenant
     if not seal.is_id_of(table):
         raise CorruptPackError("name", "it is that of other keys")
     return table
@@ -432,6 +468,7 @@ def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> Non
     for placed in table.placed_frames():
         frame = placed.frame
         stored = _read(fd, extent.offset + frame.offset, align(frame.stored_length))
+        # a copy that may be changed: frames are decrypted in place
         content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]
         frame_seal.open(placed, [memoryview(content)])
@@ -450,8 +487,8 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 def _pages_of(
     packs: Iterable[ScannedPack],
 ) -> Iterator[tuple[bytes, list[ScannedPack]]]:
-    """Divide packs, ordered by name, into pages of one namespace each, and yield them with its
-    id."""
+    """Divide packs, ordered by name, into pages of at most 512 packs of one namespace. Yield each
+    page with the id of the namespace."""
     by_namespace = groupby(packs, key=lambda pack: pack.name[:ID_BYTES])
     for namespace, group in by_namespace:
         while page := list(islice(group, _PACKS_AT_ONCE)):

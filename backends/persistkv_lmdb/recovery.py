@@ -38,9 +38,11 @@ from persistkv_lmdb.files import (
 
 _IDENTITY_SUFFIX = ".identity"
 _ERASED = "erased"
+# number of an erasure, checksum of a pack's name or ``_ALL``
 _RECORD = struct.Struct("<QQ")
 _ALL = 0  # in place of a name's checksum: the erasure covers all packs
-# at the beginning of the file: a full disk then has space for one that covers all
+# First record of the file, which covers nothing. It takes space on disk in advance: on a full disk,
+# an erasure that covers all packs is written in its place.
 _NO_ERASURE = _RECORD.pack(0, _ALL)
 _END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
 _MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
@@ -53,12 +55,14 @@ class Erasures(NamedTuple):
     last: int
     """Number of the last one; 0: there is none."""
     of_all: int
-    """Number of the last one that covers all packs."""
+    """Number of the last one that covers all packs; 0: there is none."""
     by_name: Mapping[int, int]
-    """Checksum of a pack's name → number of the name's last erasure."""
+    """Checksum of a pack's name → number of the name's last erasure. The key ``_ALL`` is that
+    of the erasures that cover all packs."""
 
     def covers(self, name: bytes, erasures: int) -> bool:
-        """Return whether a pack was deleted after it had been written.
+        """Return whether a pack was deleted after it had been written, so that a rebuild must not
+        list it. Names with one checksum count as one name.
 
         :param name: namespace and pack id.
         :param erasures: number of the last erasure when it was written.
@@ -74,8 +78,9 @@ class RecoveryFiles:
     def __init__(self, store: Path) -> None:
         self._store = store
         self._directory = store / SEGMENT_DIRECTORY
-        # generation of each namespace whose identity is in a file, by id
         self._described: dict[bytes, bytes] = {}
+        """Generation of each namespace whose identity this process has found or written in its
+        file, by id: later commits need not look again."""
 
     def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
         """Write the identity of a namespace durably, unless it is there. A killed process may have
@@ -91,12 +96,14 @@ class RecoveryFiles:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
-            # so that a full disk has space for the first erasure
+            # reserves the space for an erasure while the disk has some
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
             held = _content(path, _MOST_IDENTITY_BYTES)
+            # a killed process may have written a part
             if held != row:
                 _write(path, row)
+            # also if the file was there: its creator may have been killed before the sync
             sync_directory(self._directory)
             self._described[namespace] = generation
 
@@ -111,7 +118,7 @@ class RecoveryFiles:
         """Return the namespaces whose identities can be read, by id."""
         found: dict[bytes, Namespace] = {}
         for path in self._directory.glob(f"*{_IDENTITY_SUFFIX}"):
-            # an error: unreadable, or not named as an identity
+            # a file that cannot be read, or whose name is not hexadecimal, is skipped
             with suppress(OSError, ValueError):
                 digits = path.name.removesuffix(_IDENTITY_SUFFIX)
                 name = bytes.fromhex(digits)
@@ -129,12 +136,15 @@ class RecoveryFiles:
         :raises StoreError: it cannot be written.
         """
         records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
+        # the outer ``suppress``: without a directory of segments, there is nothing to erase
         with translated_io(self._store), suppress(FileNotFoundError):
+            # an error is most likely a full disk
             with suppress(OSError):
                 if self._append(records):
                     return
+            # in place of the first record, which needs no new space
             write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
-            # the records after it are covered
+            # it covers all that the others cover
             os.truncate(self._erased, _RECORD.size)
 
     def erasures(self) -> Erasures:
@@ -147,6 +157,7 @@ class RecoveryFiles:
         num_records = len(held) // _RECORD.size
         whole = held[: num_records * _RECORD.size]
         last_of: dict[int, int] = {}
+        # ``name`` is a checksum or ``_ALL``
         for number, name in _RECORD.iter_unpack(whole):
             if number < _END_OF_NUMBERS:
                 before = last_of.get(name, 0)
@@ -160,6 +171,7 @@ class RecoveryFiles:
 
     @property
     def _erased(self) -> Path:
+        """Path of the list of erasures."""
         return self._directory / _ERASED
 
     def _append(self, records: bytes) -> bool:
@@ -209,4 +221,5 @@ def _write(path: Path, content: Buffer) -> None:
 
 
 def _checksum(name: bytes) -> int:
+    """Return the checksum that stands for a pack's name (namespace and pack id) in records."""
     return xxhash.xxh3_64_intdigest(name)

@@ -22,7 +22,7 @@ from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
 
 # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
-_MAX_AHEAD = 256 << 20
+_MAX_AHEAD = 256 << 20  # reserve in the catalogue for later commits
 # 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
 _GROWN_BYTES = 128 << 10
 _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
@@ -32,6 +32,7 @@ processes."""
 # of a reservation ahead, in a millisecond: other engines wait. Free space in smaller pieces is
 # reserved by the commit that needs it
 _MOST_EXTENTS = 32
+# bytes of segments: inline payloads are counted in the catalogue
 _NO_LIMIT = 1 << 62
 
 
@@ -42,14 +43,20 @@ class Amount(NamedTuple):
     payload: int
 
     def minus(self, other: Amount) -> Amount:
+        """Return the difference of both numbers, which may be negative."""
         catalogue = self.catalogue - other.catalogue
         payload = self.payload - other.payload
         return Amount(catalogue, payload)
 
 
 class Room:
-    """Part of the capacity that a write transaction may use. ``as_it_is`` assumes that no file can
-    grow."""
+    """Part of the capacity that a write transaction may use, and what its batch needs of it.
+
+    A caller sets the need with ``expect``. Then it evicts until ``fits`` returns True for a goal,
+    or calls ``check`` before it writes the batch.
+
+    :param as_it_is: assume that no file can grow, because free pages were not usable before.
+    """
 
     def __init__(
         self,
@@ -65,6 +72,7 @@ class Room:
         if self.is_inline:
             payload_bytes = _NO_LIMIT
         elif as_it_is:
+            # the present size of the segments
             payload_bytes = read_space(transaction).total * PAGE_BYTES
         else:
             payload_bytes = self.payloads.limit
@@ -76,7 +84,8 @@ class Room:
         deletions."""
 
     def fits_when_empty(self) -> bool:
-        """Return whether the batch would fit if everything were evicted."""
+        """Return whether the batch would fit if everything were evicted. Reserved extents would
+        stay."""
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
         payload = self.need.payload + reserved
         return (
@@ -99,8 +108,9 @@ class Room:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than
         usual, lower the limit of the segments.
 
-        :param packs: those of its packs that are not stored yet; ``unplaced``: those of them that
-            need extents.
+        :param packs: those of its packs that are not stored yet.
+        :param unplaced: those of them that still need extents. The others have theirs, and count as
+            used.
         :param rows: upper estimate of the bytes of its rows.
         """
         if self.is_inline:
@@ -109,6 +119,8 @@ class Room:
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
         self.need = Amount(rows, payload_bytes)
+        # The limit leaves ``growth_bytes`` for the catalogue. Rows that may take more than half of
+        # them get the rest from the segments.
         usual_rows = self._environment.database.shares.growth_bytes // 2
         excess = rows - usual_rows
         if excess > 0:
@@ -118,12 +130,13 @@ class Room:
 
     def check(self) -> None:
         """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a
-        file may grow."""
+        file may grow: the caller then evicts in other transactions."""
+        # deletions alone, which use the reserve
         if not any(self.need):
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
-        # the bytes in use now, so that the batch fits beside them
+        # what may be in use now, so that the batch fits in addition
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()
@@ -134,7 +147,8 @@ class Room:
         if self.need.payload > free:
             raise self.full()
         is_too_large = on_disk > self.payloads.limit and allocator.free > 0
-        # the catalogue may need the space
+        # The catalogue may need the disk space that the segments have beyond their limit: the
+        # transactions that evict return it first.
         if is_too_large and self._environment.files.punches:
             raise self.full()
 
@@ -153,13 +167,16 @@ class Room:
 
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
-        commits."""
+        commits, which cannot use the pages of the catalogue that they free themselves."""
         catalogue, payload = self.limit
         reserve = min(catalogue // 16, _MAX_AHEAD)
         if not self.is_inline:
+            # at least the pages that commits rewrite, but at most half of what a small catalogue
+            # has beyond its minimum
             rewritten = min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
             reserve = max(reserve, rewritten)
-        # the next batch is expected to be like this one
+        # If the catalogue grows, the limit of the segments falls by as much: evict for that now.
+        # The next batch is expected to be like this one.
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
         growth = min(expected_growth, max_growth)
@@ -167,21 +184,21 @@ class Room:
         return Amount(catalogue - reserve, payload - payload_reserve)
 
     def reserve_ahead(self, writer: int) -> None:
-        """Reserve extents for the next commit of a writer that has none reserved, if there is
-        room; fewer if there is less."""
+        """Reserve extents for the next commit of a writer that has none reserved, as far as there
+        is room without eviction."""
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)
         pages = min(self._ahead_bytes() // PAGE_BYTES, allocator.free + growth)
         if pages > 0:
-            # the disk is full: the next commit evicts first
+            # the disk is full: the next commit reserves, and evicts for it
             with suppress(StoreFullError):
                 taken = self.payloads.take(pages, _MOST_EXTENTS)
                 allocator.reserve(writer, taken)
 
     def _ahead_bytes(self) -> int:
-        """Return how much of the segments to reserve for the next commit: what the largest of the
-        last ones took."""
+        """Return how many bytes of the segments to reserve for the next commit of this process:
+        what the largest of the last ones took, within the shares of a process and of all."""
         segments = self.limit.payload
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
         left_of_all = segments // _ALL_RESERVED_SHARE - reserved
@@ -193,7 +210,8 @@ class Room:
 
 
 def bound_pages(packs: Iterable[NewPack]) -> int:
-    """Return an upper bound on the pages that packs take in the segment files."""
+    """Return an upper bound on the pages that packs take in the segment files: payloads, and tables
+    with trailers."""
     pages = 0
     for pack in packs:
         pages += pages_for(pack.payload_bound)

@@ -86,7 +86,8 @@ class Inbox:
         """Monotonic time of the last commit."""
 
     def commit(self, batch: CommitBatch) -> CommitResult:
-        """See ``Backend.commit``."""
+        """Upload the packs of a batch, write its commit to the inbox, and apply it to the replica
+        (``Backend.commit``). A batch that only uses packs is not written now."""
         plan = self._replica.plan(batch)
         # the replica has changed since the caller has read its changes
         if batch.seen is not None and plan.cursor != batch.seen:
@@ -149,7 +150,7 @@ class Inbox:
         # unknown: readers limit it to the time of the commit's blob (``Delta.clamped``)
         now = self._medium.time.time_of_use() or LATEST_TIME
         packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
-        # an ordered set: each pack once
+        # to write a request is a use of its packs; an ordered set: each pack once
         named = dict.fromkeys(used)
         for write in batch.manifests:
             named.update(dict.fromkeys(write.packs))
@@ -176,6 +177,7 @@ class Inbox:
             versions[digest] += 1
             pins.append(Pin(digest, versions[digest], pinned))
         content = Delta(packs, uses, manifests=manifests, pins=pins)
+        # the deletions of the batch
         removals = self._replica.tombstones(plan.removals, now)
         return union([content, removals])
 
@@ -233,7 +235,8 @@ class Inbox:
     def _forget_published(
         self, uses: Mapping[bytes, float], lost: Mapping[bytes, float]
     ) -> None:
-        """Forget uses and lost packs that were published, except packs that were used again."""
+        """Remove published uses and lost packs from those that wait; a pack that was used again
+        since has a later time, and keeps waiting."""
         for pack_id, time in uses.items():
             if self._uses.get(pack_id) == time:
                 del self._uses[pack_id]

@@ -165,7 +165,11 @@ class SharedNamespace:
             return erased._replace(left=[*erased.left, *left])
 
     def commit(self, batch: CommitBatch) -> CommitResult:
-        """See ``Backend.commit``."""
+        """Make a batch durable, after making room for it; see ``Inbox.commit``.
+
+        :raises QuotaExceededError: see ``_check_quotas``.
+        :raises StoreError: the medium or the replica failed.
+        """
         self.open()
         self.follower.use()
         # deletions must not wait for a merge, nor fail with it
@@ -273,7 +277,7 @@ class SharedNamespace:
             return rebuilder.rebuild(), rebuilder.skipped
 
     def merge_state(self) -> MergeState:
-        """See ``Backend.merge_state``."""
+        """Return the number and age of commits that wait for a merge, and who merged last."""
         # only one thread at a time may use the reader
         with self._lock:
             commits = self.reader.list_commits()

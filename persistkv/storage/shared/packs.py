@@ -158,6 +158,7 @@ class PackBlobs:
         """Upload a pack to a blob of its own; return its entry in the index, with the medium's
         time."""
         payload: list[Buffer] = list(pack.stream())
+        # no name is used twice, also if the same pack is uploaded again
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         # The table behind the payload describes the pack, so that a rebuild can find it without the
         # index.
@@ -169,7 +170,11 @@ class PackBlobs:
     # Reads
 
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
-        """See ``Backend.read``."""
+        """Fill the buffers of spans of packs; return for each span whether it was filled. One is
+        not if its pack is not held, its blob is missing or too short, or it is beyond the payload.
+
+        :raises StoreError: the medium failed; the content of all buffers is undefined.
+        """
         filled = [False] * len(spans)
 
         def fetch(run: _Range) -> None:
@@ -197,7 +202,11 @@ class PackBlobs:
     def read_frames(
         self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
     ) -> None:
-        """See ``Backend.read_frames``."""
+        """Read frames of a pack into ``buffer``, one after another, and pass each to ``take``.
+        Frames that cannot be read are left out.
+
+        :raises StoreError: the medium failed. Errors of ``take`` end the read unchanged.
+        """
         spans: list[ReadSpan] = []
         for frame in frames:
             # all frames use the same memory, one after another
@@ -272,7 +281,8 @@ class PackBlobs:
         return ranges
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
-        """See ``Backend.manifest_keys``."""
+        """Return the keys of a request's blocks; None if the request is not held, or its keys are
+        missing or damaged."""
         place = self._replica.keys_place(manifest_id)
         if place is None:
             return None

@@ -1,6 +1,9 @@
 """Merging of one namespace's index: segments, bases, evictions, and the deletion of included
 objects.
 
+An object *includes* others if it contains their whole content and lists their names. Engines that
+have read it need not read these any more.
+
 1. A *segment* includes commits: their contents, their names, and the evictions that they require.
    Afterwards, the commits are deleted. An object may be deleted whenever a durable object includes
    it, also after a pause of any length.
@@ -132,7 +135,8 @@ class Merger:
         return any(self.is_tenant_over(limits, tenant) for tenant in with_quota)
 
     def is_tenant_over(self, limits: Limits, tenant: bytes) -> bool:
-        """Return whether a tenant with a quota exceeds what it may take here, as ``is_over``."""
+        """Return whether a tenant with a quota has more in this namespace than its bound, and 1/64
+        of it (``_EXCESS_SHARE``)."""
         most = _with_excess(limits.tenants[tenant].num_bytes)
         return self._replica.tenant_bytes(tenant) > most
 
@@ -199,8 +203,8 @@ class Merger:
         )
 
     def _announced_at(self, latest: Latest) -> float:
-        """Return the monotonic time of writing of ``latest``; minus infinity if it claims a time
-        ahead of the medium's."""
+        """Return when ``latest`` was written, as monotonic time; minus infinity if the time in it
+        is ahead of the medium's, and so wrong."""
         age_s = self._medium.time.now() - latest.time
         if age_s < -ROUNDING_S:
             return -math.inf
@@ -240,15 +244,18 @@ class Merger:
         new = [info for info in commits if self._is_new(info.name)]
         some = _bounded(new)
         deltas = self._read(some)
+        # for evictions alone, no older segment is written again
         older: dict[str, Delta] = {}
         if deltas:
             older = self._older_segments(some)
 
+        # after the commits were applied to the replica, which may now exceed the limits
         planned = self._clock.monotonic()
         now = self._expiry_time()
         removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
         at = self._medium.time.time_of_use() or LATEST_TIME
         evictions = self._replica.tombstones(removals, at)
+
         contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
         includes = [*deltas, *older, *carried]
@@ -268,6 +275,7 @@ class Merger:
         # after the segment is durable, because it includes them
         self._delete_included(commits)
 
+        # more may be left to evict, or to merge
         num_removed = len(removals.packs) + len(removals.manifests)
         is_incomplete = num_removed >= _MOST_EVICTED or len(new) > len(some)
         self.schedule.end_merge(

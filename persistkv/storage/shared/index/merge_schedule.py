@@ -106,8 +106,8 @@ class MergeSchedule:
         """Record that ``latest`` was read.
 
         :param is_own: whether this engine has written it.
-        :param written: time of writing.
-        :param time: of writing, on the clock of its writer.
+        :param written: monotonic time of writing; minus infinity: unknown.
+        :param time: time of writing that it contains. ``latest`` has changed if this has.
         """
         self._is_regular = is_own
         self._announced_at = written
@@ -158,6 +158,7 @@ class MergeSchedule:
             due = min(due, self._merged_at + self._pause_s(now))
         # after all others: it delays every merge
         if self._failures:
+            # 2 s after the first failure
             pause_s = _FAILED_PAUSE_S * 2.0**self._failures
             pause_s = min(pause_s, _LONGEST_FAILED_PAUSE_S)
             due = max(due, self._merged_at + pause_s)

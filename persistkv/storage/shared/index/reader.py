@@ -77,8 +77,8 @@ class IndexReader:
     ) -> list[BlobInfo]:
         """Read new objects; return the commits in the inbox, without those that cannot be read.
 
-        :param inbox_age_s: read and return the commits in the inbox that are as old, in seconds on
-            the medium's clock. Younger ones are soon in a segment. None: no commits.
+        :param inbox_age_s: read and return also commits in the inbox: those of at least this age in
+            seconds, on the medium's clock. Younger ones are soon in a segment. None: no commits.
         :param stable: see ``Medium.listed``; opening reads the whole index, and needs it.
         :raises StoreError: the medium or the replica failed; the replica keeps the objects that
             were read before.

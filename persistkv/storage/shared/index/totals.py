@@ -192,7 +192,7 @@ class TotalsBoard:
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():
-            # or its time is that of another clock
+            # the absolute difference: a time far ahead is of a wrong clock, and not late
             if abs(self._seen_at - published.written) <= _IN_USE_S:
                 recent[namespace] = published
         return recent
@@ -226,7 +226,7 @@ class TotalsBoard:
         """
         mine = self._own.get(namespace, _NOTHING)
         others: list[Totals] = []
-        # before the first exchange, its own content does not count
+        # before the first exchange, its own totals are not known: it may use the whole limits
         if namespace in self._own:
             others = self._present_others(namespace)
         tenants = _tenant_bounds(mine, others, policy)
@@ -286,6 +286,7 @@ class TotalsBoard:
         if policy.ttl_s is not None:
             horizon = max(horizon, now - policy.ttl_s)
         for name, published in self._published.items():
+            # an engine would have published newer totals
             is_abandoned = now - published.written > _ABANDONED_S
             if is_abandoned and published.totals.exceeds(horizon, horizons):
                 return name

@@ -171,7 +171,8 @@ class Application:
         self, entries: Sequence[PackEntry]
     ) -> tuple[list[PackEntry], list[PackEntry]]:
         """Return the entries of packs of which neither the replica nor another entry knows
-        anything, in the order of their names, and all others.
+        anything, in the order of their names, and all others, for which ``_add_pack`` must look at
+        what is known.
         """
         ids = Counter(entry.pack_id for entry in entries)
         known = self._known_ids(entries)
@@ -276,6 +277,7 @@ class Application:
     def _use(self, pack_id: bytes, time: float) -> None:
         """Record a use of a pack, also if the pack arrives later."""
         self._order.set_time(time)
+        # False: the catalogue does not list the pack
         is_held = self._order.touch(self._namespace + pack_id)
         if not is_held:
             write_later_time(self._rows, EARLY, pack_id, time)
@@ -290,6 +292,7 @@ class Application:
             return
 
         pack_id = name[:ID_BYTES]
+        # before its row is deleted
         was_shown = shown_name(rows, pack_id) == name
         self._grown -= blob_row(rows, name).counted
         rows.delete(BLOBS, name)

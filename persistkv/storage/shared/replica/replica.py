@@ -100,6 +100,7 @@ class PackBlob(NamedTuple):
     """The blob that holds a pack."""
 
     nonce: bytes
+    """Random part of the blob's name, behind the pack id."""
     table: PackTable
 
 
@@ -107,8 +108,10 @@ class KeysPlace(NamedTuple):
     """Place of a request's keys."""
 
     nonce: bytes
+    """Random part of the name of their blob."""
     offset: int
     length: int
+    """In bytes, of the sealed record in that blob."""
     data_key: bytes
     """Id of the data key that seals them; ``PLAIN_KEY``: none does."""
 
@@ -132,8 +135,11 @@ class CommitPlan(NamedTuple):
     """Packs to upload and content to remove in a commit."""
 
     cursor: bytes
+    """Position in the changes of the namespace (``Changes.cursor``) before the commit."""
     missing: list[NewPack]
+    """Packs to upload: those of the batch that are not held, or whose rows are damaged."""
     removals: Removals
+    """What the batch deletes, and damaged blobs that ``missing`` replaces."""
     pins: list[tuple[bytes, bool]]
     """(digest, pinned) of the requests that the batch pins or unpins, without those that are not
     held."""
@@ -584,10 +590,12 @@ class Replica:
 
 
 def _moments(keys: Iterable[Buffer]) -> list[int]:
-    """Return the moments of the packs in keys of the eviction order, ascending."""
+    """Return when the packs in keys of the eviction order (``ORDER_KEY``) were last used,
+    ascending. A moment is a time in microseconds (``TimedOrder``)."""
     moments: list[int] = []
     for key in keys:
         _, moment, _, kind, _ = ORDER_KEY.unpack(key)
+        # requests do not count
         if kind == PACK:
             moments.append(moment)
     # those of low priority come first in the order, whatever their age

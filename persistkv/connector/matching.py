@@ -73,6 +73,7 @@ class GroupBlocks(NamedTuple):
 
     geometry: GroupGeometry
     keys: Sequence[bytes]
+    """Keys of all offloaded blocks of the request, from its first token on."""
     is_available: Callable[[Any], bool]
     """Return whether the block of a key can be loaded."""
     prefix: Callable[[Sequence[Any]], int] | None = None

@@ -64,11 +64,13 @@ class _ScheduledRequest:
     ended."""
 
     geometries: Sequence[GroupGeometry]
+    """One for each KV cache group, in the order that all sequences by group here have."""
     context: ReqContext
     description: RequestDescription
     """Keys and number of tokens; passed to the manager in ``context`` only if the request's blocks
     are stored."""
     policy: OffloadPolicy
+    """Blocks that the manager wants to be offered: newly computed ones, or all of the request."""
     block_tables: Sequence[BlockTable]
     """For each group, the request's device blocks, as the engine last reported them."""
     next_store: list[int]
@@ -275,7 +277,9 @@ class _PlannedTransfer(NamedTuple):
 
     request: _ScheduledRequest
     keys: Sequence[OffloadKey]
+    """Keys of its offloaded blocks."""
     is_load: bool
+    """False: it is a store."""
 
 
 class OffloadingConnectorScheduler:

@@ -25,6 +25,7 @@ class OffloadingConnectorWorker:
 
     def __init__(self, handlers: Iterable[HandlerEntry]) -> None:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
+        """By direction: medium of the source, medium of the destination."""
         self._isolations: dict[OffloadingHandler, Isolation] = {}
         """By handler: logs its exceptions; the worker calls it through this only."""
         for source, target, handler in handlers:

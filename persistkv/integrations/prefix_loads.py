@@ -61,10 +61,13 @@ class PrefixLoads:
         """Seconds after which a load that has brought nothing counts as hung."""
         self._chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
         self._times = LoadTimes()
+        """Expected times of loads, from those that were observed here."""
         self._probes = ProbeTimer(clock)
+        """When to read a block of a declined prefix."""
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        """Numbers of loads to come."""
         self._running: dict[int, _Load] = {}
         """Loads in progress, by the number that ``begin_load`` has returned."""
         self._prober: ThreadPool | None = None

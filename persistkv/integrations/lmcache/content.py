@@ -26,6 +26,7 @@ class _Listed(NamedTuple):
     """An entry of the list of keys, in the order of its pages."""
 
     key: bytes
+    """Key in the block store, see ``encode_key``."""
     model_name: str
     num_bytes: int
 

@@ -23,8 +23,11 @@ class ObjectLayout(NamedTuple):
     keys."""
 
     shapes: tuple[Shape, ...]
+    """Shape of each array of the object."""
     dtypes: tuple[str, ...]
+    """Name of the dtype of each array, as torch shows it."""
     num_bytes: int
+    """Bytes of the object: of all its arrays."""
 
     @classmethod
     def of_object(cls, memory: Any) -> ObjectLayout:

@@ -39,6 +39,7 @@ class ObjectLoads:
         self._stores = stores
         self._loads = PrefixLoads(prefill_tokens_per_s)
         self._tasks: dict[int, _Load] = {}
+        """Loads in progress by LMCache's task."""
 
     def hits(
         self, keys: ObjectKeys, parts: Collection[Part], results: Sequence[bool]

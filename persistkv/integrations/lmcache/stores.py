@@ -28,7 +28,8 @@ _RANK = "in keys"
 
 
 class Place(NamedTuple):
-    """Model and layout that have a block store of their own."""
+    """Model and layout of objects. Each place has a block store of its own, whether or not it is
+    open."""
 
     model_name: str
     layout: ObjectLayout

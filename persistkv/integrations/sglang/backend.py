@@ -58,7 +58,10 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._release = version("sglang")
         extra_config = config.extra_config or {}
         self._is_v1 = bool(extra_config.get("interface_v1"))
+        """Whether SGLang passes indices of the main pool, and not tensors with copies of its
+        pages."""
         self._pools: dict[str, PoolStore] = {}
+        """By SGLang's name of the pool; filled when the pools are registered."""
         self._transfers = Transfers()
 
     # Pools

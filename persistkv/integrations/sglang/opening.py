@@ -32,10 +32,12 @@ class StoreOpener:
         self._open_store = open_store
         self._lock = threading.Lock()
         self._store: BlockStore | None = None
+        """The open store; None before the first attempt has succeeded, and after ``close``."""
         self._is_closed = False
         self._retry_at = 0.0
         """Monotonic time before which no other attempt is made."""
         self._attempt = self._begin()
+        """The last attempt to open the store, which may still run."""
         try:
             self._attempt.result(timeout_s)
         except TimeoutError:

@@ -25,6 +25,7 @@ class PageMemory(NamedTuple):
     """Memory of pages of a pool."""
 
     pool: Any
+    """SGLang's host pool."""
     page_size: int
     """Tokens of a page, one entry of the pool for each."""
 

@@ -77,6 +77,7 @@ class Engine:
         self.geometry = device.geometry
         self._stores = tuple(stores)
         self._num_requests = 0
+        """Requests that have begun, for ``stats``."""
         self._device = device
         self._tiers = tiers
         self._tokenizer = tokenizer

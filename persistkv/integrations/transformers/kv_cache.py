@@ -30,7 +30,9 @@ class KVGroupGeometry:
     layers: tuple[int, ...]
     """Indices of the model's layers, ascending."""
     num_heads: int
+    """Number of key-value heads."""
     head_dim: int
+    """Numbers in the key, and in the value, of one head and token."""
     sliding_window: int | None
     """Number of tokens that a token attends to, including itself; None: full attention."""
     dtype: torch.dtype
@@ -279,6 +281,9 @@ class GroupPages:
     """Device memory of one KV cache group. A page is one block: ``block_size`` tokens of all
     layers, contiguous.
 
+    :ivar page_bytes: bytes of one page.
+    :ivar pool: which pages are in use, and their block hashes.
+    :ivar blocks: the group's division of a sequence into blocks.
     :ivar pages: shape (num_blocks, layers, 2, kv_heads, block_size, head_dim).
     """
 

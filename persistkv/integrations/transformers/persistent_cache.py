@@ -208,7 +208,9 @@ class PersistentCache(RequestCache):
         self._tenant = tenant or DEFAULT_TENANT
         self._block_size: int = identity["block_size"]
         self._groups = [group.blocks(self._block_size) for group in geometry]
+        """For each KV cache group, its division of the sequence into blocks."""
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
+        """For each KV cache group, the bytes of one block."""
         self._first_present = [0] * len(geometry)
         """For each group, the index of the first block in the cache; earlier ones were outside of
         the window."""

@@ -194,6 +194,7 @@ class TextPieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
+        """Ids of all tokens so far."""
         self._context = 0
         """Index of the token from which on ``add`` decodes: the first one of the last piece. A
         tokenizer may drop the space before the first token that it decodes, so a piece is decoded

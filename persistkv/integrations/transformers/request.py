@@ -49,7 +49,9 @@ class BlockHashChain:
         self, block_size: int, salt: str | None = None, tenant: str | None = None
     ) -> None:
         self.hashes: list[bytes] = []
+        """Hashes of all full blocks so far, in order."""
         self._block_bytes = 4 * block_size
+        """Bytes of the tokens of one block, four for each token."""
         self._tail = b""
         """Bytes of the tokens after the last full block."""
         root = _ROOT
@@ -59,6 +61,7 @@ class BlockHashChain:
         if salt is not None:
             root += b"salt " + salt.encode()
         self._parent = hashlib.sha256(root).digest()
+        """Hash of the last full block; before the first one, that of salt and tenant."""
 
     def extend(self, token_ids: Sequence[int]) -> list[bytes]:
         """Append tokens; return the hashes of the blocks that became full."""
@@ -144,8 +147,9 @@ class Request:
         self._chain = BlockHashChain(device.block_size, salt, tenant)
         self._stats = RequestStats()
         self._tokens: list[int] = []
-        """Of the answer, so far."""
+        """Ids of the answer's tokens so far."""
         self._logits = torch.empty(0)
+        """Logits of the first token of the answer, for the result; empty until it is computed."""
         self.ended = False
         self._num_kept = 0
         """Full blocks of the tokens that have KV; kept when ``release`` empties the tables."""

@@ -94,6 +94,7 @@ class Tiers:
             spec.shutdown()
             raise
         self._tiering: TieringOffloadingManager | None = None
+        """The manager, for calls that only one with secondary tiers has; None: it is another."""
         self.persistent: list[PersistentTier] = []
         if isinstance(manager, TieringOffloadingManager):
             self._tiering = manager

@@ -191,8 +191,10 @@ class PrefixLoads:
         :param prefill: the engine's speed, shared by its stores.
         """
         self._hash_tokens = offloading.cache.tokens_per_hash
+        """Tokens of one of vLLM's block hashes."""
         self._group_tokens = group_tokens
         self._used_groups = [group.group_id for group in offloading.groups]
+        """Indices of the KV cache groups that vLLM offloads; it may leave some out."""
         self._chooser = LoadChooser(prefill)
 
     def chunks(

@@ -56,8 +56,8 @@ _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 @dataclass
 class Observed:
-    """Counters of ``COUNTERS`` that the tier itself maintains in the engine, since its
-    construction."""
+    """Counters that the tier itself maintains in the engine, since its construction. ``COUNTERS``
+    describes them under the same names."""
 
     lookup_hits: int = 0
     lookup_misses: int = 0

@@ -82,6 +82,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
                 "secondary_tiers", tier_type, "a persistkv tier before it"
             )
         self._tier = tiers[0]
+        """The ``persistkv`` tier that lists the contexts."""
         self._key_bytes = key_length()
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._tier, num_chunks)

@@ -106,6 +106,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
                 engine = _CanonicalCopyEngine(memory, direction, mappings)
             self._engines[direction] = engine
         self._results: list[TransferResult] = []
+        """Results of ended transfers, for the next ``get_finished``."""
         self._release = release
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -161,6 +162,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         super().__init__(memory, direction)
         self._mappings = mappings
         self._sizes = _canonical_sizes(mappings, len(memory.pages))
+        """For each KV tensor, the bytes of one page in a row."""
 
     def _copy(self, part: PageCopies) -> None:
         """Copy the pages of one tensor, run by run: a run is a number of fragments that are equally

@@ -135,8 +135,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         # several entries of ``secondary_tiers`` are several stores of one engine
         self._tiers = EngineTiers(persistent_tiers(offloading_spec))
         self._isolation = Isolation("tier persistkv")
+        """Logs errors of side tasks, such as measurements, which must not fail a request."""
         self._metrics = MetricsReader(scheme)
         self._steps = StepRequests(find_wake())
+        """Requests for steps in which an idle engine exports metrics and events."""
         offloading = offloading_spec.config
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
@@ -634,6 +636,7 @@ class EngineTiers:
     def __init__(self, tiers: list[PersistentTier]) -> None:
         self.all = tiers
         self._own: PersistentTier | None = None
+        """This adapter's tier; None until ``put_own``."""
 
     def put_own(self, tier: PersistentTier) -> None:
         """Add this adapter's tier, in the place of its earlier one."""

@@ -37,6 +37,7 @@ class WeightsProbe:
         self._epoch = word.epoch
         """Epoch at whose beginning ``_known`` was taken."""
         self._known = sample()
+        """Sample with which later ones are compared."""
         self._next_due = 0.0
         """Time from which on ``check_if_due`` compares even if the engine has not asked."""
 

@@ -109,7 +109,7 @@ class WeightsWatch:
 
     @property
     def epoch(self) -> int:
-        """Number of times that a request has named new weights."""
+        """Number of times that a request has named new weights; 0: they are those of the start."""
         return self._epoch
 
     @property

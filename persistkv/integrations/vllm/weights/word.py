@@ -21,6 +21,7 @@ class WeightsWord:
     def __init__(self, file: int) -> None:
         """:param file: descriptor of the word's file; the caller closes it."""
         self._numbers = memoryview(mmap.mmap(file, _WORD_BYTES)).cast("Q")
+        """``asked``, ``answered``, ``epoch`` and ``changed``, of 8 bytes each."""
 
     @classmethod
     def create(

@@ -108,7 +108,7 @@ class Medium:
         return StoreNames(self.keys.keyring_id)
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
-        """See ``Blobs.put``."""
+        """Write a blob (``Blobs.put``); return the medium's time, and learn it."""
         written = self.blobs.put(name, pieces)
         self.time.learn(written)
         return written

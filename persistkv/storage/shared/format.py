@@ -362,6 +362,8 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
+        # Names, or prefixes of names, which end with a slash. ``swept`` records when the last sweep
+        # began.
         self.base = f"{namespace.hex()}-{keyring_id}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
@@ -431,6 +433,7 @@ class StoreNames:
 
     def __init__(self, keyring_id: str = PLAIN_NAME) -> None:
         base = keyring_id
+        # names, or prefixes of names, which end with a slash
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"

@@ -61,6 +61,7 @@ class Identities:
             name = self._medium.names.parse_identity(info.name)
             if name is not None:
                 names.append(name)
+        # ``each`` calls ``find`` concurrently; None: the identity was deleted, or is invalid
         found = self._medium.maintenance.each(self.find, names)
         return (namespace for _, namespace in found if namespace is not None)
 

@@ -204,6 +204,7 @@ class ForgetRecords:
         with self._lock:
             names = self._medium.names
             before = self._medium.listed(names.forgotten)
+            # not those that were not read: the new blob does not include them
             replaced = [info.name for info in before if info.name in self._read]
             # one blob for all, so that a new handle reads one
             body = encode([*self.forgotten.records, record])

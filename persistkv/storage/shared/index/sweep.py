@@ -55,6 +55,7 @@ class Sweeper:
         self._replica = replica
         self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
+        # engines that start together look at different times
         pause_s = _CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""
@@ -85,8 +86,8 @@ class Sweeper:
         except (BlobMissingError, CorruptPackError, struct.error):
             return True
         if not self._medium.time.now():
-            # an engine that writes nothing, in an index without objects: only the blobs to delete
-            # show the medium's time
+            # No reply has told the time: this engine has written nothing, and the index has no
+            # object. A list of the packs, which the sweep may delete, tells it.
             self._medium.listed(self._names.packs)
         now = self._medium.time.now()
         # a start that is more than a day ahead is of a wrong clock

@@ -81,11 +81,14 @@ _EXTRAS = {"torch": "transformers", "transformers": "transformers"}
 
 
 def __getattr__(name: str) -> Any:
+    """Import a name at its first use; raise MissingExtraError if it needs a package of an extra
+    that is not installed."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = import_module(_LAZY[name])
     except ModuleNotFoundError as error:
+        # the absence of any other module is a defect of the installation
         if error.name not in _EXTRAS:
             raise
         raise MissingExtraError(error.name, _EXTRAS[error.name]) from error

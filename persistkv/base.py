@@ -82,6 +82,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
     """
     for name, value in labels.items():
         try:
+            # fails for a value that is no text, and for lone surrogates, which UTF-8 lacks
             name.encode()
             value.encode()
         except (AttributeError, UnicodeEncodeError):
@@ -123,6 +124,7 @@ class RequestDescription:
         """How long the stored context is kept; set by the engine."""
         check_labels(self.labels)
         self._depths: dict[OffloadKey, int] = {}
+        """Number of blocks of the same group before each block."""
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
         """Append the keys of the next blocks of one KV cache group.
@@ -235,7 +237,9 @@ class GPULoadStoreSpec(BlockIDsLoadStoreSpec):
                 f"block_indices has {len(block_indices)} entries, group_sizes {len(group_sizes)}"
             )
         self.group_sizes: tuple[int, ...] = tuple(group_sizes)
+        """For each KV cache group, its number of entries in ``block_ids``."""
         self.block_indices: tuple[int, ...] = tuple(block_indices)
+        """For each KV cache group, the index of its first block within the request."""
 
     @staticmethod
     def medium() -> str:

@@ -221,6 +221,7 @@ def without_options(url: str) -> str:
 
 
 def _split_url(url: str) -> SplitResult:
+    """Return the parts of a URL; raise ConfigurationError if it cannot be divided."""
     try:
         return urlsplit(url)
     except ValueError as error:
@@ -231,6 +232,7 @@ def _split_url(url: str) -> SplitResult:
 
 
 def _url_options(query: str) -> dict[str, str]:
+    """Return the options in the query of a URL; raise ConfigurationError if one is repeated."""
     options: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
         if name in options:
@@ -270,7 +272,7 @@ def convert_options(
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        # raised by the struct, with a better message
+        # raised by the struct's own checks, with a better message
         if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
         raise _option_error(error, known, options, where) from None
@@ -283,7 +285,7 @@ def _option_error(
     where: str,
 ) -> ConfigurationError:
     """Return msgspec's error in the words of options."""
-    # "Expected `int`, got `str` - at `$.name[0].field`"
+    # an example: "Expected `int`, got `str` - at `$.name[0].field`"
     message, _, place = str(error).partition(" - at ")
     path = place.partition("$.")[2].rstrip("`")
     name = re.split(r"[.\[]", path)[0]

@@ -37,6 +37,7 @@ class Isolation:
     def __init__(self, component: str) -> None:
         self.component = component
         self._next_report: dict[str, float] = {}
+        """By name of a call, the monotonic time from which its next exception is logged."""
 
     @contextmanager
     def guard(self, call: str, consequence: str) -> Iterator[GuardedCall]:

@@ -79,6 +79,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._events: list[OffloadingEvent] = []
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Return True for a readable block, None for one that is being written, False for a
+        miss."""
         row = self._rows.get(key)
         # A block of an earlier epoch keeps its row until its jobs end, but no new job may read it.
         if row is None or key in self._earlier:
@@ -120,6 +122,7 @@ class CPUOffloadingManager(OffloadingManager):
         return self._rows_of((key,))[0]
 
     def prepare_load(self, keys: Keys, req_context: ReqContext) -> CPULoadStoreSpec:
+        """Add a reader to the row of each block, so that it is not evicted; return the rows."""
         refs = self._refs
         rows = self._rows_of(keys)
         # all are checked before any is referenced, so that an error changes nothing
@@ -136,6 +139,8 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.touch(keys)
 
     def complete_load(self, keys: Keys, req_context: ReqContext) -> None:
+        """Remove a reader from the row of each block. A row without readers can be evicted; if its
+        block dates from before a ``reset_cache``, the row becomes free."""
         refs = self._refs
         rows = self._rows_of(keys, earlier=True)
         for position, row in enumerate(rows):

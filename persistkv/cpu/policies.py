@@ -108,6 +108,7 @@ class LRUCachePolicy(CachePolicy):
         self._rows.update(deepest_first)
 
     def touch(self, keys: Keys) -> None:
+        """Make blocks the most recently used ones. A parked block is no longer parked."""
         rows = self._rows
         # the start of a prefix last, so that it is evicted after the blocks that need it
         for key in reversed(keys):
@@ -119,6 +120,7 @@ class LRUCachePolicy(CachePolicy):
                 rows[key] = row
 
     def release(self, keys: Keys) -> None:
+        """Let the next eviction consider those of these blocks that were parked."""
         if not self._parked:
             return
         for key in keys:
@@ -140,6 +142,7 @@ class LRUCachePolicy(CachePolicy):
         return row
 
     def evict(self, count: int) -> list[Victim]:
+        """Evict the least recently used blocks, and park those of them whose rows are in use."""
         # released blocks first: they were least recently used before they were parked
         victims = self._evict_released(count)
         while self._rows and len(victims) < count:
@@ -210,6 +213,7 @@ class ARCCachePolicy(CachePolicy):
         self._trim_ghosts()
 
     def touch(self, keys: Keys) -> None:
+        """Move blocks to the end of the frequent list; recent ones only if they are readable."""
         for key in reversed(keys):
             if key in self._frequent:
                 self._frequent.touch((key,))
@@ -231,6 +235,8 @@ class ARCCachePolicy(CachePolicy):
         self._frequent.remove(keys)
 
     def evict(self, count: int) -> list[Victim]:
+        """Evict blocks one by one from the list that exceeds its target number; from the other one
+        if all blocks of that list are in use."""
         victims: list[Victim] = []
         while len(victims) < count:
             # the lengths change with each eviction, and with them the preferred list

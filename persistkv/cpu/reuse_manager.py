@@ -68,6 +68,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         for."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Count the lookup for the blocks of ``_to_count``, and return the answer of
+        ``backing``."""
         num_lookups = self._num_lookups
         # removed and added again, so that the least recently counted are first
         for block in self._to_count(key, req_context):
@@ -104,6 +106,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
     def prepare_store(
         self, keys: Keys, req_context: ReqContext
     ) -> PrepareStoreOutput | None:
+        """Pass on the blocks that were looked up often enough, and those that are held."""
         offered = []
         for key in keys:
             num_lookups = self._num_lookups.get(key, 0)

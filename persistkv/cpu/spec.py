@@ -154,6 +154,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         return self._region
 
     def get_manager(self) -> OffloadingManager:
+        """Return the manager, the same object at each call; behind the filter of
+        ``store_threshold`` if that option is set."""
         if self._manager is None:
             self._manager = self.make_manager()
             if self.options.store_threshold:

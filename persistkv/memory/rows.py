@@ -33,7 +33,8 @@ class BlockMemory(ABC):
         """
 
     def verified(self, group: int, block_ids: Sequence[int]) -> None:
-        """A thread has read blocks of the group into their places, and verified them."""
+        """Learn that a thread has read blocks of the group into their places and verified them. No
+        effect here; memory that copies blocks to a caller overrides it."""
         return
 
     @abstractmethod
@@ -72,6 +73,7 @@ class Rows(BlockMemory):
         return len(self.array)
 
     def check(self, block_ids: Sequence[int]) -> None:
+        """Raise ValueError if a row does not exist."""
         if not block_ids:
             return
         lowest = min(block_ids)
@@ -112,6 +114,7 @@ class Rows(BlockMemory):
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
+        """Copy the byte ranges of each block out of its row, one range after the other."""
         ids = np.asarray(block_ids)
         parts = []
         for offset, size in self.layout.groups[group].ranges:
@@ -124,6 +127,7 @@ class Rows(BlockMemory):
         return np.concatenate(parts, axis=1)
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+        """Copy each block into the byte ranges of its row; the other bytes of the row stay."""
         ids = np.asarray(block_ids)
         start = 0  # within a block of ``blocks``, which has no gaps between its ranges
         for offset, size in self.layout.groups[group].ranges:

@@ -82,6 +82,8 @@ class ScatteredBlocks(BlockMemory):
                 raise ValueError(f"block {number} is not registered")
 
     def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+        """Return the regions of the blocks in order; one view for adjacent blocks of one call with
+        a deadline."""
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
@@ -103,6 +105,7 @@ class ScatteredBlocks(BlockMemory):
                 place.blocks.verified(number - place.first)
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
+        """Copy the regions of the blocks into a new array, one row for each block."""
         size = self.layout.groups[group].block_bytes
         shape = (len(block_ids), size)
         blocks = np.empty(shape, np.uint8)

@@ -29,6 +29,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    """Import a suite at its first use: without pytest, the other names can still be used."""
     if name == "BackendConformance":
         from persistkv.testing.conformance import BackendConformance
 

@@ -47,6 +47,7 @@ class MemoryBlobs(Blobs):
         self.clock = clock
         self._lock = threading.Lock()
         self._held: dict[str, tuple[bytes, float]] = {}
+        """Bytes and time of writing of each blob; shared by all handles of the medium."""
         self._closed = False
 
     def handle(self) -> MemoryBlobs:
@@ -68,6 +69,7 @@ class MemoryBlobs(Blobs):
     def read(
         self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
     ) -> int:
+        """Fill the buffers one after the other from ``offset`` on; return the number of bytes."""
         check_name(name)
         self._check_open()
         with self._lock:
@@ -94,6 +96,7 @@ class MemoryBlobs(Blobs):
                 self._held.pop(name, None)
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        """Return a snapshot of the blobs with this prefix and larger names than ``after``."""
         check_prefix(prefix)
         self._check_open()
         listed: list[BlobInfo] = []
@@ -133,10 +136,13 @@ class FaultyBlobs(Blobs):
         self.inner = inner
         self.calls: list[tuple[str, str]] = []
         """All calls, failed ones included, in order: method and subject."""
+        # faults by method, which get the subject of a call: before its effect, and after it
         self._before: dict[str, list[Callable[[str], object]]] = defaultdict(list)
         self._after: dict[str, list[Callable[[str], object]]] = defaultdict(list)
         self._between: Callable[[], object] | None = None
+        """Called between the halves of a list; None: lists are read at once."""
         self._postponed: list[Callable[[], object]] = []
+        """Effects of postponed calls, in order."""
         self._lock = threading.Lock()
 
     @property
@@ -261,6 +267,7 @@ class FaultyBlobs(Blobs):
         return self._change("delete", " ".join(names), effect)
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+        """List blobs with the faults of ``list``; see ``split_lists``."""
         self._begin("list", prefix)
         between = self._between
         if between is None:
@@ -292,6 +299,7 @@ class FaultyBlobs(Blobs):
     def _finish_list(
         self, listed: Iterator[BlobInfo], prefix: str
     ) -> Iterator[BlobInfo]:
+        """Yield a list, and run the faults after it when the caller has read it to its end."""
         yield from listed
         self._end("list", prefix)
 
@@ -340,6 +348,7 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def __call__(self, subject: str) -> bool:
+        """Return whether this call has the fault, and count it."""
         if self._only is not None and not self._only(subject):
             return False
         with self._lock:

@@ -110,6 +110,8 @@ def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
         return property(attrgetter(f"inner.{name}"))
 
     def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
+        """Record the call, run the faults before it, forward it, and let the faults after it
+        replace its result."""
         self.calls.append(name)
         # copies: other threads may add or remove faults during the call
         before = list(self._before[name])

@@ -58,6 +58,7 @@ class TierRig:
         *,
         is_promotion: bool,
     ) -> int:
+        """Submit a job with a new id; return the id."""
         job_id = next(self._job_ids)
         block_ids = np.array(rows, np.int64)
         job = JobMetadata(job_id, list(keys), block_ids, is_promotion, req)

@@ -53,6 +53,7 @@ class IsolatedTier:
     # Lookup
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Return the tier's answer; False if it is unusable or raises."""
         if not self.is_usable:
             return False
         # Without ``attempt``: this is the manager's hottest call, once per block and tier.
@@ -88,6 +89,7 @@ class IsolatedTier:
         return self.tier.load_deadline_s
 
     def expected_load_s(self, num_bytes: int) -> float | None:
+        """Return the tier's estimate; see ``SecondaryTierManager``."""
         # a tier that raises is expected to take forever, so that nothing is loaded from it
         never: float | None = math.inf
         return self._attempt(
@@ -133,6 +135,8 @@ class IsolatedTier:
         return not guarded.raised
 
     def finished_jobs(self) -> list[JobResult]:
+        """Return the results of jobs that have ended. If the tier raises, it is unusable until a
+        later call succeeds."""
         finished: list[JobResult] = []
         consequence = "its jobs fail, and it gets no others until a poll succeeds"
         with self._isolation.guard("get_finished_jobs", consequence) as guarded:
@@ -145,6 +149,7 @@ class IsolatedTier:
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
+        """Announce a request; return which of its blocks the tier must receive to store."""
         answer = self._attempt(
             "on_new_request",
             "the tier receives newly computed blocks only",
@@ -172,6 +177,8 @@ class IsolatedTier:
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
+        """Reset the tier. If it raises although the weights changed, it is unusable until a later
+        reset for changed weights succeeds."""
         consequence = "the tier keeps its state"
         if weights_changed:
             consequence = "the tier is not used until a reset succeeds"

@@ -422,6 +422,8 @@ class TieringOffloadingManager(OffloadingManager):
     def prepare_load(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> LoadStoreSpec:
+        """Prepare a load from the primary tier. The holds on promoted blocks end, because the load
+        protects them now."""
         spec = self.primary_tier.prepare_load(keys, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
@@ -530,6 +532,8 @@ class TieringOffloadingManager(OffloadingManager):
     def complete_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        """End writes to the primary tier. If they succeeded, cascade the written blocks to all
+        secondary tiers."""
         # orphaned: allocated before the last ``reset_cache``, misses now, hence not cascaded
         written, orphaned = self.primary_tier.end_writes(keys, success)
         if success:
@@ -750,6 +754,8 @@ class TieringOffloadingManager(OffloadingManager):
     # Requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Announce a request to all tiers. If any of them is request-level, the engine must offer
+        every block of the request."""
         request = self._request(req_context)
         # the id is used again while stores of the finished request are in flight
         if request.finished:
@@ -818,6 +824,8 @@ class TieringOffloadingManager(OffloadingManager):
     # The end of a step
 
     def take_events(self) -> list[OffloadingEvent]:
+        """End a step: process results of the tiers, abandon late loads, release expired holds and
+        submit promotions; then return the events of all tiers."""
         if not self._polled:
             self._poll()
         self._polled = False
@@ -837,6 +845,7 @@ class TieringOffloadingManager(OffloadingManager):
         return events if self._enable_events else []
 
     def has_pending_work(self) -> bool:
+        """Return whether work is in progress that needs engine steps even if no request runs."""
         if self._promotions.queued:
             return True
         if self._prewarming is not None and not self._prewarming.ended:
@@ -847,6 +856,8 @@ class TieringOffloadingManager(OffloadingManager):
         return any(tier.has_pending_work() for tier in self._tiers)
 
     def reset_cache(self, weights_changed: bool = True) -> None:
+        """Forget all blocks, waiting cascades and promotions. Jobs in flight continue to use their
+        rows, but no request waits for them."""
         for request in self._requests.values():
             self._release_held(request, request.held)
             request.received.clear()

@@ -295,6 +295,8 @@ class PersistentTier(SecondaryTierManager):
         return self.client.table.prefix(keys)
 
     def submit_store(self, job_metadata: JobMetadata) -> None:
+        """Send a store job to the host, unless its result is known without it: the request is
+        refused, the tier is detached, or all blocks are held."""
         keys = job_metadata.keys
         context = job_metadata.req_context
         if self.refuses(context):
@@ -322,6 +324,7 @@ class PersistentTier(SecondaryTierManager):
         )
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
+        """Send a load job to the host, with the earlier of the job's and the tier's deadlines."""
         if self._detached:
             self._finished.append(JobResult(job_metadata.job_id, False))
             return
@@ -446,6 +449,8 @@ class PersistentTier(SecondaryTierManager):
         return sum(groups[get_offload_group_idx(key)].block_bytes for key in keys)
 
     def get_finished_jobs(self) -> list[JobResult]:
+        """Take the host's answers: results of jobs, which are returned, the end of a probe, and
+        which ended requests are durable."""
         for outcome in self.client.poll():
             self._end_load(outcome)
             result = JobResult(
@@ -540,6 +545,8 @@ class PersistentTier(SecondaryTierManager):
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        """Send the end of a request to the host, which writes its manifest. If the request is
+        refused or invalid, or the tier detached, the request counts as not persisted."""
         req_id = req_context.req_id
         blocks = self._blocks_of(req_context)
         num_restored = self.report_restored(req_context)
@@ -654,6 +661,8 @@ class PersistentTier(SecondaryTierManager):
         return known
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return the keys that became durable or were removed since the last call, as at most two
+        events: the removed ones first."""
         changes = self.client.take_events()
         medium = self.get_tier_type()
         events = []

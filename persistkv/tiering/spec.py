@@ -139,6 +139,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         )
 
     def make_manager(self) -> OffloadingManager:
+        """Open the secondary tiers, and return the manager that owns them and the primary tier. If
+        one cannot be opened, those before it are shut down."""
         options = self.options
         primary = CPUPrimaryTierOffloadingManager(
             self.num_blocks,

@@ -123,6 +123,7 @@ def number(least: int, most: int | None = None) -> Callable[[str], int]:
     """Return a type of options: whole numbers within these bounds."""
 
     def parse(text: str) -> int:
+        """Return the number; raise ArgumentTypeError, which argparse shows, if it is invalid."""
         bound = f"from {least}" if most is None else f"from {least} to {most}"
         # -1 is below every bound: text that is no number gets the same error
         value = int(text) if text.isdecimal() else -1

@@ -29,9 +29,12 @@ class CopyEngine(OffloadingHandler):
         self.direction = direction
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
+        """Plan the copies between the pages of the engine and the rows, and submit them."""
+        # released by ``shutdown``
         if not self.memory.rows:
             return False
         source, target = spec
+        # a store copies from the GPU, a load to it
         gpu, cpu = source, target
         if self.direction is Direction.LOAD:
             gpu, cpu = target, source
@@ -53,4 +56,5 @@ class CopyEngine(OffloadingHandler):
         """
 
     def shutdown(self) -> None:
+        """Release the memory. Subclasses wait for their copies first."""
         self.memory = KVMemory((), (), 1)

@@ -54,6 +54,7 @@ class CPUCopyEngine(CopyEngine):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        """Return the results of the jobs that have ended, in order of submission."""
         results = []
         while self._jobs:
             _, future = self._jobs[0]

@@ -69,6 +69,8 @@ class CUDACopyEngine(CopyEngine):
         self._copier = copier
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
+        """Enqueue the copies on this direction's stream, behind the caller's current stream, and
+        return without waiting."""
         batches = [self._batch(part) for part in copies]
         begin, end = _timing_event(), _timing_event()
         try:
@@ -94,10 +96,13 @@ class CUDACopyEngine(CopyEngine):
         return True
 
     def get_finished(self) -> list[TransferResult]:
+        """Return the results of the jobs whose copies have ended, in order of submission. A job
+        fails if the device reports an error."""
         results = []
         while self._jobs:
             job = self._jobs[0]
             try:
+                # the jobs after it have not ended either: one stream runs them in order
                 if not job.end.query():  # type: ignore[no-untyped-call]
                     break
                 seconds = job.begin.elapsed_time(job.end) / 1e3
@@ -258,7 +263,8 @@ class DriverBatchCopier(PageCopier):
         self._function.restype = ctypes.c_int
 
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
-        # one set of attributes, for all copies
+        """Enqueue all copies with one call. If CUDA refuses, the error names the failed copy."""
+        # one set of attributes, which applies from copy 0 on: to all copies
         attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
         first_copy = ctypes.c_size_t(0)
         failed = ctypes.c_size_t(_NO_COPY)
@@ -293,6 +299,7 @@ class TorchCopier(PageCopier):
     be pinned."""
 
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
+        """Enqueue one copy after the other on the current stream."""
         target = _flat(batch.target)
         source = _flat(batch.source)
         # addresses become indices of bytes

@@ -29,7 +29,9 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """-1 after ``close``."""
         self._ended: deque[Completion] = deque()
+        """Completions that ``take`` has not returned yet."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
 
@@ -57,6 +59,7 @@ class CompletionQueue:
             taken = list(self._ended)
             self._ended.clear()
             if self._fd >= 0 and clear:
+                # raised if it is not readable: nothing was added, or its owner has read it
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
         return taken

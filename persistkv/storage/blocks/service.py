@@ -76,14 +76,18 @@ class BlockService:
         self._tokens_per_block = tokens_per_block
         self._ledger = UsageLedger()
         self._events = StoreReport()
+        """Events that ``take_events`` has not returned yet."""
         self._ended: dict[str, asyncio.Future[bool]] = {}
         """Requests whose end is not committed yet."""
         # one more than can be read at once: its packs are looked up meanwhile
         num_readers = store.catalogue.threads.readers
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._calls: set[asyncio.Task[Any]] = set()
+        """Tasks of the calls that are running; see ``_call``."""
         self._has_ended = asyncio.Event()
+        """Set when a call ends; ``end`` clears it."""
         self._running: asyncio.Task[Any] | None = None
+        """Task of ``run``; None: it has not begun."""
         self.has_failed = False
         """Whether an internal error has ended ``run``: no call would end any more."""
 
@@ -97,10 +101,12 @@ class BlockService:
         except Exception:
             logger.exception("internal error: the store answers no more calls")
             self.has_failed = True
+            # nothing does the work any more that they wait for
             for call in self._calls:
                 call.cancel()
 
     async def _follow_news(self) -> None:
+        """Take the store's report whenever its commit task may have changed it."""
         changed = self.store.committer.changed
         while True:
             await changed.wait()
@@ -125,6 +131,7 @@ class BlockService:
         after the return."""
         store = self.store
         keys = job.keys
+        # all are durable: only their use is recorded
         if not store.index.absent(keys):
             store.touch(keys)
             return [True] * len(keys)
@@ -161,7 +168,8 @@ class BlockService:
             depths = [job.depth + position for position in positions]
         request = secrets.token_hex(16)
         accepted = await self.store.put(request, keys, own_places, depths, tenant)
-        # without a pause before: blocks and manifest become one transaction
+        # no ``await`` before the end of the request: the commit task, which runs during an
+        # ``await``, then writes blocks and manifest in one transaction
         group_keys = {job.group: keys}
         ended = self._end(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
@@ -267,6 +275,7 @@ class BlockService:
                 is_pinned = False
                 batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
+                # others may have committed since the last refresh
                 await catalogue.committed([], result, followed=False)
 
     # Content
@@ -279,7 +288,7 @@ class BlockService:
             changes = await catalogue.read_changes(ledger.cursor)
             ledger.apply(changes)
             stats = await catalogue.call(catalogue.backend.stats)
-        # without tenants that have no content any more
+        # the unary plus leaves out tenants that have no content any more
         tenants = dict(+ledger.totals)
         num_bytes = sum(tenants.values())
         return Usage(tenants, num_bytes, stats.disk_bytes, stats.capacity)
@@ -305,7 +314,8 @@ class BlockService:
 
     @contextmanager
     def _call(self) -> Iterator[None]:
-        """Know a running call, until it has ended."""
+        """Count the present task as a running call during the ``with`` block: ``end`` waits for it,
+        and a failure of ``run`` cancels it."""
         call = asyncio.current_task()
         assert call is not None
         self._calls.add(call)

@@ -440,6 +440,7 @@ class BlockStore:
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
+        # the pin may cover a part of the blocks
         self.unpin(pin, timeout_s=timeout_s)
         return None
 
@@ -634,6 +635,8 @@ class BlockStore:
         *,
         writable: bool = False,
     ) -> list[list[memoryview]]:
+        """Return the regions of the blocks, after a check of their number and sizes; errors as for
+        ``put`` and ``get``."""
         if len(keys) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks for {len(keys)} keys")
         if len(set(keys)) != len(keys):
@@ -648,6 +651,7 @@ class BlockStore:
 
 
 def _deadline(timeout_s: float | None) -> float | None:
+    """Return the monotonic time at which a call must return; None: no deadline."""
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
@@ -657,6 +661,7 @@ def _complete(
     """Add a completion when a call has ended."""
 
     def end(ended: Future[list[bool]]) -> None:
+        # a call that failed has a completion, too: its caller waits for one
         results = [False] * num_keys
         if ended.cancelled():
             logger.error("call %d was cancelled", number)

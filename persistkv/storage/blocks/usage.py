@@ -55,12 +55,14 @@ class UsageLedger:
         for pack_id in changes.removed:
             self._remove(pack_id)
         for table in changes.added:
+            # it may have been written again under the same id
             self._remove(table.pack_id)
             self._packs[table.pack_id] = (table.tenant, table.payload_length)
             self.totals[table.tenant] += table.payload_length
         self.cursor = changes.cursor
 
     def _remove(self, pack_id: bytes) -> None:
+        """Subtract a pack from the totals, if it is counted."""
         pack = self._packs.pop(pack_id, None)
         if pack is not None:
             tenant, num_bytes = pack

@@ -156,8 +156,12 @@ class OtherNamespace(NamespaceView):
         by KV cache group."""
         self.depths = depths
         self._own = own
+        """View of the engine's own namespace, whose index has the adopted keys."""
         self._own_events = options.events
+        """Whether changes of the adopted keys are reported to the engine."""
         self._own_reloads = own.index.reloads
+        """Number of reloads of the own index when the adopted keys were added last."""
+        # this view reports nothing: ``_learn`` reports to the own view
         options = msgspec.structs.replace(options, events=False)
         super().__init__(
             own.backend, namespace, own.threads, StoreCounters(), layout, options
@@ -178,14 +182,18 @@ class OtherNamespace(NamespaceView):
         if self._own.index.reloads != self._own_reloads:
             self.cursor = None
         await super().refresh()
-        self.report = StoreReport()  # of keys that only adopted entries make readable
+        # discarded: lookups find adopted keys only, which ``_learn`` reports
+        self.report = StoreReport()
 
     def _learn(self, changes: Changes) -> None:
+        """Apply changes of the other namespace to this view's index, and those of its usable keys
+        to the own index."""
+        # a candidate that is being compared has no usable keys
         if not any(self.depths):
             super()._learn(changes)
             return
         index = self._own.index
-        # they are used twice, and an iterator would be empty the second time
+        # the added tables are used twice, and an iterator would be empty the second time
         added = list(changes.added)
         if changes.reset:
             index.remove_adopted()
@@ -241,6 +249,8 @@ class OtherNamespace(NamespaceView):
     def suspect(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
+        """Stop the use of packs of which a read failed, in this view and in lookups."""
+        # the bad frames are counted here: this view makes no repair that would count them
         super().suspect(packs, {})
         for pack in packs:
             bad_count = bad_frames.get(pack.pack_id, 0)
@@ -364,11 +374,13 @@ class Canary:
             return
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
+        """Read the catalogue of another namespace, on the caller's thread."""
         return OtherNamespace(
             self._own, namespace, self._rows.layout, self._options, depths
         )
 
     def _no_evidence(self) -> _Evidence:
+        """Return the evidence before the first comparison with a candidate."""
         tokens = [0] * self._groups
         depths = [0] * self._groups
         return _Evidence(tokens, depths)
@@ -427,7 +439,8 @@ class Canary:
             counts = [0] * self._groups
             self._requests[request] = _Request(counts)
         state = self._requests[request]
-        # the oldest one: it will not be compared any more
+        # forget the oldest one: the blocks that it offers next do not begin its context, so they
+        # are not compared
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
         return state
@@ -532,7 +545,7 @@ class Canary:
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
-            # zero: the block proves nothing
+            # 0: blocks of zeros agree whatever they mean, and prove nothing
             if agreement.tokens:
                 evidence.add(request, block, agreement.tokens)
         return True
@@ -636,6 +649,7 @@ class Canary:
             return
         logger.warning("the blocks of namespace %s are not used: %s", name, cause)
         self._record(other, "refused", ())
+        # the next candidate is undecided
         self.verdict = None
         self._refused.append(other)
         self.other = None
@@ -673,6 +687,7 @@ class Canary:
         Failures to record are logged, and the next start decides again."""
         while self._refused:
             self._refused.pop().close()
+        # taken before the writes: a comparison may decide again meanwhile
         unwritten = self._unwritten
         self._unwritten = {}
         for namespace, verdict in unwritten.items():
@@ -727,6 +742,7 @@ def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPa
 
 
 def _depths(depths: Iterable[int]) -> str:
+    """Return adopted depths in words, for log lines."""
     counts = " and ".join(map(str, depths))
     return f"the first {counts} blocks of a context"
 
@@ -736,6 +752,7 @@ def _errors(found: _Evidence | Agreement) -> str:
 
 
 def _name(namespace: Namespace) -> str:
+    """Return the first digits of a namespace's id with its engine's release, for log lines."""
     release = "another release"
     engine = namespace.identity.fields.get("engine")
     if isinstance(engine, dict):

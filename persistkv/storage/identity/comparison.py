@@ -172,6 +172,7 @@ def _errors(
     is_finite = np.isfinite(lengths)
     errors[~is_finite] = np.inf
     num_tokens = errors.shape[1]
+    # in ascending order, the index of the error that 90 % of the tokens do not exceed
     place = math.ceil(_SHARE * num_tokens) - 1
     partitioned = np.partition(errors, place, axis=1)
     worst = partitioned[:, place]
@@ -189,7 +190,8 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     shape = [count for count, _ in axes]
     strides = [stride for _, stride in axes]
     items = row[layout.offset :].view(f"u{item}")
-    # ``fits`` has checked that shape and strides end within the block
+    # ``fits`` has checked that shape and strides end within the block; NumPy only needs the address
+    # of the first item
     first = items[:1]
     strided = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
     num_cells = math.prod(count for count, _ in layout.cells)

@@ -364,6 +364,7 @@ class _CachedFingerprints(msgspec.Struct, frozen=True):
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
+    """Return the attributes of a file by which a change is noticed."""
     return (
         status.st_dev,
         status.st_ino,

@@ -60,6 +60,7 @@ class StoreHandle:
         backend = open_backend(url, read_only=True)
         self._reader = self._resources.enter_context(closing(backend))
         self._writer: Backend | None = None
+        """Backend that ``writable`` has opened; None: not yet."""
 
     @property
     def backend(self) -> Backend:

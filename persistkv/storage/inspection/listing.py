@@ -52,6 +52,7 @@ class Sort(enum.StrEnum):
     NAMESPACE = "namespace"
 
 
+# Sort keys. Each contains the id of the request, so that pages of equal values have a fixed order.
 _KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
     Sort.CREATED: lambda view: (view.created, view.id),
     Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
@@ -86,8 +87,8 @@ def list_requests(
     by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
     total = 0
-    views: list[RequestView] = []
-    names: list[str] = []
+    views: list[RequestView] = []  # of the requests that match
+    names: list[str] = []  # ids of all requests
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
         uses = with_uses(backend, space.id, manifests, needed=by_use)
@@ -166,4 +167,5 @@ def _with_uses_and_copies(
 
 
 def _oldest(row: list[RequestView]) -> RequestView:
+    """Return the oldest copy of a row: it alone counts the hits of later requests."""
     return min(row, key=lambda view: view.created)

@@ -20,6 +20,7 @@ class Packs:
     def __init__(self) -> None:
         self.tables: dict[bytes, PackTable] = {}
         self._holders: dict[bytes, tuple[bytes, ...]] | None = None
+        """The index of keys; None until ``holders`` is first used."""
 
     def add(self, table: PackTable) -> None:
         """Add the table of a pack; it replaces one with the same pack id."""
@@ -28,6 +29,7 @@ class Packs:
         self.tables[table.pack_id] = table
 
     def remove(self, pack: bytes) -> None:
+        """Remove a pack by its id; ignored if it is unknown."""
         table = self.tables.pop(pack, None)
         if table is None or self._holders is None:
             return
@@ -50,6 +52,7 @@ class Packs:
 
     @staticmethod
     def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
+        """Add the keys of a pack to an index of keys."""
         alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
         for key in table.keys.unpack():
             others = holders.get(key)
@@ -90,6 +93,7 @@ class NamespacePacks(Packs):
         super().__init__()
         self.namespace = namespace
         self.cursor: bytes | None = None
+        """Position in the changes of the namespace up to which they are applied."""
         self._backend = backend
         self.refresh()
 

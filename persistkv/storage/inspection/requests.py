@@ -16,9 +16,9 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import RequestUse
 
-_NAMED_AT_MOST = 5
+_NAMED_AT_MOST = 5  # ids in an error
 _SHORT = 8  # characters of an id in tables
-_USES_PER_CALL = 256
+_USES_PER_CALL = 256  # requests whose use is read with one call
 
 
 class NotFoundError(PersistKVError):
@@ -30,6 +30,7 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
     least 8 characters."""
     # the id that shares most with another one is its neighbour in this order
     ordered = sorted(set(requests))
+    # before each id and after the last one, the number of characters that two neighbours share
     shared = [0]
     for left, right in pairwise(ordered):
         shared.append(_shared_length(left, right))
@@ -42,6 +43,7 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
 
 
 def _shared_length(left: str, right: str) -> int:
+    """Return the number of characters at the start that both texts share."""
     length = min(len(left), len(right))
     for place in range(length):
         if left[place] != right[place]:

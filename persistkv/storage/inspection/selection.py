@@ -107,6 +107,8 @@ class Selection(msgspec.Struct, frozen=True):
 def _has_expired(
     manifest: RequestManifest, use: RequestUse | None, store_ttl_s: float | None
 ) -> bool:
+    """Return whether the request's own ttl or the store's has passed; False if its use is
+    unknown."""
     if use is None:
         return False
     expires = use.expires(manifest.ttl_s, store_ttl_s)
@@ -114,6 +116,10 @@ def _has_expired(
 
 
 def _time_before(age: str | None, name: str) -> float | None:
+    """Return the time that was this long ago, in seconds since the epoch; None: no bound.
+
+    :param name: option that gives the age, for errors.
+    """
     if age is None:
         return None
     age_s = parse_duration(age, name=name)
@@ -125,6 +131,7 @@ def _size(size: str | None, name: str) -> int | None:
 
 
 def _label(text: str) -> tuple[str, str | None]:
+    """Return the condition on labels that an option describes, as in ``Selection.labels``."""
     # ``NAME=`` is a label with an empty value, ``NAME`` any value
     name, equals, value = text.partition("=")
     if not name:

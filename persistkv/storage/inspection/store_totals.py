@@ -155,8 +155,10 @@ class _Histograms:
         self._now = time.time()
 
     def add(self, manifest: RequestManifest) -> None:
+        """Count a request in its bin of ages, and in its bin of sizes."""
         age = self._now - manifest.created
         size = manifest.raw_bytes
+        # bounds are exclusive: a value that equals one belongs to the next bin
         age_place = bisect_right(_AGES, age, key=itemgetter(0))
         size_place = bisect_right(_SIZES, size, key=itemgetter(0))
         for found in (self.ages[age_place], self.sizes[size_place]):
@@ -199,6 +201,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
 
 
 def _free_totals(backend: Backend) -> FreeTotals | None:
+    """Return the free space within a store; None for a medium without such space."""
     free = backend.free_space()
     if free is None:
         return None
@@ -273,4 +276,5 @@ def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:
 
 
 def _ratio(part: int, whole: int) -> float | None:
+    """Return ``part / whole``; None, undefined, if ``whole`` is 0."""
     return round(part / whole, 4) if whole else None

@@ -575,6 +575,7 @@ def _put(blobs: Blobs, *names: str) -> None:
 
 
 def _check_missing(blobs: Blobs, name: str) -> None:
+    """Assert that a read of this name finds no blob."""
     with pytest.raises(BlobMissingError):
         _read(blobs, name)
 

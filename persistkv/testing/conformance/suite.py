@@ -94,6 +94,8 @@ def _call_with_environment(
     target: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
+    """Call ``target`` with the environment of the test: the server that forks this process may
+    have been started with another one."""
     os.environ.update(environment)
     target(*arguments)
 

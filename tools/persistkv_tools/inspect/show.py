@@ -348,6 +348,7 @@ def _places(
     places: dict[bytes, _Place] = {}
 
     def note(tables: Iterable[PackTable]) -> None:
+        """Add the wanted blocks of these packs to ``places``; the first pack of a block counts."""
         for table in tables:
             # most packs hold nothing that is wanted: this test saves their frames
             if wanted.isdisjoint(table.keys.unpack()):

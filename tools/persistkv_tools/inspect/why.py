@@ -295,6 +295,7 @@ def _value(value: object) -> str:
 
 
 def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
+    """Compare all identity fields of two namespaces."""
     differences = ours.identity.diff(theirs.identity)
     views = [DifferenceView(*difference) for difference in differences]
     num_compared = _count(theirs.identity)

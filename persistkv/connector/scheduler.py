@@ -504,9 +504,10 @@ class OffloadingConnectorScheduler:
 
     def num_promoted_tokens(self, req_id: str) -> int:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or
-        waited for while another request wrote them; 0 if the load failed. Counts the first
-        full-attention group, else the first group: tokens before the window count like its first
-        block.
+        waited for while another request wrote them; 0 if the load failed.
+
+        One group is counted: the first with full attention, or else the first one. Loaded tokens
+        before its window, of which it has no blocks, count like its first block.
         """
         request = self._requests[req_id]
         group = self._first_full_attention()

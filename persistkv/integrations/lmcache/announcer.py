@@ -122,6 +122,7 @@ class Announcer:
             changes = _changes(store)
         else:
             changes = _content(store, self._list_timeout_s)
+            # not before: a list that fails is tried again at the next call
             self._known.add(place)
         for keys in batched(changes.stored, _AT_ONCE):
             self._stored(place, keys)

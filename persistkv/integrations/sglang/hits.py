@@ -38,4 +38,5 @@ def block_groups(held: Sequence[bool], block_pages: int, group_pages: int) -> in
     """
     if group_pages <= 0:
         return 0
+    # rounded down to complete groups
     return leading(held) // group_pages * block_pages

@@ -124,6 +124,7 @@ class PoolStore:
         if not self.is_copied:
             pages = memory.regions(host_indices)
             return self._get(keys, pages)
+        # SGLang copies between its pool and tensors, which the store fills
         tensors = [memory.new_flat_page() for _ in keys]
         found = self.read_tensors(keys, tensors)
         for page, tensor in enumerate(tensors):

@@ -516,6 +516,7 @@ def _open_model(
             texts = Tokenizer.load(source)
     else:
         check_model_object(model)
+        # options of loading would have no effect on an object
         for name, value, default in (
             ("dtype", dtype, "auto"),
             ("attn_implementation", attn_implementation, None),

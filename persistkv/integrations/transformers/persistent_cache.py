@@ -163,6 +163,7 @@ class ForwardRecord:
         """Record how long a prefill took, after the model has run."""
         if self._prefill_begin is None:
             return
+        # the last call is the one that has just ended: ``_observe`` recorded it
         input_ids = self._calls[-1][1]
         _synchronize(input_ids.device)
         self.prefill_tokens += len(input_ids)

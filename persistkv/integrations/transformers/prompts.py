@@ -209,6 +209,8 @@ class TextPieces:
         :param last: whether no token follows; then an incomplete character is returned as it is.
         """
         self._tokens.append(token)
+        # The new text is the difference between two texts: of the last piece alone, and of it with
+        # the tokens after it.
         context = self._tokens[self._context : self._shown]
         before = self._tokenizer.text(context) or ""
         text = self._tokenizer.text(self._tokens[self._context :]) or ""

@@ -112,6 +112,7 @@ class Sampler:
         probabilities[before >= self._top_p] = 0.0
         if self._top_k:
             probabilities[self._top_k :] = 0.0
+        # an index in the sorted order
         place = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(token_ids[place])
 

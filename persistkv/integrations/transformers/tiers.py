@@ -235,7 +235,8 @@ class Tiers:
         return (stop - start) * all_s / all_tokens
 
     def load_reasons(self) -> dict[str, int]:
-        """Return the number of requests by what became of the blocks that a store held for them."""
+        """Return for each ``Reason`` the number of requests for which it was the outcome; with
+        several stores, the number of their parts."""
         counts = dict.fromkeys(map(str, Reason), 0)
         for tier in self.persistent:
             for reason, count in tier.load_counts.items():
@@ -270,6 +271,7 @@ class Tiers:
     def persisted(self, req_id: str) -> bool | None:
         """Return whether the whole context of a finished request is durable in every store; None:
         not known yet."""
+        # a store that has dropped a part decides, even if others do not know yet
         results = [tier.persisted(req_id) for tier in self.persistent]
         if not results or False in results:
             return False

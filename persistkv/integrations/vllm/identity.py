@@ -168,6 +168,7 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     if getattr(offloading, "canonical_layout", False):
         if not parallel.is_parallelism_agnostic:
             return None
+        # a row has the bytes of all workers, or those of one if all have the same
         replicated = getattr(offloading, "replicated_layout", False)
         copies = 1 if replicated else parallel.world_size
         return SharedLayout("canonical", worker_bytes * copies)
@@ -177,6 +178,7 @@ def shared_layout(spec: Any) -> SharedLayout | None:
         return None
     if not _are_heads_first(offloading):
         return None
+    # another stride means a gap between the workers' parts
     worker_stride = getattr(spec, "cpu_page_size_per_worker", None)
     if parallel.world_size > 1 and worker_stride != worker_bytes:
         return None

@@ -24,7 +24,7 @@ class _VllmHandler(logging.Handler):
         # a copy: the record may have other handlers
         named = copy.copy(record)
         named.msg = f"persistkv: {record.getMessage()}"
-        named.args = None
+        named.args = None  # they are in the text already
         logger.handle(named)
 
 

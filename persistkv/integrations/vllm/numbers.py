@@ -128,6 +128,7 @@ def _vectors(
     key_length = attention.head_size
     value_length = attention.head_size_v
     heads = attention.num_kv_heads
+    # a spec with this attribute has the number of heads in another one
     if getattr(attention, "num_head_slots", None):
         heads = attention.num_heads
     counts = {

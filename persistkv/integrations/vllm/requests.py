@@ -96,6 +96,7 @@ def request_options(
     """
     prefetches: list[Prefetch] = []
     is_refused = False
+    # parsed on its own: an invalid one must not refuse the request
     payload, parameters = _take_prefetch(parameters)
     if payload is not None:
         try:

@@ -266,7 +266,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Return whether the request loads the chunk of a key: the store holds it, and loading is
         expected to be worth it. Answers at once, from the index in memory."""
         request = self._requests.get(req_context.req_id)
-        # without a call: vLLM asks for each chunk in each step
+        # the usual case of ``_request``, without a call: vLLM asks for each chunk in each step
         if request is None or request.source is not req_context:
             request = self._request(req_context)
         if not request.options.load:

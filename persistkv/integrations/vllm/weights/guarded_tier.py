@@ -89,6 +89,7 @@ class GuardedTier:
         it."""
         self._is_detached = True
         self.tier.detach()
+        # counted for the log line, before they are given up
         stores = 0
         for entry in self._held:
             if isinstance(entry, JobMetadata):
@@ -193,7 +194,9 @@ class GuardedTier:
             the engine.
         """
         watch = self.watch
+        # ``name_weights`` begins an epoch if the name is new
         fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
+        # also for a request that does not fit: vLLM's own caches keep its KV
         watch.on_request()
         if not fits or self.is_detached:
             return None
@@ -205,6 +208,8 @@ class GuardedTier:
         :param epoch: of the request, here and in the methods below, which refuse those of earlier
             epochs.
         """
+        # A detached tier holds nothing by itself. ``tier`` is of ``_epoch``, which follows the
+        # watch's only once the old tier has no jobs.
         if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
             return False
         return self.tier.holds(key)

@@ -84,6 +84,8 @@ class Recorder:
         self._trip: Trip | None = None
         self._functions: set[CodeType] = set()
         self._last_file: dict[int, str] = {}
+        # thread whose first call begins the trip; None: the trip has begun
+        self._awaited: int | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -99,9 +101,11 @@ class Recorder:
 
     @contextmanager
     def trip(self) -> Iterator[Trip]:
-        """Record the block as one trip."""
+        """Record the block as one trip. It begins with the first call in this thread: a thread of
+        the host may be in the middle of other work."""
         self._functions.clear()
         self._last_file.clear()
+        self._awaited = threading.get_ident()
         trip = self._trip = Trip()
         try:
             yield trip
@@ -114,12 +118,17 @@ class Recorder:
             return
         if event == "call":
             file = _product_file(frame)
-            if file:
+            if file and self._has_begun():
                 self._enter(trip, file, frame.f_code)
         elif event == "c_call" and argument.__qualname__ in _DEVICE_CALLS:
             stack = _product_stack(frame)
             if len(stack) > len(trip.device.get(argument.__qualname__, ())):
                 trip.device[argument.__qualname__] = stack
+
+    def _has_begun(self) -> bool:
+        if self._awaited == threading.get_ident():
+            self._awaited = None
+        return self._awaited is None
 
     def _enter(self, trip: Trip, file: str, function: CodeType) -> None:
         if function not in self._functions:

@@ -61,6 +61,7 @@ class Content:
         """
         if page_size <= 0:
             raise ValueError(f"page_size {page_size} is not positive")
+        # Stores list their keys in no order, so each page is cut from the sorted list of all keys.
         entries = list(self._list(model_name))
         entries.sort(key=_Listed.cursor)
         start = 0

@@ -189,7 +189,8 @@ def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
 
 
 def _rank(config: Any, name: str) -> str:
-    """Return the part of the model that a pool's pages hold."""
+    """Return the part of the model that a pool's pages hold: SGLang's ranks in pipeline (pp),
+    context (cp, dcp) and tensor parallelism (tp)."""
     parts = [
         f"pp {config.pp_rank} of {config.pp_size}",
         f"cp {config.attn_cp_rank} of {config.attn_cp_size}",

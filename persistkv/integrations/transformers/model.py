@@ -393,6 +393,7 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
 
     :param name: of the model's class, for errors.
     """
+    # kinds are in the order of their first layers
     layers_of: dict[_Kind, list[int]] = {}
     for layer_idx, layer in enumerate(layers):
         kind = _kind_of(f"{name}: layer {layer_idx}", layer)

@@ -253,6 +253,7 @@ class PersistentCache(RequestCache):
         """
         group_keys = self._keys_of(tokens)
         unreadable: set[bytes] = set()
+        # the codec is for blocks to be stored: those of any codec can be read
         with self._open_store("raw") as store:
 
             def is_available(key: bytes) -> bool:

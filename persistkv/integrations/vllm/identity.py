@@ -223,6 +223,7 @@ def engine_identity(
     cache = config.cache_config
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
+    # rows that are the same for all parallel sizes are found by engines with other sizes, too
     if shared is None:
         block["worker_bytes"] = offloading.worker_kv_bytes_per_block
         sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")

@@ -74,6 +74,7 @@ class Observed:
 
 
 def metric_definitions() -> dict[str, Any]:
+    """Return vLLM's description of each counter and gauge, by the full name."""
     from vllm.v1.kv_offload.base import (
         OffloadingCounterMetadata,
         OffloadingGaugeMetadata,

@@ -108,7 +108,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
             if found is None:
                 return
             self._contexts += 1
-            # vLLM's tiers look up its own keys: those of this package map them to the tenant's
+            # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
+            # this package derive the keys under which their stores have the chunks.
             self._context = ReqContext(
                 f"{self.tier_type}-{self._contexts}",
                 {REQUEST_PARAMETER: {"tenant": found.tenant}},

@@ -148,6 +148,7 @@ def _take_prefetch(
 def _refuses(req_id: str, action: Any, error: Exception) -> bool:
     """Log that a hint is invalid; return whether it refuses its request, because it names the
     tenant. Without it, the request would be one of the default tenant."""
+    # a prefetch concerns later requests: it never refuses its own
     payload = action.payload
     names_tenant = isinstance(payload, Mapping) and "tenant" in payload
     is_refused = names_tenant and action.action_type != PREFETCH

@@ -121,9 +121,9 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     def _submit(
         self, direction: Direction, job_id: int, blocks: Any, chunks: Any
     ) -> bool:
-        """Copy the blocks now, and keep the result for ``get_finished``."""
+        """Copy between device blocks and chunks now, and keep the result for ``get_finished``.
+        Return False after ``shutdown``: nothing was copied."""
         engine = self._engines.get(direction)
-        # after ``shutdown``, the rows are unmapped
         if engine is None:
             return False
         copies = plan_copies(blocks, chunks, engine.memory)

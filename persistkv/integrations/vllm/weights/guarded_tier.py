@@ -74,7 +74,8 @@ class GuardedTier:
         after a change, and opens or adopts the tier of newly named weights.
         """
         now = self._clock()
-        # another process may have written the parameters
+        # the engine took no step for a while, in which another process may have written the
+        # parameters
         if now - self._called > _IDLE_S:
             self.watch.suspect()
         self._called = now

@@ -86,9 +86,12 @@ class Catalogue:
                 changes = _changes_since(rows, self._namespace, since, state)
                 if changes is not None:
                     return changes
-            # the count may be damaged, and a reader allocates memory for so many blocks
+            # From here on, the answer is the whole catalogue. The recorded number of blocks may be
+            # damaged, and a reader allocates memory for so many: bound it by what the store can
+            # hold.
             max_blocks = rows.used_bytes() // _KEY_BYTES
         blocks = min(state.blocks, max_blocks)
+        # read lazily, after the cursor: changes made meanwhile are in the log after it
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)
 
@@ -97,6 +100,8 @@ class Catalogue:
     ) -> Iterator[T]:
         """Yield the decoded rows of the namespace, a bounded number per transaction; skip those for
         which ``decode`` returns None.
+
+        :param decode: called with key and value of a row, whose buffers end with the transaction.
         """
         start = self._namespace
         while True:
@@ -112,8 +117,9 @@ class Catalogue:
                     item = decode(key, row)
                     if item is not None:
                         items.append(item)
-            # after the transaction: the caller decides how long this takes
+            # after the transaction: the caller decides how long it takes to consume these
             yield from items
+            # the end of the namespace or of the table
             if num_rows < _ROWS_AT_ONCE:
                 return
             # the smallest key that follows the last one
@@ -137,7 +143,7 @@ class Catalogue:
 
     def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
         """Return the heads of the manifests that name any of these packs."""
-        # distinct names, in order
+        # distinct names, in order; the dictionary serves as an ordered set
         names: dict[bytes, None] = {}
         heads: list[RequestManifest] = []
         with self._read() as rows:
@@ -162,7 +168,9 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        naming: dict[bytes, _Naming] = {}
+        naming: dict[
+            bytes, _Naming
+        ] = {}  # see ``_use_of``; requests share their last packs
         with self._read() as rows:
             _, clock = read_clock(rows)
 
@@ -180,7 +188,7 @@ class Catalogue:
             return read_state(rows, self._namespace)
 
     def _names(self, manifest_ids: Sequence[str]) -> list[bytes]:
-        """Return the keys of manifests' rows."""
+        """Return the keys of manifests' rows, in order."""
         return [
             manifest_row(self._namespace, manifest_id) for manifest_id in manifest_ids
         ]
@@ -188,7 +196,8 @@ class Catalogue:
     def _each(
         self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]
     ) -> list[T]:
-        """Return what ``read`` returns for each name. Up to 256 names share a read transaction."""
+        """Return what ``read`` returns for each name, in order. Up to 256 names share a read
+        transaction, so that none lasts long."""
         found: list[T] = []
         for start in range(0, len(names), _AT_ONCE):
             page = names[start : start + _AT_ONCE]
@@ -198,10 +207,12 @@ class Catalogue:
 
 
 def _table_at(rows: TableRows, name: bytes) -> PackTable | None:
+    """Return the table of a pack; None if it is not held or damaged."""
     return pack_table(name, rows.get(PACKS, name))
 
 
 def _keys_at(rows: TableRows, name: bytes) -> ManifestKeys | None:
+    """Return the keys of a manifest; None if it is not held or damaged."""
     return decoded(decode_manifest_keys, rows.get(MANIFEST_KEYS, name))
 
 
@@ -252,11 +263,13 @@ def _changes_since(
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them, or one does not read."""
-    # distinct names, in order: a pack can be added, removed and added again
+    # Distinct names, in order, because a pack can be added, removed and added again.
     added: dict[bytes, None] = {}
+    # pack id → fingerprints of its keys; a pack that was added again is in both
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
+        # the log keeps the last ``LOG_ENTRIES`` changes only
         if row is None:
             return None
         kind, pack_id, fingerprints = decode_change(row)
@@ -287,11 +300,13 @@ def _use_of(
     last pack is missing or damaged.
 
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
-    :param naming: cache: for each last pack, the manifests that name it.
+    :param naming: cache that this function fills: for each last pack, the manifests that name it.
     """
+    # A request without packs is used only when it is written.
     if not chain.packs:
         written = chain.time + skew
         return RequestUse(written, written, False, 0, chain.pinned)
+    # who uses the last pack uses the whole context
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
     if use is None:
@@ -303,8 +318,8 @@ def _use_of(
     return RequestUse(
         chain.time + skew,
         use.time + skew,
-        use.moment > chain.moment,
-        max(0, found.count - 1),
+        use.moment > chain.moment,  # used again after it was written
+        max(0, found.count - 1),  # other requests that name the last pack
         chain.pinned,
         found.restores_after(chain.moment),
         raw,
@@ -317,6 +332,7 @@ class _Naming:
     """The manifests that name one pack."""
 
     count: int
+    """Number of manifests."""
     restores: Sequence[int]
     """Moments at which those of them were written whose requests restored tokens, ascending."""
 
@@ -333,12 +349,13 @@ class _Naming:
         return cls(count, sorted(restores))
 
     def restores_after(self, moment: int) -> int:
-        """Return the number of the requests that restored tokens and ended after a moment."""
+        """Return how many of the requests restored tokens and were written after a moment."""
         return len(self.restores) - bisect_right(self.restores, moment)
 
 
 def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int]:
-    """Return the raw and the stored bytes of the packs of a request that are held."""
+    """Return the raw and the stored bytes (before the codec, and as payload) of those packs of a
+    request that are held."""
     raw = 0
     stored = 0
     for pack_id in chain.packs:

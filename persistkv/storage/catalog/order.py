@@ -59,13 +59,14 @@ CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of 
 _TOLERANCE_S = 60.0
 # per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
 _DRIFT = 0.01
-_LATEST_S = float(1 << 40)  # seconds since the epoch; far beyond any clock
+_LATEST_S = float(1 << 40)  # seconds; a larger number in the clock's row is damage
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
-_MAX_PINS = (1 << 32) - 1
+_MAX_PINS = (1 << 32) - 1  # of ``Use.pins``, which is recorded in 32 bits
 # of ``TimedOrder``: two uses within a microsecond are one moment
 _MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
+# number of the last moment, then ``StoreClock``, with the fields of its ``Reading`` in place of it
 _CLOCK = struct.Struct("<Qddd16sdd")
 
 
@@ -89,6 +90,7 @@ class StoreClock(NamedTuple):
 
     time: float  # of the store at the reading: seconds since the epoch
     at: Reading
+    """The machine's clocks at the reading."""
     unconfirmed: float = 0.0
     """Seconds between two boots that ``time`` does not include, because the wall clock has not
     confirmed them yet."""
@@ -106,14 +108,16 @@ class StoreClock(NamedTuple):
         If the wall clock jumped against the time since boot, log a warning, and advance by the
         smaller of the two elapsed times.
         """
-        # elapsed on the wall clock, and on the clock since boot
+        # seconds elapsed on the wall clock, negative if it was set back
         wall = now.wall - self.at.wall
         is_same_boot = now.boot == self.at.boot and now.since_boot >= self.at.since_boot
         if not is_same_boot:
-            # only the wall clock has measured the time between the boots
+            # Only the wall clock has measured the time between the boots, and it may be wrong: the
+            # store's clock stands still until ``CONFIRMATION_S`` of steady running. An earlier
+            # unconfirmed time is dropped.
             downtime = max(0.0, wall)
             return StoreClock(self.time, now, downtime, now.since_boot)
-        elapsed = now.since_boot - self.at.since_boot
+        elapsed = now.since_boot - self.at.since_boot  # seconds on the clock since boot
         jump = wall - elapsed
         unconfirmed = self.unconfirmed
         since = self.unconfirmed_since
@@ -189,15 +193,18 @@ def _expiring(rows: TableRows, found: bytes) -> Chain | None:
     chain = Chain.decode(rows.get(CHAINS, name))
     if chain is None or chain.ttl_s <= 0:
         return None
+    # the chain may be listed under another time: then this key is left over
     expected = EXPIRY_KEY.pack(chain.expires, name)
     return chain if found == expected else None
 
 
 def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless
-    it is used again."""
+    it is used again: its ttl after the last use of its last pack. ``chain`` is its chain."""
+    # without packs, the time of writing counts, as ``expires`` does
     if not chain.packs:
         return chain.expires
+    # its key begins with its namespace, which its packs share
     namespace = found[-NAME_BYTES:-ID_BYTES]
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
@@ -207,9 +214,11 @@ def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
 
 
 def _entries(name: bytes, row: Use | Chain) -> Iterator[tuple[str, bytes]]:
-    """Yield the tables that list a pack or manifest, and the keys under which they do."""
+    """Yield (table, key) for each entry that lists the pack or manifest with the key ``name`` and
+    the row ``row``."""
     if isinstance(row, Chain) and row.ttl_s:
         yield EXPIRIES, EXPIRY_KEY.pack(row.expires, name)
+    # what is pinned is no candidate for an eviction
     if row.pinned:
         return
     order_key = row.order_key(name)
@@ -231,16 +240,19 @@ class EvictionOrder:
         self._rows = rows
         last_moment, before = read_clock(rows)
         self.moment = last_moment + 1
+        """Number of this transaction's moment."""
         clock = before.advanced(Reading.now())
         # two commits may read the same time: the order by time must be that by moment
         after_all_uses = math.nextafter(before.time, math.inf)
         time = max(clock.time, after_all_uses)
         self._clock = clock._replace(time=time)
+        """The store's clock in this transaction."""
         self.counts = False
-        """Set by the caller: whether this transaction is a moment. If not, the next one may have
-        the same number."""
+        """Set by the caller: whether this transaction is a moment. If not, ``finish`` does not
+        record ``moment``, and the next transaction gets the same number."""
         is_skewed = abs(clock.skew - before.skew) > _SKEW_S
         self._clock_changed = is_skewed or clock.at.boot != before.at.boot
+        """Whether ``finish`` must record the clock even if the transaction is no moment."""
 
     @property
     def time(self) -> float:
@@ -274,8 +286,9 @@ class EvictionOrder:
         return True
 
     def _last_use(self, before: Use) -> tuple[int, float]:
-        """Return moment and time of a pack's last use, which is now. A later one is damaged, and is
-        replaced."""
+        """Return moment and time of the last use of a pack that is used now; ``before`` is its row.
+        Here that is now: a later recorded use would be damaged, and is replaced. ``TimedOrder``
+        differs."""
         return self.moment, self.time
 
     def use(self, name: bytes) -> Use | None:
@@ -287,7 +300,7 @@ class EvictionOrder:
         use = self.use(name)
         if use is None:
             return
-        # within its bounds also if the row is damaged
+        # a damaged row must not make the number too small or large to be recorded
         pins = max(0, use.pins + count)
         pins = min(pins, _MAX_PINS)
         self.put(name, use._replace(pins=pins), use)
@@ -348,7 +361,7 @@ class EvictionOrder:
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
-        # keys begin with 0 for low priority, with 1 for the others
+        # keys begin with the byte 0 for low priority, with 1 for the others
         priority = b"" if low is None else bytes([not low])
         return self._listed(ORDER, b"", priority)
 
@@ -372,6 +385,7 @@ class EvictionOrder:
             start = found + b"\0"
             name = found[-NAME_BYTES:]
             row = self._row_of(found)
+            # only if the row is listed under this key: another key is left over or damaged
             if row is not None and tenant + row.order_key(name) == found:
                 yield name, row
             else:
@@ -382,6 +396,7 @@ class EvictionOrder:
         missing."""
         if len(found) < ORDER_KEY.size:
             return None
+        # a key ends with the kind (one byte) and the name
         kind = found[-NAME_BYTES - 1]
         name = found[-NAME_BYTES:]
         return self.chain(name) if kind == MANIFEST else self.use(name)
@@ -395,7 +410,8 @@ class EvictionOrder:
     def put(
         self, name: bytes, row: Use | Chain, before: Use | Chain | None = None
     ) -> None:
-        """Write the row of a pack or manifest, in place of ``before``."""
+        """Write the row of a pack or manifest, in place of ``before``, and list it in the tables of
+        the order. Without ``before``, it must not be listed yet."""
         if before is not None:
             self._unlist(name, before)
         table = USES if isinstance(row, Use) else CHAINS
@@ -412,6 +428,9 @@ class EvictionOrder:
 class TimedOrder(EvictionOrder):
     """The eviction order of a catalogue whose uses carry their own times and arrive in any order:
     of several uses of a pack, the latest counts. ``set_time`` sets the time of the next uses.
+
+    It neither reads nor records the store's clock, unlike the base class. The number of a moment is
+    its time in microseconds.
     """
 
     def __init__(self, rows: TableRows) -> None:
@@ -421,8 +440,9 @@ class TimedOrder(EvictionOrder):
         self.set_time(0.0)
 
     def set_time(self, at: float) -> None:
-        """Set the time of the next uses, in seconds since the epoch."""
+        """Set the time of the next uses, in seconds since the epoch: ``time`` and ``moment``."""
         self.moment = int(at * _MOMENTS_PER_S)
+        # never recorded: it only holds ``time``
         self._clock = StoreClock(at, Reading(at, 0.0, b""))
 
     @staticmethod
@@ -431,6 +451,7 @@ class TimedOrder(EvictionOrder):
         return (moment + 1) / _MOMENTS_PER_S
 
     def _last_use(self, before: Use) -> tuple[int, float]:
+        """Return the later one of the recorded use and that at ``time``."""
         moment = max(before.moment, self.moment)
         time = max(before.time, self.time)
         return moment, time

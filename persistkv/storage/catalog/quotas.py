@@ -29,7 +29,9 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
+# packs, stored bytes, quota (0: none); the tenant's name follows
 _TOTALS = struct.Struct("<QQQ")
+# prefix of keys in ``META``; the digest of a tenant that is above its quota follows
 _ABOVE = b"above"
 
 
@@ -57,6 +59,7 @@ class TenantTotals:
         self.stored_bytes = max(0, stored_bytes)
 
     def encode(self) -> bytes:
+        """Return the value of a row in ``TENANTS``."""
         numbers = _TOTALS.pack(self.packs, self.stored_bytes, self.quota or 0)
         return numbers + self.tenant.encode()
 
@@ -86,20 +89,22 @@ class Quotas:
         self._found: dict[bytes, TenantTotals] = {}
         """Totals of tenants that were read or changed, by the digest of the tenant's name."""
         self._before: dict[bytes, TenantTotals] = {}
-        """The same totals as they were read."""
+        """The same totals as they were read, to find what has changed."""
         self._expected: dict[bytes, int] = {}
+        """Bytes that will be added, by the digest of the tenant's name; see ``expect``."""
 
     def of(self, tenant: str) -> TenantTotals:
-        """Return the totals of a tenant, which the caller may change and ``finish`` writes. Damaged
-        ones are computed again, without the quota."""
+        """Return the totals of a tenant, which the caller may change and ``finish`` writes. If the
+        row is damaged, the quota is lost, and the totals are computed again from the packs."""
         digest = self._rows.tenant_digest(tenant)
         if digest in self._found:
             return self._found[digest]
         recorded = self.at(digest)
         totals = recorded or TenantTotals(tenant)
         self._found[digest] = totals
-        # a copy, because the caller changes the other one
+        # a copy, because the caller changes the object that is returned
         self._before[digest] = replace(totals)
+        # there is a row, but it could not be decoded
         if recorded is None and self._rows.get(TENANTS, digest) is not None:
             logger.warning(
                 "the quota of a tenant could not be read: it has none until persistkv set"
@@ -113,21 +118,24 @@ class Quotas:
             self.of(table.tenant).count(table, sign)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Set the bytes that will be added in this transaction or the next one, by tenant: they
-        count for ``is_above``, so that what the tenant has is evicted before content of others."""
+        """Set the bytes that will be added in this transaction or the next one, by tenant, in place
+        of those set before. They count for ``is_above``, so that an eviction chooses older content
+        of the tenant before that of others."""
         self._expected.clear()
         for tenant, num_bytes in sizes.items():
             digest = self._rows.tenant_digest(tenant)
             self._expected[digest] = num_bytes
 
     def is_above(self, digest: bytes) -> bool:
-        """Return whether a tenant is above its quota, or will be with what is expected."""
+        """Return whether a tenant is above its quota, or will be with the expected bytes
+        (``expect``)."""
         totals = self.at(digest)
         return totals is not None and totals.is_above(self._expected.get(digest, 0))
 
     def grown(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the digests of the tenants of which this transaction has added more than it
         has removed, with the bytes of the difference. The caller may evict meanwhile."""
+        # a list, because evictions add tenants
         for digest, totals in list(self._found.items()):
             num_bytes = totals.stored_bytes - self._before[digest].stored_bytes
             if num_bytes > 0:
@@ -135,13 +143,17 @@ class Quotas:
 
     def above(self) -> list[bytes]:
         """Return the digests of the tenants that are above their quotas, in a fixed order."""
+        # Candidates are those that this transaction may have changed, and those that are listed as
+        # above. All others are not.
         digests = {*self._found, *self._expected}
         for key, _ in self._rows.starting_with(META, _ABOVE):
             digests.add(bytes(key[len(_ABOVE) :]))
         return [digest for digest in sorted(digests) if self.is_above(digest)]
 
     def recount(self) -> None:
-        """Compute the totals of all tenants from the tables of all packs."""
+        """Compute the totals of all tenants from the tables of all packs, because a row was
+        damaged. Quotas stay."""
+        # first find all tenants with a row: those without packs must get zeros
         for totals in read_tenants(self._rows):
             self.of(totals.tenant)
         for totals in self._found.values():
@@ -157,10 +169,12 @@ class Quotas:
             before = self._before[digest]
             if totals == before:
                 continue
+            # without content and quota, a tenant needs no row
             if totals.packs or totals.stored_bytes or totals.quota is not None:
                 self._rows.put(TENANTS, digest, totals.encode())
             else:
                 self._rows.delete(TENANTS, digest)
+            # keep the list of the tenants that are above
             if totals.is_above():
                 self._rows.put(META, _ABOVE + digest, b"")
             elif before.is_above():
@@ -202,6 +216,7 @@ def read_quotas(rows: TableRows) -> dict[str, int]:
 def write_quotas(rows: TableRows, quotas: Mapping[str, int]) -> None:
     """Record the quotas of all tenants; those that are not named have none."""
     ledger = Quotas(rows)
+    # also tenants that have a quota now, and lose it
     names = {*quotas, *read_quotas(rows)}
     for tenant in names:
         ledger.of(tenant).quota = quotas.get(tenant)
@@ -216,6 +231,7 @@ def with_default(
     :param tenants: all except the default one.
     :param packs: of the whole store; ``stored_bytes``: likewise.
     """
+    # the default tenant has what is left without the others
     found = list(tenants)
     packs -= sum(totals.packs for totals in found)
     stored_bytes -= sum(totals.stored_bytes for totals in found)

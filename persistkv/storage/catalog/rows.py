@@ -74,7 +74,8 @@ TABLES = (
 )
 
 
-# whose values contain keys of blocks, their fingerprints, ids of requests, labels or tenants
+# Tables whose values are sealed in a store with a key, because they contain keys of blocks, their
+# fingerprints, ids of requests, labels or tenants.
 SEALED_TABLES = frozenset({PACKS, LOG, MANIFESTS, MANIFEST_KEYS, TENANTS})
 
 
@@ -92,7 +93,7 @@ class TableRows:
     :param databases: by the name of the table.
     :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
     :param of_tenants: whether the data keys of tenants seal their rows; False: that of the store
-        seals all.
+        seals all, as in the replica of a shared store.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class TableRows:
         self.txn.put(key, value, db=self._databases[table])
 
     def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write many rows at once, as ``put`` does."""
+        """Write many rows at once, as ``put`` does for the store itself, not for a tenant."""
         if table in self._sealed:
             for key, value in rows:
                 self.put(table, key, value)
@@ -137,6 +138,8 @@ class TableRows:
             cursor.putmulti(rows)
 
     def _opened(self, table: str, key: Buffer, value: Buffer) -> bytes:
+        """Return the value of a sealed row; empty if it does not open: decoders refuse an empty
+        value like a damaged one."""
         try:
             return self._seal.opened(_row_name(table, key), value)
         except CorruptPackError:
@@ -186,13 +189,15 @@ class TableRows:
         return found is not None and found.startswith(prefix)
 
     def tenant_digest(self, tenant: str) -> bytes:
-        """Return the digest that stands for a tenant's name in keys of rows."""
-        # engines that share a store may have several data keys of it, and must agree
+        """Return the digest of a tenant's name, which keys of rows contain in its place."""
+        # Without a secret in replicas of a shared store: its engines may seal with different data
+        # keys of the store, and their digests must agree.
         secret = self._seal.names_secret if self._of_tenants else b""
         return tenant_digest(tenant, secret)
 
     def cursor(self, table: str) -> lmdb.Cursor[memoryview]:
-        """Return a cursor over a table, before its first row."""
+        """Return a cursor over a table, before its first row. It yields values as they are stored:
+        those of a sealed table are not opened."""
         return self.txn.cursor(self._databases[table])
 
     def count(self, table: str) -> int:
@@ -203,7 +208,7 @@ class TableRows:
     def used_bytes(self) -> int:
         """Return the bytes of the pages that this transaction's snapshot uses, without free
         pages."""
-        main = self.txn.stat()
+        main = self.txn.stat()  # the tree that lists the tables
         tables = map(self.txn.stat, self._databases.values())
         pages = _META_PAGES
         for tree in (main, *tables):
@@ -214,20 +219,24 @@ class TableRows:
 
 
 def _row_name(table: str, key: Buffer) -> bytes:
-    """Return the name under which the value of a row is sealed."""
+    """Return the name under which the value of a row is sealed: it does not open as that of another
+    row."""
     return table.encode() + b"\0" + key
 
 
 _META_PAGES = 2  # of an LMDB environment
 
-NOTE = b"note"
+NOTE = b"note"  # prefix of the keys of notes in ``META``
 SEQUENCE = struct.Struct("<Q")
+"""Beginning of a row in ``PACKS``: the sequence number at which the pack was added."""
 LOG_KEY = struct.Struct(">16sQ")
+"""Key in ``LOG``: namespace, and the sequence number of a change, big-endian for its order."""
 ADDED, REMOVED = b"+", b"-"
-_CREATED = struct.Struct("<d")
-_STATE = struct.Struct("<8s6Q")
-_USE = struct.Struct("<QdIIB")
-_CHAIN = struct.Struct("<QdBdd")
+"""Kinds of changes in ``LOG``."""
+_CREATED = struct.Struct("<d")  # seconds since the epoch, before a namespace's identity
+_STATE = struct.Struct("<8s6Q")  # the fields of ``NamespaceState``
+_USE = struct.Struct("<QdIIB")  # the fields of ``Use`` without the tenant
+_CHAIN = struct.Struct("<QdBdd")  # the fields of ``Chain`` without the packs
 GENERATION_BYTES = 8  # of ``NamespaceState.generation``, with which each cursor begins
 # of a namespace without content, which has no rows
 NO_GENERATION = bytes(GENERATION_BYTES)
@@ -236,8 +245,11 @@ EMPTY_CURSOR = NO_GENERATION + bytes(8)
 MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
+"""Bits of ``Chain.flags``."""
 NAMED_LOW, NAMED = 1, 2
+"""Values of ``Use.named``, besides 0."""
 PACK, MANIFEST = 0, 1
+"""Kinds of entries in ``ORDER``. A pack of depth 0 comes before the manifests of its moment."""
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
 ORDER_KEY = struct.Struct(">?QIB32s")
 """Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth,
@@ -266,6 +278,7 @@ class Use(NamedTuple):
 
     @property
     def pinned(self) -> bool:
+        """Whether the pack must not be evicted."""
         return self.pins > 0
 
     def order_key(self, name: bytes) -> bytes:
@@ -284,6 +297,7 @@ class Use(NamedTuple):
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
         if row is None:
             return None
+        # a pack of the default tenant
         if len(row) == _USE.size:
             return cls(*_USE.unpack(row))
         if len(row) != _USE.size + TAG_BYTES:
@@ -313,7 +327,8 @@ class Chain(NamedTuple):
 
     @property
     def tenant(self) -> bytes:
-        """Empty: manifests are in no order of a tenant, and go with its packs."""
+        """Empty, unlike that of a ``Use``: manifests are in no order of a tenant, and are deleted
+        with its packs."""
         return b""
 
     @property
@@ -433,11 +448,12 @@ def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
 
 
 def is_current(cursor: bytes, seen: bytes) -> bool:
-    """Return whether ``cursor``, the current position in a namespace's change log, has no changes
-    after ``seen``."""
+    """Return whether nothing has changed in a namespace after the position ``seen`` in its change
+    log; ``cursor`` is the current position."""
     if seen == cursor:
         return True
-    # a namespace that has begun since, without changes so far
+    # ``seen`` was the position before the namespace began. Since then it has begun, with manifests
+    # only, which are no changes.
     sequence = cursor[GENERATION_BYTES:]
     return seen == EMPTY_CURSOR and not any(sequence)
 
@@ -468,6 +484,7 @@ def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
         identity = Identity.decode(bytes(row[_CREATED.size :]))
     except (ValueError, RecursionError):
         return None
+    # a damaged row may decode as another identity
     if identity.digest != key:
         return None
     (created,) = _CREATED.unpack_from(row)
@@ -527,6 +544,7 @@ def manifests_of(rows: TableRows, pack: bytes) -> Iterator[bytes]:
     """Yield the keys (``manifest_row``) of the manifests that name a pack, whose key is ``pack``.
     Do not change rows meanwhile.
     """
+    # a key in ``LINKS`` consists of namespace, pack id and the digest of the manifest's id
     namespace = pack[:ID_BYTES]
     for key, _ in rows.starting_with(LINKS, pack):
         yield namespace + bytes(key[2 * ID_BYTES :])

@@ -79,8 +79,8 @@ class EvictionEnd(enum.Enum):
 
 
 class Payloads(Protocol):
-    """Payload storage of one transaction. A rollback of the transaction undoes all writes and
-    deletions."""
+    """Payload storage of one transaction, which a driver implements. A rollback of the transaction
+    undoes all writes and deletions."""
 
     def write(self, name: bytes, stream: Iterator[Buffer]) -> None:
         """Write a pack's payload, or start writing it: the buffers of the stream may be read until
@@ -142,10 +142,12 @@ class CatalogTransaction:
         self.quotas = Quotas(rows)
         """Totals and quotas of tenants."""
         self._states: dict[bytes, NamespaceState] = {}
-        """By namespace that this transaction has read or changed: its totals."""
+        """Totals of the namespaces that this transaction has read or changed, by id. Evictions may
+        change any namespace."""
         self._before: dict[bytes, bytes] = {}
-        """The rows of ``_states`` as they were read."""
+        """The rows of ``_states`` as they were read, to find what has changed."""
         self._state = self._state_of(namespace)
+        """Totals of ``namespace``."""
 
     @property
     def cursor(self) -> bytes:
@@ -155,7 +157,7 @@ class CatalogTransaction:
     @property
     def beginning_bytes(self) -> int:
         """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds
-        it."""
+        it, or if it was not opened."""
         is_held = self._state.generation != NO_GENERATION
         if is_held or self._opened is None or self._namespace not in self._opened:
             return 0
@@ -165,6 +167,7 @@ class CatalogTransaction:
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
         packs last."""
+        # a batch that uses something is a moment (``EvictionOrder.counts``)
         if batch.packs or batch.manifests or batch.touches:
             self._order.counts = True
         for pack_id in batch.deletions:
@@ -178,8 +181,8 @@ class CatalogTransaction:
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
-        # ``quotas.expect`` had announced these packs to the eviction. Each one counts when it is
-        # written, and must not count twice.
+        # The driver has announced these packs by ``quotas.expect`` before. From now on, each one
+        # counts when it is written, and must not count twice.
         self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)
@@ -231,7 +234,8 @@ class CatalogTransaction:
         return self._evict(candidates, lambda: not self.quotas.above(), at_most)
 
     def _above_quota(self) -> Iterator[tuple[bytes, Use | Chain]]:
-        """Iterate over packs of the tenants that are above their quotas, as long as they are."""
+        """Iterate over packs of the tenants that are above their quotas, as long as they are. The
+        consumer evicts each pack before it asks for the next one."""
         for tenant in self.quotas.above():
             for found in self._order.oldest_of(tenant):
                 if not self.quotas.is_above(tenant):
@@ -252,6 +256,7 @@ class CatalogTransaction:
         for name, row in candidates:
             if name in self._keep:
                 continue
+            # checked here, because without another candidate nothing is left
             if not num_left:
                 return EvictionEnd.LIMIT_REACHED
             num_left -= 1
@@ -278,10 +283,11 @@ class CatalogTransaction:
                 self._expire_manifest(name, chain)
         if ttl_s is None:
             return
-        # each priority has an order of its own, of which the oldest come first
+        # The order lists all content of low priority before the other. Each priority is searched
+        # for itself, so that each search ends at its first row that is too young.
         low = self._unused_for(ttl_s, low=True)
         others = self._unused_for(ttl_s, low=False)
-        # without a goal: all that were unused for so long
+        # the goal is never met: all that were unused for so long are removed
         self._evict(concatenated(low, others), lambda: False, num_left)
 
     def _unused_for(
@@ -291,9 +297,10 @@ class CatalogTransaction:
         order."""
         now = self._order.time
         for name, row in self._order.oldest(low):
-            # damaged: nothing is used later than now
+            # damaged, because nothing is used later than now: skip it instead of ending here
             if row.time > now:
                 continue
+            # all others of this priority were used later
             if row.time >= now - ttl_s:
                 return
             yield name, row
@@ -306,6 +313,7 @@ class CatalogTransaction:
         for pack_id in chain.packs:
             pack = namespace + pack_id
             use = self._order.use(pack)
+            # another request may have used it since
             is_unused = use is not None and use.time + chain.ttl_s <= self._order.time
             if is_unused and pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
@@ -327,7 +335,7 @@ class CatalogTransaction:
             deleted.
         """
         name = self._namespace + pack_id
-        # one more than may be deleted, to know whether any remain
+        # one more than may be deleted is collected, to know whether any remain
         naming: list[bytes] = []
         for manifest in manifests_of(self._rows, name):
             if manifest not in self._keep:
@@ -350,8 +358,9 @@ class CatalogTransaction:
                 self._finish_namespace(name, state)
 
     def _finish_namespace(self, name: bytes, state: NamespaceState) -> None:
-        """Write the rows of a namespace that has changed; begin it, or end it, if the driver does
-        not."""
+        """Write the totals of a namespace that has changed, and shorten its log. Unless the driver
+        keeps the rows of namespaces itself (``_opened`` is None), begin it with its first content,
+        and end it without content."""
         if self._opened is not None:
             if self._is_empty(name, state):
                 self._end(name, state)
@@ -364,23 +373,27 @@ class CatalogTransaction:
     # Packs
 
     def _add(self, pack: NewPack) -> None:
-        """Write a pack, or touch it if it is held. A pack with a damaged table is not held and is
-        rewritten."""
+        """Write a pack, or touch it if it is held. One whose table is damaged counts as not held,
+        and is written again."""
         name = self._namespace + pack.pack_id
         if holds_pack(self._rows, name):
             self._touch_held(name, pack.tenant)
             return
+        # what is left of a damaged one
         self._delete_pack(name)
         self.grew = True
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         self._log(name, ADDED)
+        # complete only after the payload was written
         table = pack.table
-        # before the row is there: totals that are damaged are counted from the rows
+        # Before the row is there: if the tenant's totals are damaged, they are counted from the
+        # rows first, which must not contain this pack yet.
         self.quotas.count(table, 1)
         added_at = SEQUENCE.pack(self._state.sequence)
         self._rows.put(PACKS, name, added_at + table.encode(), table.tenant)
-        # in a shared store, a manifest may arrive before its packs
+        # In a shared store, a manifest may arrive before its packs, and have pinned or named this
+        # one.
         pins, named = self._named_by(name)
         self._order.add_pack(name, table.depth, pins, table.tenant)
         if named:
@@ -388,8 +401,8 @@ class CatalogTransaction:
         self._state.count(table, 1)
 
     def _touch_held(self, name: bytes, tenant: str) -> None:
-        """Touch a pack that is held. One whose use is damaged is listed again: without a use, it
-        could not be evicted."""
+        """Record a use of a pack that is held. One whose row in ``USES`` is damaged or missing gets
+        a new one: without it, the pack could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
             pins, _ = self._named_by(name)
@@ -406,7 +419,7 @@ class CatalogTransaction:
         """Delete a pack and the manifests that name it; unless ``keep_later``, also their later
         packs that no other manifest names, which are of no use without it.
         """
-        # a list: the deletions change the table
+        # a list, because the deletions change the table
         naming = list(manifests_of(self._rows, name))
         self._drop_all(naming, name, keep_later=keep_later)
         self._delete_pack(name)
@@ -414,14 +427,15 @@ class CatalogTransaction:
     def _drop_all(
         self, manifests: list[bytes], pack: bytes, *, keep_later: bool
     ) -> None:
-        """Delete manifests that name a pack; unless ``keep_later``, also their later packs that no
-        manifest names now."""
+        """Delete manifests that name a pack, not the pack itself; unless ``keep_later``, also packs
+        that follow it in them and that no manifest names now."""
         # distinct names, in order: manifests share packs
         later: dict[bytes, None] = {}
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
             later.update(dict.fromkeys(packs_after))
-            # also if the manifest's rows are damaged
+            # ``drop_manifest`` has done so, unless the manifest's chain is damaged: a link that is
+            # left over would make the pack count as named
             self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
         if keep_later:
             return
@@ -439,12 +453,12 @@ class CatalogTransaction:
         """Delete a pack's rows and payload; a pack that is not held is ignored."""
         row = self._rows.get(PACKS, name)
         if row is None:
-            # a damaged store may list packs that it does not hold
+            # a damaged store may have a pack in the eviction order that it does not hold
             self._order.remove_pack(name)
             return
         table = pack_table(name, row)
         if table is not None:
-            # before the row is gone, as in ``_add``
+            # before the row is gone, as in ``_add``: a recount must find the pack, to subtract it
             self.quotas.count(table, -1)
         self._rows.delete(PACKS, name)
         if self._payloads is not None:
@@ -464,8 +478,8 @@ class CatalogTransaction:
     # Manifests
 
     def _put_manifest(self, write: ManifestWrite) -> None:
-        """Write a manifest and touch its packs. It replaces the manifest with the same id and keeps
-        its pin."""
+        """Write a manifest, and record that its packs are used. It replaces the manifest with the
+        same id, and is pinned if that was."""
         self.grew = True
         name = manifest_row(self._namespace, write.manifest.id)
         before = self._order.chain(name)
@@ -478,6 +492,7 @@ class CatalogTransaction:
         tenant = write.manifest.tenant
         self._rows.put(MANIFESTS, name, encode_manifest(write.manifest), tenant)
         self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys), tenant)
+        # each pack once, in order
         packs = tuple(dict.fromkeys(write.packs))
         ttl_s = write.manifest.ttl_s or 0.0
         self._order.add_manifest(name, flags, ttl_s, packs)
@@ -491,7 +506,8 @@ class CatalogTransaction:
                 self._order.pin(pack, 1)
 
     def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
-        """Delete a manifest, and keep its packs.
+        """Delete a manifest, and keep its packs, which lose its pin. A manifest that is not held is
+        ignored.
 
         :returns: the names of the packs after the pack ``after`` in its chain, if the chain is
             ordered.
@@ -504,7 +520,8 @@ class CatalogTransaction:
             state.requests = max(0, state.requests - 1)
             self.dropped.append(name)
         self._rows.delete(MANIFEST_KEYS, name)
-        chain = self._order.chain(name)  # also without its head, in a damaged store
+        # in a damaged store, there may be a chain without a row in ``MANIFESTS``
+        chain = self._order.chain(name)
         if chain is None:
             return []
         self._order.remove_manifest(name, chain)
@@ -513,6 +530,7 @@ class CatalogTransaction:
             self._rows.delete(LINKS, pack + digest)
             if chain.pinned:
                 self._order.pin(pack, -1)
+        # without an order of the packs, none is after another
         if after not in packs or not chain.flags & ORDERED:
             return []
         position = packs.index(after)
@@ -525,7 +543,7 @@ class CatalogTransaction:
         for manifest in manifests_of(self._rows, pack):
             chain = self._order.chain(manifest)
             if chain is not None:
-                pins += chain.pinned
+                pins += chain.pinned  # True counts as 1
                 named = NAMED_LOW if chain.flags & LOW else NAMED
                 highest = max(highest, named)
         return pins, highest
@@ -537,6 +555,7 @@ class CatalogTransaction:
         if chain is None or chain.pinned == pinned:
             return
         changed = chain._replace(flags=chain.flags ^ PINNED)
+        # also removes it from the eviction order, or lists it there again
         self._order.put(name, changed, chain)
         count = 1 if pinned else -1
         for pack_id in chain.packs:
@@ -556,7 +575,11 @@ class CatalogTransaction:
     def _begin(
         self, name: bytes, state: NamespaceState, opened: Mapping[bytes, Namespace]
     ) -> None:
-        """Write the identity of a namespace with its first content, and draw its generation."""
+        """Write the identity of a namespace with its first content, and give it a random
+        generation, so that cursors of an earlier namespace of this identity are not valid.
+
+        :raises StoreError: it is not in ``opened``.
+        """
         if name not in opened:
             raise StoreError(
                 f"the store holds no namespace {name.hex()}, and it was not opened"
@@ -565,7 +588,8 @@ class CatalogTransaction:
         state.generation = os.urandom(GENERATION_BYTES)
 
     def _is_empty(self, name: bytes, state: NamespaceState) -> bool:
-        """Return whether a namespace has neither packs nor manifests, not even damaged ones."""
+        """Return whether a namespace has neither packs nor manifests, not even damaged ones, which
+        the totals do not count."""
         if state.packs or state.requests:
             return False
         has_rows = self._rows.has_prefix(PACKS, name)
@@ -583,7 +607,7 @@ class CatalogTransaction:
             keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
             for key in keys:
                 self._rows.delete(table, key)
-        # for ``cursor``: the position in a namespace that the store does not hold
+        # ``cursor`` then returns the position in a namespace that the store does not hold
         state.generation = NO_GENERATION
         state.sequence = 0
         self.ended.append(name)
@@ -596,7 +620,7 @@ class CatalogTransaction:
         state = self._state_of(namespace)
         state.sequence += 1
         key = LOG_KEY.pack(namespace, state.sequence)
-        # fingerprints of the keys of a removed pack
+        # an entry with the fingerprints of a removed pack is sealed with the key of its tenant
         tenant = STORE if table is None else table.tenant
         self._rows.put(LOG, key, encode_change(kind, pack_id, table), tenant)
 
@@ -605,6 +629,7 @@ class CatalogTransaction:
         oldest = max(0, state.sequence - LOG_ENTRIES + 1)
         oldest_key = LOG_KEY.pack(namespace, oldest)
         expired: list[bytes] = []
+        # ordered by sequence number: usually as few as this transaction has added
         for key, _ in self._rows.starting_with(LOG, namespace):
             name = bytes(key)
             if name >= oldest_key:
@@ -614,7 +639,7 @@ class CatalogTransaction:
             self._rows.delete(LOG, key)
 
     def _recount(self, namespace: bytes) -> None:
-        """Compute the totals of a namespace's packs from their tables."""
+        """Compute the totals of a namespace's packs from their tables, after a row was damaged."""
         state = self._state_of(namespace)
         state.packs = 0
         state.blocks = 0

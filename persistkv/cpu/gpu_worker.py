@@ -61,7 +61,9 @@ class CpuGpuOffloadingHandlers:
                 kv_caches, block_size_factor, num_cpu_blocks, mmap_region
             )
         self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
+        """Stores: copies from the engine's tensors to rows."""
         self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
+        """Loads: copies from rows to the engine's tensors."""
 
     def shutdown(self) -> None:
         """Wait for the transfers in flight and release the handlers; idempotent. The region can be
@@ -120,6 +122,7 @@ def _rows(
         sizes.append(canonical.page_size_bytes * block_size_factor)
     rows = []
     if region is None:
+        # pinned: a GPU copies from and to other memory only while the caller waits
         device = kv_caches.tensors[0].tensor.device
         pinned = device.type == "cuda"
         for size in sizes:
@@ -127,6 +130,7 @@ def _rows(
             private = torch.zeros(shape, dtype=torch.int8, pin_memory=pinned)
             rows.append(private)
         return tuple(rows)
+    # this worker's cell of each row, divided among the tensors
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
     for offset, size in zip(offsets, sizes, strict=True):

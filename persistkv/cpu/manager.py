@@ -71,12 +71,14 @@ class CPUOffloadingManager(OffloadingManager):
         # descending, because rows are allocated from the end: the first ones first
         descending = reversed(range(num_blocks))
         self._free: list[int] = list(descending)
+        """Rows that hold no block."""
         self._num_evictable = 0
         """Blocks of this epoch without readers and writers."""
         policy_class = CACHE_POLICIES.get(cache_policy)
         self._policy = policy_class(num_blocks, self._refs)
         self._enable_events = enable_events
         self._events: list[OffloadingEvent] = []
+        """Events that ``take_events`` has not returned yet."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Return True for a readable block, None for one that is being written, False for a
@@ -347,6 +349,7 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
             )
         self.mmap_region = mmap_region
         self._kv_memoryview: memoryview | None = None
+        """View of all rows; None until ``get_kv_memoryview`` is first called."""
 
     prepare_read = CPUOffloadingManager.prepare_load
     complete_read = CPUOffloadingManager.complete_load

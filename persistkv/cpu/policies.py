@@ -197,6 +197,7 @@ class ARCCachePolicy(CachePolicy):
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
+        # held blocks: those used once, and those used again
         self._recent = LRUCachePolicy(num_blocks, refs)
         self._frequent = LRUCachePolicy(num_blocks, refs)
         # evicted keys, the first evicted first

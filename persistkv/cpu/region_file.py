@@ -69,7 +69,9 @@ class RegionFile:
         self.created = created
         """Whether this process created the file."""
         self._lock_fd: int | None = lock_fd
+        """Descriptor whose lock marks the file as in use; None after ``close``."""
         self._pid = os.getpid()
+        """The process that opened the file; a forked one has another."""
 
     @classmethod
     def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:

@@ -113,6 +113,8 @@ class SharedOffloadRegion:
         """Set while rows are registered with CUDA."""
         self._pinned: list[int] = []
         """Addresses of the ranges that are registered with CUDA; ``pin_mmap_region`` adds them."""
+        # None before they are opened, and after ``cleanup``: the file with its lock, the mapping,
+        # and the mapping as a tensor, shape (num_blocks, row_stride), int8
         self._file: RegionFile | None = None
         self._mmap: mmap.mmap | None = None
         self._rows: torch.Tensor | None = None

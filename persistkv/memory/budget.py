@@ -20,9 +20,9 @@ from persistkv.config import MAX_PACK_BYTES
 MIN_STAGING_BYTES = 64 << 20
 # the budget must hold this many blocks of the largest size, so that each share holds some
 BLOCKS_STAGED = 32
-MAX_IO_THREADS = 8
+MAX_IO_THREADS = 8  # most threads that read, verify and decode
 
-_MANY_CORES = 8
+_MANY_CORES = 8  # from which on more threads are the default
 
 _PART_BYTES = 2 << 20
 """Maximum of ``MemoryShares.part``, 2 MiB: bytes of this size stay in the CPU cache from their read

@@ -94,13 +94,14 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
         then.
     """
     files = []
-    missing = num_bytes
+    missing = num_bytes  # bytes that the files so far do not have
     for fd in fds:
         file_bytes = os.fstat(fd).st_size
         size = min(file_bytes, missing)
         if size:
             files.append((fd, size))
         missing -= size
+        # the next file would begin within a page, where none can be mapped
         if missing and size % mmap.PAGESIZE:
             raise OSError(
                 errno.EINVAL,

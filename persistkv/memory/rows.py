@@ -65,6 +65,8 @@ class Rows(BlockMemory):
             )
         self.layout = layout
         self.array: ByteArray = flat.reshape(-1, layout.row_stride)
+        """All rows, shape (num_blocks, row_stride)."""
+        # the same memory as one sequence of bytes, for views
         self._bytes = buffer
         if buffer.ndim != 1 or buffer.format != "B":
             self._bytes = buffer.cast("B")

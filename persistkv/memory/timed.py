@@ -30,6 +30,7 @@ class TimedBlocks:
         num_bytes = len(blocks) * block_bytes
         self._pool = pool
         self._buffer: mmap.mmap = pool.take(num_bytes)
+        # the part in use: a buffer of the pool may be larger
         self._memory = memoryview(self._buffer)[:num_bytes]
         self._lock = threading.Lock()
         self._callers: Sequence[Regions] | None = blocks

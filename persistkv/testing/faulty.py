@@ -58,6 +58,7 @@ class FaultyBackend(Backend, Generic[B]):
         """Use ``of``, which creates the class with the backend's methods."""
         self.inner = inner
         self.calls = []
+        # faults by method: called before it, and after it
         self._before: dict[str, list[Callable[..., object]]] = defaultdict(list)
         self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
 

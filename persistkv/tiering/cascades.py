@@ -32,6 +32,7 @@ class CascadeQueue:
         self.waiting: deque[Cascade] = deque()
         """Cascades that are not submitted yet, oldest first."""
         self.num_waiting_blocks = 0
+        """Blocks of ``waiting``."""
         self._max_blocks = max_blocks
 
     def append(self, cascade: Cascade) -> None:

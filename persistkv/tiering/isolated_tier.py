@@ -41,6 +41,7 @@ class IsolatedTier:
         self.lists_contexts = isinstance(tier, RecentContexts)
         """Whether the tier can list recently used contexts (``ask_recent``)."""
         self.is_usable = True
+        """Whether the tier gets lookups and jobs; see the class."""
         self.poll_failed = False
         """Whether the tier's last ``get_finished_jobs`` raised."""
         self._reset_failed = False

@@ -38,6 +38,7 @@ class JobsInFlight:
     def __init__(self) -> None:
         self._job_ids = itertools.count()
         self._jobs: dict[int, TierJob] = {}
+        """By job id."""
 
     def __len__(self) -> int:
         return len(self._jobs)

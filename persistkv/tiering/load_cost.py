@@ -81,6 +81,7 @@ class _Usual:
     """Usual time of loads of about one size."""
 
     def __init__(self, num_bytes: int, seconds: float) -> None:
+        # means of the logarithms of the samples
         self._log_bytes = math.log(num_bytes)
         self._log_seconds = math.log(seconds)
         self._num_samples = 1

@@ -118,6 +118,7 @@ class TieringOffloadingManager(OffloadingManager):
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
         self._tiers = [IsolatedTier(tier) for tier in self.secondary_tiers]
+        """``secondary_tiers``, each in a wrapper that logs its exceptions."""
         self._enable_events = enable_events
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
@@ -137,6 +138,7 @@ class TieringOffloadingManager(OffloadingManager):
         # ``prepare_store`` would poll again.
         self._polled = False
 
+        # None: without prewarming, or after a reset
         self._prewarming: Prewarming | None = None
         listing = [tier for tier in self._tiers if tier.lists_contexts]
         if prewarm_share and listing:
@@ -234,7 +236,7 @@ class TieringOffloadingManager(OffloadingManager):
         request.decision = decision
         if decision.num_runs < len(runs):
             declined = runs[decision.num_runs]
-            # one miss suffices: the lookup of a prefix ends there
+            # a miss of this key suffices: the lookup of a prefix ends there
             request.missed.add(keys[declined.start])
             declined_keys = keys[declined.start : declined.stop]
             declined.tier.on_load_declined(declined_keys, request.context, decision)

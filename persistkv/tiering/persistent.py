@@ -225,7 +225,9 @@ class PersistentTier(SecondaryTierManager):
         """Number of requests by what became of the blocks that the store held for them, and of
         those that were refused."""
         self._load_times = LoadTimes()
+        """Expected times of loads from this store."""
         self._probes = ProbeTimer(time.monotonic)
+        """When to try the store again after it was judged too slow."""
         if self.options.load_policy == "never":
             self._contains = _contains_nothing
         self._requires_tenant = self.options.tenant == "required"
@@ -236,6 +238,7 @@ class PersistentTier(SecondaryTierManager):
         :raises ConfigurationError: an option is invalid.
         """
         options = self.options
+        # these two are checked before a host is started
         parse_codec(options.codec)
         parse_durability(options.durability)
         staging_bytes = parse_size(options.staging_bytes, name="staging_bytes")

@@ -43,6 +43,7 @@ class Prewarming:
         self._tier = tier
         self._max_blocks = max_blocks
         self._contexts: deque[StoredContext] = deque()
+        """Contexts of the last answer that ``next_context`` has not returned yet."""
         self._asked_at: float | None = None
         """Monotonic time of the question that the tier has not answered."""
         self._gives_up = time.monotonic() + _PATIENCE_S

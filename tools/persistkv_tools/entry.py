@@ -32,9 +32,8 @@ _DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 )
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-_PID_ATTEMPTS = (
-    8  # children, each with another PID, until one gets a PID that the store accepts
-)
+# children, each with another PID, until one gets a PID that the store accepts
+_PID_ATTEMPTS = 8
 # ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
 _BY_A_PROCESS = 0
 _PR_SET_PDEATHSIG = 1

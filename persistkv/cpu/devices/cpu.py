@@ -42,6 +42,7 @@ class CPUCopyEngine(CopyEngine):
 
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         super().__init__(memory, direction)
+        # one thread, so that jobs end in order of submission
         self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         """Ids and results of the jobs that are not reported yet, in order of submission."""

@@ -60,10 +60,12 @@ class ByteCount:
     def __init__(self, bound: int) -> None:
         self._bound = bound
         self._num_bytes = 0
+        """Bytes of the calls that run."""
         self._lock = threading.Lock()
 
     def add(self, num_bytes: int) -> bool:
-        """Add bytes and return True, unless the sum would exceed the bound. The only call may."""
+        """Add the bytes of a call and return True, unless the sum would exceed the bound. A single
+        call may exceed it: it would be refused forever."""
         with self._lock:
             total = self._num_bytes + num_bytes
             if self._num_bytes and total > self._bound:

@@ -75,6 +75,7 @@ class BlockService:
         self._memory = memory
         self._tokens_per_block = tokens_per_block
         self._ledger = UsageLedger()
+        """Totals as of the last ``usage``."""
         self._events = StoreReport()
         """Events that ``take_events`` has not returned yet."""
         self._ended: dict[str, asyncio.Future[bool]] = {}
@@ -189,12 +190,13 @@ class BlockService:
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[bool] = loop.create_future()
-        self._ended[request] = ended
+        self._ended[request] = ended  # ``_take_report`` sets its result
         num_groups = len(self._memory.layout.groups)
         group_keys: list[list[bytes]] = []
         for group in range(num_groups):
             of_group = keys.get(group, ())
             group_keys.append(list(of_group))
+        # the groups have blocks of the same tokens
         num_blocks = max(map(len, group_keys))
         num_tokens = num_blocks * self._tokens_per_block
         end = RequestEnd(

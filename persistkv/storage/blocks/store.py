@@ -107,6 +107,7 @@ class BlockStore:
         except BaseException:
             threads.close()
             raise
+        # such as that the store holds other identities only
         if self._store.notice:
             logger.warning("%s", self._store.notice)
         self._service = BlockService(
@@ -118,8 +119,11 @@ class BlockStore:
         self._loop = LoopThread("persistkv-blocks")
         self._loop.start(self._service.run())
         self._pool = BufferPool()
+        """Memory for the copies of calls with a deadline."""
         self._queued = ByteCount(max_queue_bytes)
+        """Bytes of stores that wait or run."""
         self._pid = os.getpid()
+        """The process that opened the store; a forked child has another."""
         self._starting = threading.Lock()
         """Held while a call, or the end, is started."""
         self._is_closed = False

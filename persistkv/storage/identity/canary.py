@@ -502,6 +502,7 @@ class Canary:
             )
         keys = [block.key for block in computed]
         holders = await self.other.all_holders(keys)
+        # the blocks that the candidate holds, too
         pairs: list[tuple[Block, HeldPack]] = []
         for block, pack in zip(computed, holders, strict=True):
             if pack is not None:
@@ -509,6 +510,7 @@ class Canary:
         chosen = _spread(pairs)
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for batch in batched(chosen, batch_blocks):
+            # a block differs: it was refused
             if not await self._compare(request, self.other, batch):
                 return
         self._judge(self.other)
@@ -557,6 +559,7 @@ class Canary:
         failed."""
         layout = self._rows.layout
         backend = self._own.backend
+        # row ``i`` for block ``i`` of the batch
         memory = bytearray(len(batch) * layout.row_stride)
         theirs = Rows(memoryview(memory), layout)
         keys = [block.key for block, _ in batch]

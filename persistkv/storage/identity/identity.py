@@ -209,6 +209,7 @@ def weight_files(directory: Path) -> list[Path]:
         raise ConfigurationError(
             "checkpoint", str(directory), "a directory with a model's weights"
         )
+    # in the order of Hugging Face's loaders: they ignore all other files
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -272,6 +273,7 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
             if known is not None:
                 return known
             entries = _hash_file(path, file.fileno(), status.st_size)
+            # changed meanwhile: the hashes may be of a mixture
             status_after = os.fstat(file.fileno())
             if _stamp(status_after) != _stamp(status):
                 raise ConfigurationError(

@@ -56,6 +56,7 @@ class StoreHandle:
         self.url = url
         self._read_only = read_only
         self._resources = ExitStack()
+        """Closes the open backends."""
         # opened for reading first: an absent store is not created, and most uses never write
         backend = open_backend(url, read_only=True)
         self._reader = self._resources.enter_context(closing(backend))

@@ -154,7 +154,7 @@ def _with_uses_and_copies(
 
     shown = []
     for row in rows:
-        first = row[0]
+        first = row[0]  # the one that the order of the list puts first
         own_use = uses[first.namespace, first.id]
         view = first.with_use(own_use, ttl_s)
         oldest = uses[first.namespace, _oldest(row).id]

@@ -19,6 +19,7 @@ class Packs:
 
     def __init__(self) -> None:
         self.tables: dict[bytes, PackTable] = {}
+        """By pack id."""
         self._holders: dict[bytes, tuple[bytes, ...]] | None = None
         """The index of keys; None until ``holders`` is first used."""
 

@@ -200,7 +200,9 @@ class NamespaceRig:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.opened = backend.open_namespace(sample_identity())
+        """The namespace with its identity and time of creation."""
         self.namespace = self.opened.id
+        """Id of the namespace."""
 
     def pack(
         self,
@@ -337,6 +339,7 @@ def check_totals(backend: Backend) -> BackendStats:
     raw_bytes = sum(pack.raw_length for pack in packs)
     stored_bytes = sum(pack.payload_length for pack in packs)
     stats = backend.stats()
+    # compares these totals, and leaves the others, which cannot be counted, as they are
     assert stats == replace(
         stats,
         packs=len(packs),

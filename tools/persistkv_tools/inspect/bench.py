@@ -76,6 +76,7 @@ def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
         limit = render.format_size(MAX_PACK_BYTES)
         raise ConfigurationError("--size", size, f"a multiple of 64KiB up to {limit}")
     with byte_progress() as progress, _scratch(url) as scratch:
+        # one round more, which warms up
         took = counted(progress, "bench", (rounds + 1) * job_bytes)
         try:
             times = _measure(scratch, job_bytes, rounds, took)
@@ -230,7 +231,7 @@ class _PlainFile(PlainMedium):
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
-        self._end = 0
+        self._end = 0  # bytes that were written
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, buffers))

@@ -182,6 +182,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
         "with size=)"
     )
     yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
+    # files of primary tiers that killed engines left
     left = list(filter(_is_left, sorted(directory.glob(REGIONS))))
     found = "none"
     if left:
@@ -216,6 +217,7 @@ def _limit(number: int) -> str:
 
 def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     """Check limits, settings and the clock of this process; those of an engine may differ."""
+    # soft limits apply; a process may raise its own up to the hard one
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
     files = _limit(soft)

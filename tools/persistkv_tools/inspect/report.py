@@ -189,6 +189,7 @@ def report_data(url: str, backend: Backend) -> ReportData:
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     tree = None
     group = 0
+    # the tree of the largest request's namespace, with its path highlighted
     if by_size:
         tree, group = prefix_tree(backend, by_size[0], _NODES)
     return ReportData(

@@ -161,6 +161,7 @@ def show(
     shorts: Mapping[str, str] = {}
     with opened(url) as backend:
         found = find_request(backend, request, namespace)
+        # the tree names other requests by short ids
         if tree:
             shorts = short_ids(request_ids(backend, found.namespace.id))
         context = show_context(url, backend, found, key_limit=keys)
@@ -432,6 +433,7 @@ def _pack_views(
     views = []
     for pack, keys in keys_in.items():
         table, _ = places[keys[0]]
+        # other requests that share one of the pack's blocks
         names: set[str] = set()
         for key in keys:
             names.update(sharers.get(key, ()))

@@ -116,6 +116,7 @@ def _print(store: StoreTotals) -> None:
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
     render.show_table(columns, store.namespaces, left="namespace")
     _print_merging(store.namespaces)
+    # otherwise each namespace has a model of its own, and both tables would be equal
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
     if has_tenants(store):

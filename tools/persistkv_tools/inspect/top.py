@@ -164,6 +164,7 @@ def _tables(engines: list[EngineView]) -> list[Table]:
     if not engines:
         return []
     width = render.console().width
+    # a table of names and values for each engine
     if width < _NARROW:
         columns = render.columns(f"{_TRAFFIC} {_HEALTH} model", **_CELLS)
         return [render.pair_table(render.pairs(columns, engine)) for engine in engines]

@@ -146,6 +146,7 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
             f"not one of the last 64, or its engine publishes no status"
         )
     if json:
+        # the same fields as without --request
         empty: dict[str, list[Any]] = {"comparisons": [], "adoptions": []}
         report = {"url": url, "against": None, "request": request, "loads": loads}
         render.print_json({**report, **empty})

@@ -113,6 +113,7 @@ class _Usage:
     def __init__(self, backend: Backend, namespace: Namespace) -> None:
         self.namespace = namespace
         self.manifests: dict[str, RequestManifest] = {}
+        """By id, the requests of the namespace when the plan was made."""
         for manifest in backend.catalogue(namespace.id).manifests():
             self.manifests[manifest.id] = manifest
         self.chosen: set[str] = set()
@@ -214,6 +215,7 @@ class _Usage:
 
         :param shared: ids of packs that chosen and other requests use.
         """
+        # keys of the shared packs, with the id of their pack
         pack_of: dict[bytes, bytes] = {}
         for pack in shared:
             for key in self.held.tables[pack].keys.unpack():
@@ -222,6 +224,7 @@ class _Usage:
         for name, packs in self.packs.items():
             if not packs.isdisjoint(shared):
                 users.append(name)
+        # of these keys, those that chosen requests name, and those that other requests name
         of_chosen: set[bytes] = set()
         of_others: set[bytes] = set()
         for name, keys in keys_of(self._backend, self.namespace.id, users):

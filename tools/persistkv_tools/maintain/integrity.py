@@ -304,6 +304,7 @@ class Verifier:
         self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
         """Batches of the portion in progress, each with a function that returns which of its pieces
         are good; see ``_begun``."""
+        # None: the thread that iterates ``packs`` reads
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
         """Memory of each reading thread; see ``_memory``."""
@@ -374,6 +375,7 @@ class Verifier:
         """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are
         not."""
         num_bytes = sum(piece.length for piece in batch)
+        # one piece after the other, filled by one read
         memory = self._memory(num_bytes)
         buffers: list[memoryview] = []
         spans: list[ReadSpan] = []

@@ -121,6 +121,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
             policy = replace(policy, ttl_s=_parse_ttl(value))
+        # a placement is shown with the policy: its present value is accepted, and no other one
         elif name != "placement":
             raise ConfigurationError(
                 "set",

@@ -186,6 +186,7 @@ def verify(
             )
         if repair:
             summary, failure = _repair(store, summary, yes=yes, json=json)
+    # the run is complete: a later one begins anew
     if resume is not None:
         resume.unlink(missing_ok=True)
     if json:
@@ -412,6 +413,7 @@ def _print_plan(plan: RepairPlan) -> None:
 
 def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
     """Print how much was read, and how fast."""
+    # the speed is that of this run alone
     read_bytes = summary.stored_bytes - summary.resumed_bytes
     speed = "-"
     if summary.seconds:
@@ -492,9 +494,11 @@ def _plan_namespace(
         plan.packs.append(PlannedPack(name, pack_id.hex(), blocks, payload_bytes))
         plan.blocks += blocks
         plan.stored_bytes += payload_bytes
+    # planned as the repair does it, without a commit
     for heads, batch in _shortenings(backend, space, doomed):
         kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
         for head in heads:
+            # the batch leaves out requests that keep no block
             kept_blocks = kept.get(head.id, 0)
             planned = PlannedRequest(name, head.id, head.blocks, kept_blocks)
             plan.requests.append(planned)

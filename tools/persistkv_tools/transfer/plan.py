@@ -68,6 +68,7 @@ class Source:
     ) -> None:
         self.namespace = namespace
         self.packs = NamespacePacks(backend, namespace.id)
+        """All packs of the namespace, as of now."""
         self.requests = sorted(requests, key=_age_order)
         """The oldest first."""
         self._backend = backend
@@ -118,6 +119,7 @@ class CopyPlan:
     ) -> None:
         self.sources = sources
         self.missing: list[Missing] = []
+        """Requests that the target lacks, by source, the oldest first."""
         self.orphans: list[tuple[Source, bytes]] = []
         """Ids of packs that no request names."""
         self.tables: dict[tuple[bytes, bytes], PackTable] = {}

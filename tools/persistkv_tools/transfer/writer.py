@@ -154,6 +154,8 @@ class _NamespaceWriter:
         refuses."""
         packs = self._waiting
         self._waiting = []
+        # Each attempt that a quota refuses has written nothing. The next one leaves out the content
+        # of that tenant.
         while packs or manifests:
             batch = CommitBatch(packs, manifests)
             try:
@@ -168,6 +170,7 @@ class _NamespaceWriter:
             else:
                 self._count(packs, manifests, result)
                 break
+        # what is held now, without what the commit evicted
         self._packs.refresh()
 
     def _refuse(self, tenant: str, batch: CommitBatch) -> None:

@@ -501,7 +501,7 @@ class ExtentPayloads:
                 self.allocator.fill(hole, part.pages)
                 wanted -= part.pages
         except StoreFullError:
-            # the step is larger than what is needed: a part of it may have been added
+            # the step is larger than the need, so the part that was added may be enough
             if pages > self.allocator.free:
                 raise
 

@@ -353,6 +353,7 @@ class BatchCommit:
             if self._rewritten:
                 self._erase(transaction, commit, self._rewritten)
             commit.add(batch)
+            # after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), self._at_once)
             self._fit_quotas(commit)
             if commit.grew:
@@ -566,8 +567,8 @@ class BatchCommit:
     def _step(
         self, *, as_it_is: bool = False
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
-        """Run a short transaction before the one that writes the batch, and note what it has
-        changed. Yield its catalogue and room; parameter as in ``Room``."""
+        """Run a short transaction before the one that writes the batch, and note its changes.
+        Yield its catalogue and room; parameter as in ``Room``."""
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, as_it_is=as_it_is)
             yield commit, room
@@ -615,7 +616,7 @@ class BatchCommit:
         :param sizes: upper bounds of the packs' bytes, which the codec has not encoded yet, by
             tenant.
         """
-        # packs that replace others may need no more room
+        # packs that replace others may need no additional room
         if self._rewritten:
             return
         quotas = Quotas(rows)
@@ -669,7 +670,7 @@ class BatchCommit:
         shared: list[bytes] = []
         with self._environment.transaction() as rows:
             for pack_id in pack_ids:
-                # one row for each manifest that names the pack; reads no more than needed
+                # one row for each manifest that names the pack; the iteration stops early
                 links = rows.starting_with(LINKS, self._namespace + pack_id)
                 first_beyond = next(islice(links, shared_by, None), None)
                 if first_beyond is not None:

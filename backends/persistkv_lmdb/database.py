@@ -59,7 +59,7 @@ _PINNED_TRANSACTIONS = 100
 # bounds of the reserve for deletions (``_headroom_bytes``)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
-_POLL_S = 0.002  # between two looks at the table of readers
+_POLL_S = 0.002  # between two reads of the table of readers
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
 could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while

@@ -260,8 +260,8 @@ class Environment:
         if self.writer is None:
             if self._guard is None:
                 raise StoreError(f"{self.path} is open read-only")
-            # A refusal of a process that died (``refuse_tenant``) must not come back to life with
-            # its number.
+            # A refusal of a dead process (``refuse_tenant``) names its number. It would be valid
+            # again if this process took the same number.
             refusing = read_refusals(transaction).values()
             self.writer = self._guard.claim(refusing)
         return self.writer

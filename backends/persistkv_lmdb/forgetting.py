@@ -6,8 +6,8 @@
 3. Entries of the log with fingerprints of the tenant's keys are deleted: readers that have not seen
    them yet read the whole catalogue.
 4. Its data keys are destroyed, when no row of it is left: one that no key opens would spoil the
-   totals. They seal all rows, tables and payloads of the tenant, so what is left of these in free
-   pages and extents, in damaged stores and in copies can never be read.
+   totals. They seal all rows, tables and payloads of the tenant, so remains of these in free pages
+   and extents, in damaged stores and in copies can never be read.
 5. In a store without a key, the space of deleted packs is returned to the file system instead.
 6. Saved indexes, which have fingerprints of the keys of all tenants, are deleted: they are caches.
 
@@ -56,7 +56,7 @@ class Forgetting:
         self._keys = environment.database.keys
         self._has_key = environment.database.seal.encrypts
         self._tenant = tenant
-        # what was deleted so far, for the report
+        # numbers of the deletions so far, for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
@@ -64,7 +64,7 @@ class Forgetting:
     def run(self) -> Forgotten:
         """Delete the content, then destroy the keys.
 
-        :raises StoreError: a transaction failed; what was deleted before stays deleted.
+        :raises StoreError: a transaction failed; the deletions of earlier ones stay in effect.
         """
         environment = self._environment
         with self._refused():

@@ -332,8 +332,8 @@ class KeyFile:
                 content = file.read(_MOST_BYTES)
                 is_replaced = os.fstat(file.fileno()).st_nlink == 0
             if is_replaced:
-                # by ``_write`` of another process, which overwrites the old file: what was read may
-                # be a part of it
+                # ``_write`` of another process overwrites the old file: the content may be
+                # incomplete
                 problem = "others replace it all the time"
                 continue
             try:

@@ -466,7 +466,7 @@ def _has_reader_slot(env: lmdb.Environment) -> bool:
 
 
 def _opened(path: Path, read_only: bool) -> lmdb.Environment:
-    """Open an LMDB environment, without a look at its readers; errors as in ``open_lmdb``."""
+    """Open an LMDB environment, and leave its readers as they are; errors as in ``open_lmdb``."""
     try:
         return lmdb.open(
             str(path),

@@ -221,5 +221,6 @@ def _write(path: Path, content: Buffer) -> None:
 
 
 def _checksum(name: bytes) -> int:
-    """Return the checksum that stands for a pack's name (namespace and pack id) in records."""
+    """Return the checksum of a pack's name (namespace and pack id), which records contain in its
+    place."""
     return xxhash.xxh3_64_intdigest(name)

@@ -171,8 +171,8 @@ class Room:
         catalogue, payload = self.limit
         reserve = min(catalogue // 16, _MAX_AHEAD)
         if not self.is_inline:
-            # at least the pages that commits rewrite, but at most half of what a small catalogue
-            # has beyond its minimum
+            # at least the pages that commits rewrite; in a small catalogue, at most half of the
+            # part beyond its minimum
             rewritten = min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
             reserve = max(reserve, rewritten)
         # If the catalogue grows, the limit of the segments falls by as much: evict for that now.
@@ -184,8 +184,8 @@ class Room:
         return Amount(catalogue - reserve, payload - payload_reserve)
 
     def reserve_ahead(self, writer: int) -> None:
-        """Reserve extents for the next commit of a writer that has none reserved, as far as there
-        is room without eviction."""
+        """Reserve extents for the next commit of a writer that has none reserved, within the room
+        that is there without eviction."""
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)

@@ -167,8 +167,8 @@ class SegmentFiles:
             try:
                 os.posix_fallocate(fd, extent.offset, extent.num_bytes)
             except OSError:
-                # a part may have been allocated: cut what was added at the end, and return the
-                # space of what was in a hole
+                # A part may have been allocated: cut the pages that were added at the end, and
+                # return the space of pages in a hole.
                 with suppress(OSError):
                     os.ftruncate(fd, old_bytes)
                 self.punch([extent])

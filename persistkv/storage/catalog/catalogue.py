@@ -306,7 +306,7 @@ def _use_of(
     if not chain.packs:
         written = chain.time + skew
         return RequestUse(written, written, False, 0, chain.pinned)
-    # who uses the last pack uses the whole context
+    # a use of the last pack is a use of the whole context
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
     if use is None:

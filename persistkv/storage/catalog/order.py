@@ -113,7 +113,7 @@ class StoreClock(NamedTuple):
         is_same_boot = now.boot == self.at.boot and now.since_boot >= self.at.since_boot
         if not is_same_boot:
             # Only the wall clock has measured the time between the boots, and it may be wrong: the
-            # store's clock stands still until ``CONFIRMATION_S`` of steady running. An earlier
+            # store's clock excludes it until ``CONFIRMATION_S`` of steady running. An earlier
             # unconfirmed time is dropped.
             downtime = max(0.0, wall)
             return StoreClock(self.time, now, downtime, now.since_boot)
@@ -218,7 +218,7 @@ def _entries(name: bytes, row: Use | Chain) -> Iterator[tuple[str, bytes]]:
     the row ``row``."""
     if isinstance(row, Chain) and row.ttl_s:
         yield EXPIRIES, EXPIRY_KEY.pack(row.expires, name)
-    # what is pinned is no candidate for an eviction
+    # pinned packs and manifests are no candidates for an eviction
     if row.pinned:
         return
     order_key = row.order_key(name)

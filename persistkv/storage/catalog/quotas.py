@@ -89,7 +89,7 @@ class Quotas:
         self._found: dict[bytes, TenantTotals] = {}
         """Totals of tenants that were read or changed, by the digest of the tenant's name."""
         self._before: dict[bytes, TenantTotals] = {}
-        """The same totals as they were read, to find what has changed."""
+        """The same totals as they were read: ``finish`` writes those that differ."""
         self._expected: dict[bytes, int] = {}
         """Bytes that will be added, by the digest of the tenant's name; see ``expect``."""
 
@@ -231,7 +231,7 @@ def with_default(
     :param tenants: all except the default one.
     :param packs: of the whole store; ``stored_bytes``: likewise.
     """
-    # the default tenant has what is left without the others
+    # the default tenant has the rest
     found = list(tenants)
     packs -= sum(totals.packs for totals in found)
     stored_bytes -= sum(totals.stored_bytes for totals in found)

@@ -73,7 +73,7 @@ class EvictionEnd(enum.Enum):
 
     GOAL_MET = "goal met"
     LIMIT_REACHED = "limit reached"
-    """The goal is not met, and this transaction may evict no more: the next one may."""
+    """The goal is not met, and this transaction may not evict more. Another one may."""
     NOTHING_LEFT = "nothing left"
     """The goal is not met, and no candidate is left, in any transaction."""
 
@@ -145,7 +145,7 @@ class CatalogTransaction:
         """Totals of the namespaces that this transaction has read or changed, by id. Evictions may
         change any namespace."""
         self._before: dict[bytes, bytes] = {}
-        """The rows of ``_states`` as they were read, to find what has changed."""
+        """The rows of ``_states`` as they were read: ``finish`` writes those that differ."""
         self._state = self._state_of(namespace)
         """Totals of ``namespace``."""
 
@@ -379,7 +379,7 @@ class CatalogTransaction:
         if holds_pack(self._rows, name):
             self._touch_held(name, pack.tenant)
             return
-        # what is left of a damaged one
+        # removes a pack whose table is damaged, or its remains in the eviction order
         self._delete_pack(name)
         self.grew = True
         if self._payloads is not None:

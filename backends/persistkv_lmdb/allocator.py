@@ -460,6 +460,7 @@ class ExtentPayloads:
         return self.allocator.take(pages, most_extents)
 
     def delete(self, name: bytes) -> None:
+        """Delete the payload of the pack ``name``, if it has any: its space is free at once."""
         if self._inline is not None:
             self._inline.delete(name)
         else:

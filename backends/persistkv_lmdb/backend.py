@@ -120,6 +120,7 @@ class LmdbOptions(KeyOptions, frozen=True):
     """True: the store is opened for reading, and none of its content is written."""
 
     def __post_init__(self) -> None:
+        """Validate the options; raise ConfigurationError."""
         super().__post_init__()
         # also raises if capacity or ttl cannot be parsed
         capacity = self.given.capacity
@@ -215,6 +216,8 @@ class LmdbBackend(Backend):
 
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> LmdbBackend:
+        """As in ``Backend``. On a read-only file system, the store is opened for reading, with a
+        warning."""
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _path_of(url)
         keys = KeyFile(path, options.store_key())
@@ -254,6 +257,8 @@ class LmdbBackend(Backend):
     def rebuild(
         cls, url: StoreUrl, progress: Callable[[int, int], None]
     ) -> Rebuilt | None:
+        """As in ``Backend``. The policy of the URL applies to the new catalogue: the recorded one
+        is lost."""
         options = convert_options(LmdbOptions, url.options, where="lmdb")
         path = _path_of(url)
         _refuse_remote(path)
@@ -268,6 +273,7 @@ class LmdbBackend(Backend):
 
     @contextmanager
     def rows(self, *, write: bool = False) -> Iterator[TableRows]:
+        """Run a transaction; yield its rows. See ``Environment.transaction``."""
         with self._transaction(write=write) as (_, transaction):
             yield transaction
 
@@ -329,12 +335,14 @@ class LmdbBackend(Backend):
         )
 
     def rotate_key(self, key: StoreKey) -> None:
+        """As in ``Backend``: replace the key file by one that is wrapped with ``key``."""
         environment = self._writable()
         # the transaction writes nothing: it holds the writer lock
         with environment.transaction(write=True), files.translated_io(self._path):
             self._keys.rotate(key)
 
     def forget(self, tenant: str) -> Forgotten:
+        """As in ``Backend``, in short transactions between those of engines."""
         check_tenant("tenant", tenant)
         environment = self._writable()
         with files.translated_io(self._path):
@@ -344,6 +352,8 @@ class LmdbBackend(Backend):
     # or manifest writes them, and the one that removes the last deletes them.
 
     def namespaces(self) -> Iterator[Namespace]:
+        """As in ``Backend``. All are read at once: no transaction stays open during the
+        iteration."""
         namespaces: list[Namespace] = []
         with self.rows() as rows:
             for key, row in rows.range(NAMESPACES, b""):
@@ -357,6 +367,8 @@ class LmdbBackend(Backend):
         return Catalogue(namespace, self.rows)
 
     def open_namespace(self, identity: Identity) -> Namespace:
+        """Return the namespace of an identity: as recorded, as opened before, or a new one. Nothing
+        is written until a commit adds content, except in place of a damaged row."""
         name = identity.digest
         with self.rows() as rows:
             found = decode_namespace(name, rows.get(NAMESPACES, name))
@@ -376,25 +388,30 @@ class LmdbBackend(Backend):
         return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
+        """Return the content of a note about a namespace; None: there is none, or it does not
+        open."""
         key = note_row(namespace, name)
         with self.rows() as rows:
             found = rows.get(META, key)
             content = None if found is None else bytes(found)
         if content is None or not self.seal.encrypts:
             return content
+        # ``META`` is no sealed table, so notes are sealed and opened here
         try:
             return self.seal.opened(key, content)
-        # a damaged note is none
         except CorruptPackError:
             return None
 
     def note_names(self, namespace: bytes) -> list[str]:
+        """Return the names of the notes about a namespace."""
         prefix = note_row(namespace, "")
         with self.rows() as rows:
             found = rows.starting_with(META, prefix)
             return [bytes(key[len(prefix) :]).decode() for key, _ in found]
 
     def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+        """Write a note about a namespace, durably and sealed if the store has a key; None: delete
+        it."""
         key = note_row(namespace, name)
         if content is not None and self.seal.encrypts:
             content = self.seal.sealed(key, content)
@@ -480,6 +497,9 @@ class LmdbBackend(Backend):
             raise environment.database.pinned_error(reader) from None
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+        """Fill the buffers of spans with stored bytes, unverified; return for each span whether it
+        was filled. One transaction reads all: a pack that is deleted meanwhile may be overwritten,
+        which the caller's verification finds."""
         filled: list[bool] = []
         with self._transaction() as (environment, rows):
             for span in spans:
@@ -498,6 +518,7 @@ class LmdbBackend(Backend):
         return filled
 
     def stats(self) -> BackendStats:
+        """Return the totals over all namespaces, and the size of quarantined directories."""
         damaged = quarantined(self._path)
         with self.rows() as rows:
             states = _states(rows)
@@ -510,14 +531,18 @@ class LmdbBackend(Backend):
         )
 
     def tenants(self) -> list[TenantTotals]:
+        """Return the totals of each tenant with packs or a quota, by name."""
         with self.rows() as rows:
             states = _states(rows)
             tenants = list(read_tenants(rows))
+        # the default tenant has no row: it has the rest of the whole store
         packs = sum(state.packs for state in states)
         stored_bytes = sum(state.stored_bytes for state in states)
         return with_default(tenants, packs, stored_bytes)
 
     def disk_bytes(self) -> int:
+        """Return the bytes on disk of the segments and of the store's other files, without status
+        files, saved indexes and quarantined directories."""
         # in a transaction, which follows files that were replaced
         with self._transaction() as (environment, _):
             total = sum(environment.files.lengths().values())
@@ -535,6 +560,8 @@ class LmdbBackend(Backend):
             return read_policy(transaction)
 
     def set_policy(self, policy: Policy) -> None:
+        """Record another capacity and ttl, and other quotas; then evict what exceeds them, and
+        return the disk space. The placement must be the recorded one."""
         self._writable()  # raises if the store is open read-only
         if not is_capacity(policy.capacity):
             raise ConfigurationError(
@@ -558,6 +585,8 @@ class LmdbBackend(Backend):
         return delete_quarantined(self._path)
 
     def free_space(self) -> FreeSpace:
+        """Return the free space within ``data.mdb``, and that in the segments with its number of
+        extents and the largest one."""
         with self._transaction() as (environment, transaction):
             allocator = Allocator(transaction)
             unused = environment.database.file_bytes() - transaction.used_bytes()
@@ -569,6 +598,8 @@ class LmdbBackend(Backend):
             )
 
     def release_free(self) -> int:
+        """Return the free space of the segments to the file system; return the bytes by which the
+        store shrank."""
         environment = self._writable()
         before = self.disk_bytes()
         release_free(environment)
@@ -591,6 +622,7 @@ class LmdbBackend(Backend):
             replace_file(target, [row])
 
     def statuses(self) -> dict[str, bytes]:
+        """Return the status rows of all engines, by name, at most 64 KiB of each."""
         directory = self.environment.path / files.STATUS_DIRECTORY
         found: dict[str, bytes] = {}
         with files.translated_io(directory):
@@ -605,6 +637,8 @@ class LmdbBackend(Backend):
         return found
 
     def close(self) -> None:
+        """Release the environment, which the last handle of the process closes; idempotent."""
+        # first: a handle counts as closed even if closing the environment fails
         shared = self._shared
         self._shared = None
         if shared is not None:

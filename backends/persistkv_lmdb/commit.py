@@ -751,6 +751,7 @@ def _evict_excess(environment: Environment) -> bool:
         commit = CatalogTransaction(
             transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
         )
+        # first the quotas, which may make enough room
         of_tenants = commit.evict_above(_EVICTED_AT_ONCE)
         result = of_tenants
         if of_tenants is not EvictionEnd.LIMIT_REACHED:

@@ -136,6 +136,7 @@ class MapLock:
         with self._changed:
             self._wanted += 1
             try:
+                # the condition's lock is free during this wait, and held during the block
                 is_free = self._changed.wait_for(lambda: not self._inside, patience_s)
                 if not is_free:
                     raise StoreBusyError(

@@ -492,6 +492,7 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
 
 def _clear_from_child(store: Path) -> None:
     """Clear the stale readers of an environment in a child process. Failures are logged."""
+    # LMDB itself clears the readers of dead processes, but none with its own PID
     program = _CLEARING_PROGRAM.format(
         path=sys.path, store=str(store), readers=_MAX_READERS
     )

@@ -420,6 +420,7 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
     found: dict[int, OpenSegment] = {}
     for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
         number = segment_number(file.name)
+        # the directory has other files, too
         if number is None:
             continue
         fd = files.open_regular(file, os.O_RDONLY)

@@ -451,6 +451,7 @@ class SegmentFiles:
             fds = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
+        # O_DIRECT needs whole pages; whether the buffers are aligned, the kernel checks
         goes_direct = direct and self._direct and run.length % PAGE_BYTES == 0
         if fds.direct is not None and goes_direct:
             try:

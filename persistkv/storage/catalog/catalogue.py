@@ -221,7 +221,7 @@ def totals(
 ) -> BackendStats:
     """Return the totals of a store from those of its namespaces; the other parameters are as in
     ``BackendStats``."""
-    total = NamespaceState(NO_GENERATION)
+    total = NamespaceState(NO_GENERATION)  # only serves as a sum
     for state in states:
         total.packs += state.packs
         total.blocks += state.blocks
@@ -338,6 +338,8 @@ class _Naming:
 
     @classmethod
     def read(cls, rows: TableRows, pack: bytes) -> _Naming:
+        """Read the manifests that name the pack with the key ``pack``; damaged ones do not
+        count."""
         count = 0
         restores: list[int] = []
         for name in manifests_of(rows, pack):

@@ -79,6 +79,7 @@ class Reading(NamedTuple):
 
     @classmethod
     def now(cls) -> Reading:
+        """Read the clocks."""
         wall = time.time()
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         return cls(wall, since_boot, _boot())

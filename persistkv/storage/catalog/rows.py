@@ -289,6 +289,7 @@ class Use(NamedTuple):
         return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
 
     def encode(self) -> bytes:
+        """Return the value of a row in ``USES``."""
         numbers = self[:-1]
         return _USE.pack(*numbers) + self.tenant
 
@@ -342,6 +343,7 @@ class Chain(NamedTuple):
         return ORDER_KEY.pack(is_normal, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
+        """Return the value of a row in ``CHAINS``."""
         numbers = self[:-1]
         return _CHAIN.pack(*numbers) + b"".join(self.packs)
 
@@ -381,6 +383,7 @@ class NamespaceState:
         return self.generation + self.sequence.to_bytes(8, "big")
 
     def encode(self) -> bytes:
+        """Return the value of a row in ``STATES``."""
         # In the order of the fields. ``dataclasses.astuple`` would copy each value deeply, for each
         # pack.
         counts = (

@@ -70,9 +70,8 @@ _DEATHS_BY_DAMAGE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-_PR_SET_PDEATHSIG = (
-    1  # of ``prctl``: the signal that this process gets when its parent dies
-)
+# of ``prctl``: sets the signal that this process gets when its parent dies
+_PR_SET_PDEATHSIG = 1
 
 
 class CheckResult(enum.Enum):

@@ -52,9 +52,7 @@ logger = logging.getLogger(__name__)
 
 # errors of a file system that refuses O_DIRECT, or of buffers that are not aligned for it
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = (
-    3  # threads that write, so that the disk has the next writes when one ends
-)
+_WRITES_AT_ONCE = 3  # threads that write: the disk has the next writes when one ends
 # 1 MiB: a shorter write ends before another thread would have started it
 _THREAD_BYTES = 1 << 20
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
@@ -653,7 +651,7 @@ class Bounce:
 
     :param settle: waits until all writes from the memory have ended; called before the memory is
         reused.
-    :param batch_bytes: of a batch, which is written at once, and of the memory; a multiple of
+    :param batch_bytes: size of the memory, and of a batch, which is written at once; a multiple of
         4 KiB.
     """
 
@@ -674,9 +672,7 @@ class Bounce:
         batch: list[memoryview] = []
         length = 0  # bytes of the batch so far, copied or not
         filled = 0  # bytes of the memory that hold copied bytes of the batch
-        listed = (
-            0  # those of them that are in ``batch``; the others follow as one buffer
-        )
+        listed = 0  # those of them that are in ``batch`` already
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:

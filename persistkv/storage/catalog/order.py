@@ -202,7 +202,7 @@ def _expiring(rows: TableRows, found: bytes) -> Chain | None:
 def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
     """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless
     it is used again: its ttl after the last use of its last pack. ``chain`` is its chain."""
-    # without packs, the time of writing counts, as ``expires`` does
+    # without packs there is no use: ``expires`` counts from the time of writing
     if not chain.packs:
         return chain.expires
     # its key begins with its namespace, which its packs share
@@ -281,7 +281,7 @@ class EvictionOrder:
         moment, time = self._last_use(use)
         named = max(use.named, named)
         used = use._replace(moment=moment, time=time, named=named)
-        # usually a second touch by the same commit
+        # equal: usually a second touch by the same commit
         if used != use:
             self.put(name, used, use)
         return True

@@ -259,14 +259,15 @@ class Allocator:
                 self.free_now([extent])
 
     def empty(self, pages: int, at_most: int) -> list[Extent]:
-        """Turn free pages into holes, from the largest extents on, and return these holes.
+        """Turn free pages into holes, from the largest extents on, so that few holes are made;
+        return these holes. The files are not changed: the caller punches them after the commit.
 
         :param pages: number of pages to turn into holes; fewer if fewer are free.
         :param at_most: maximum number of holes to make.
         """
         holes: list[Extent] = []
         while pages > 0 and self.free and len(holes) < at_most:
-            # no extent has so many pages, so this is the largest one
+            # no extent is so large, so this is the largest one
             free = self._best(_MOST_PAGES)
             num_kept = max(0, free.pages - pages)
             kept, hole = free.split(num_kept)
@@ -294,6 +295,7 @@ class Allocator:
         self.free_now([filled])
 
     def _put_hole(self, hole: Extent) -> None:
+        """Record a hole. The totals are the caller's concern."""
         self._rows.put(HOLES, hole.place, _PAGES.pack(hole.pages))
 
     def holes(self) -> Iterator[Extent]:

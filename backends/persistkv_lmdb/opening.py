@@ -248,7 +248,7 @@ class Guard:
             # first; in both cases nothing may be renamed.
             opened()
             return
-        # a new catalogue would overwrite the packs
+        # Segment files whose catalogue is lost: a new one would let their packs be overwritten.
         if _lacks_catalogue(self._directory):
             self._quarantine(f"its {files.DATA_FILE} is missing or empty")
             exists = False
@@ -303,7 +303,9 @@ class Guard:
 
     def _create(self, opened: Callable[[], None]) -> None:
         """Create the environment, and make the names of its directories durable."""
-        os.fsync(self._fd)  # first: it marks an interrupted creation as this program's
+        # First, make the guard file durable: it shows that an interrupted creation is this
+        # program's.
+        os.fsync(self._fd)
         files.sync_directory(self._directory)
         # their creator may have been killed before it synced them
         for directory in self._directory.parents:

@@ -302,6 +302,7 @@ class _Rebuild:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
         All packs count as used at one moment, because their last uses are lost."""
         tables = sum(pack.tail_length for pack in packs)
+        # a generous bound: the map takes address space, not memory
         map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
         # The list of erasures may be lost. Later erasures must have larger numbers than the packs
         # name, or they would not cover these.

@@ -168,9 +168,8 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        naming: dict[
-            bytes, _Naming
-        ] = {}  # see ``_use_of``; requests share their last packs
+        # a cache for ``_use_of``: many requests share their last packs
+        naming: dict[bytes, _Naming] = {}
         with self._read() as rows:
             _, clock = read_clock(rows)
 

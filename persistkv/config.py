@@ -66,6 +66,7 @@ def parse_size(value: int | str, *, name: str) -> int:
         size = int(Decimal(match[1]) * _UNITS[match[2]])
     else:
         size = value
+    # a bool is an int, too
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ConfigurationError(name, value, expected)
     return size
@@ -272,7 +273,7 @@ def convert_options(
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        # raised by the struct's own checks, with a better message
+        # raised by a check of the struct, with a better message
         if isinstance(error.__cause__, ConfigurationError):
             raise error.__cause__ from None
         raise _option_error(error, known, options, where) from None
@@ -288,6 +289,7 @@ def _option_error(
     # an example: "Expected `int`, got `str` - at `$.name[0].field`"
     message, _, place = str(error).partition(" - at ")
     path = place.partition("$.")[2].rstrip("`")
+    # the option itself: the path may lead to a part of its value
     name = re.split(r"[.\[]", path)[0]
     expected = message
     if name in known:
@@ -301,6 +303,7 @@ def _expected(message: str, kind: Any) -> str:
     """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's
     message names."""
     choices: list[Any] = []
+    # an optional Literal has its choices one level deeper
     for part in (kind, *get_args(kind)):
         if get_origin(part) is Literal:
             choices += get_args(part)

@@ -150,6 +150,7 @@ class LRUCachePolicy(CachePolicy):
             if not self._refs[row]:
                 victims.append((key, row))
                 continue
+            # in use: parked, so that later evictions need not skip it again
             self._last_place += 1
             self._parked[key] = _ParkedBlock(self._last_place, row)
         return victims

@@ -41,6 +41,7 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
     :returns: as ``collapse``; also False if the files cannot be mapped.
     """
+    # without a last part that is smaller than a huge page
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     try:
         address = map_aligned(fds, whole) if whole else 0

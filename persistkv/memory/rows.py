@@ -104,6 +104,7 @@ class Rows(BlockMemory):
         stride = self.layout.row_stride
         whole_row = ((0, stride),)
         pieces = []
+        # bytes between the ranges separate the blocks
         if self.layout.groups[group].ranges != whole_row:
             for block_id in block_ids:
                 pieces += self.places(group, block_id)
@@ -145,7 +146,7 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     be empty."""
     found: list[tuple[int, int]] = []
     first = numbers[0]
-    end = first
+    end = first  # the number that continues the run
     for number in numbers:
         if number != end:
             found.append((first, end))

@@ -343,7 +343,7 @@ class PrefillSpeed:
         depth = (start + stop) / 2
         rate = seconds / num_tokens
         self._weight = _MEMORY * self._weight + num_tokens
-        share = num_tokens / self._weight
+        share = num_tokens / self._weight  # of this sample in each mean
         self._depth += share * (depth - self._depth)
         self._rate += share * (rate - self._rate)
         self._depth_squared += share * (depth * depth - self._depth_squared)

@@ -24,6 +24,7 @@ def prefix_bytes(groups: Iterable[GroupSize], num_tokens: int) -> int:
     num_bytes = 0
     for group in groups:
         needed_tokens = num_tokens
+        # a sliding window needs the last tokens only
         if group.window is not None:
             needed_tokens = min(num_tokens, group.window)
         num_blocks = divide_up(needed_tokens, group.block_tokens)

@@ -253,6 +253,7 @@ class TieringOffloadingManager(OffloadingManager):
         description = request.context.description
         sizes = []
         for number, layout in enumerate(config.layout.groups):
+            # the other groups are known from the request's description only
             is_used = number == group
             if description is not None and description.group_keys[number]:
                 is_used = True
@@ -400,6 +401,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
+        # all contexts were returned, and the tier owes no answer
         is_idle = prewarming.ended and not prewarming.waits
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
         if is_idle or is_queued or self._jobs.has_jobs_of(_PREWARM):
@@ -593,6 +595,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _submit_cascade(self, tier: IsolatedTier, cascade: Cascade) -> None:
         """Submit those blocks of a cascade that were not evicted while it waited."""
+        # a block without a reference may be evicted while its cascade waits
         keys = list(filter(self.primary_tier.is_ready, cascade.keys))
         self.stats.dropped_cascades += len(cascade.keys) - len(keys)
         if keys:

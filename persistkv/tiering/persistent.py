@@ -669,6 +669,7 @@ class PersistentTier(SecondaryTierManager):
         changes = self.client.take_events()
         medium = self.get_tier_type()
         events = []
+        # ``lost`` is reported even if no removed key is known
         if changes.removed or changes.lost:
             keys = list(map(OffloadKey, changes.removed))
             events.append(OffloadingEvent(keys, medium, True, changes.lost))

@@ -94,6 +94,7 @@ class Prewarming:
         self._asked_at = None
         self._answered = True
         self._contexts.extend(recent)
+        # an empty answer: there are no such contexts
         self.ended = self.ended or not recent
         num_blocks = sum(len(context.keys) for context in recent)
         if num_blocks:

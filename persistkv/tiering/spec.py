@@ -125,6 +125,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
     def _tier_config(self) -> OffloadingConfig:
         """Return the configuration of all secondary tiers."""
         groups = self.group_layouts
+        # one group, which uses the cells of all workers
         if not groups:
             all_cells = self.cpu_page_size * self.geometry.num_workers
             groups = (GroupLayout.of_bytes(all_cells),)

@@ -254,6 +254,7 @@ def _assigned(
     remaining = _with_default_store(positionals, words)
     values: dict[str, Any] = {}
     for positional in positionals:
+        # it takes the rest, so it is the last one
         if positional.is_many:
             values[positional.name] = remaining
             remaining = []

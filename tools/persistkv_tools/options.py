@@ -36,6 +36,7 @@ def write_file(path: Path, content: bytes) -> None:
     # in the same directory, so that the rename is atomic
     part = path.with_name(path.name + ".part")
     try:
+        # a rename would replace a device or pipe by a file
         if path.exists() and not path.is_file():
             path.write_bytes(content)
             return

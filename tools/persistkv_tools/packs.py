@@ -161,6 +161,7 @@ def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | N
     :raises CorruptPackError: its bytes do not verify or decode.
     :raises StoreError: the medium failed.
     """
+    # with its keys and its number, which the seal of the pack checks
     placed = next(islice(table.placed_frames(), number, None))
     frame = placed.frame
     stored = memoryview(bytearray(frame.stored_length))

@@ -119,6 +119,7 @@ class BlockService:
         report = self.store.take_report()
         for request, is_whole in report.persisted:
             ended = self._ended.pop(request, None)
+            # done already: its call was cancelled
             if ended is not None and not ended.done():
                 ended.set_result(is_whole)
         events = self._events
@@ -217,6 +218,7 @@ class BlockService:
         block. The memory of other keys has undefined content. No memory is in use after the
         return."""
         with self._call():
+            # memory is registered only for as many loads as can run: others wait here
             async with self._load_slots:
                 places = self._register(memory)
                 try:

@@ -349,6 +349,7 @@ class BlockStore:
         job = self._put_job(keys, group, depth, labels, retention)
         regions = self._regions(job.keys, blocks, group)
         num_bytes = self._num_bytes(job)
+        # refused at once: the call must not wait
         if not self._queued.add(num_bytes):
             number = completions.new_number()
             results = self._refuse(len(keys))
@@ -559,6 +560,7 @@ class BlockStore:
         except TimeoutError:
             self.counters.expired_calls += 1
             raise StoreTimeoutError(timeout_s or 0.0) from None
+        # by ``BlockService.run``, which has failed
         except CancelledError:
             raise StoreError("the store has failed: see the log") from None
 
@@ -627,6 +629,7 @@ class BlockStore:
         positions: dict[str, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(tenant_of(key), []).append(position)
+        # the names come from the caller's function
         for tenant in positions:
             check_tenant("tenant_of", tenant)
         return dict(positions)

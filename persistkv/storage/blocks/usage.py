@@ -79,6 +79,7 @@ def stored_blocks(tables: Iterable[PackTable]) -> Iterator[StoredBlock]:
     """Yield the blocks of packs, each key once."""
     seen: set[StoredBlock] = set()
     for table in tables:
+        # the keys of a pack are in the order of its frames: each frame takes its own
         keys = iter(block_keys(table))
         for frame in table.frames:
             for key in islice(keys, frame.block_count):

@@ -95,6 +95,7 @@ class _Request:
         """Record that a block was offered; return whether it is deeper than all earlier ones of its
         group."""
         count = self.counts[block.group]
+        # offered before
         if block.depth < count:
             return False
         self.held |= is_held
@@ -215,7 +216,7 @@ class OtherNamespace(NamespaceView):
         """Return the keys of a pack's blocks whose depths are known and below the limits."""
         keys = table.keys.unpack()
         usable: list[bytes] = []
-        start = 0
+        start = 0  # index of the frame's first key; its blocks follow each other in their context
         for frame in table.frames:
             if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
                 limit = self.depths[frame.group]
@@ -298,11 +299,13 @@ class Canary:
         """Unfinished requests that have offered blocks, by id."""
         self._loaded: set[bytes] = set()
         """Keys that other tiers loaded."""
-        # whether the engine computes from blocks that are unknown here, so nothing can be compared
         self._is_blind = False
+        """Whether the engine computes from blocks that are unknown here, so that nothing can be
+        compared."""
         self._evidence = self._no_evidence()
-        # whether a comparison is running
+        """Totals of the comparisons with ``other``."""
         self._running = False
+        """Whether a comparison is running."""
         self._unwritten: dict[bytes, Verdict] = {}
         """Verdicts that are not recorded yet, by namespace."""
         self._refused: list[OtherNamespace] = []
@@ -529,7 +532,7 @@ class Canary:
         """
         theirs, failed = await self._read_theirs(other, batch)
         rows = self._rows
-        assert isinstance(rows, Rows)  # see ``_may_compare``
+        assert isinstance(rows, Rows)  # ``_may_compare`` allows no other memory
         readable: list[Block] = []
         pairs: list[tuple[int, ByteArray, ByteArray]] = []
         for number, (block, _) in enumerate(batch):
@@ -538,6 +541,7 @@ class Canary:
                 our_row = rows.array[block.row]
                 their_row = theirs.array[number]
                 pairs.append((block.group, our_row, their_row))
+        # in a reading thread: megabytes of numbers would stop the event loop
         compare_all = partial(self._agreements, pairs)
         (agreements,) = await self._own.threads.read([compare_all])
         evidence = self._evidence
@@ -701,7 +705,8 @@ class Canary:
             await self.refresh()
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
-        """Record a verdict about namespace ``theirs``. Failures are logged."""
+        """Record a verdict about namespace ``theirs``. Failures are logged: the verdict applies in
+        this process, and the next start decides again."""
         own = self._own
         write = partial(write_verdict, own.backend, own.namespace, theirs, verdict)
         try:

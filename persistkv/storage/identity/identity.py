@@ -335,6 +335,7 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
     for entry in entries:
         fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
         lines.append(json.dumps(fields))
+    # sorted: the files of a checkpoint may contain its tensors in any order
     text = "\n".join(sorted(lines))
     digest = hashlib.sha256(text.encode())
     return digest.hexdigest()
@@ -415,6 +416,7 @@ def _save_entries(
         _CACHE_VERSION, str(path.absolute()), _stamp(status), entries
     )
     content = msgspec.json.encode(record)
+    # without the cache, the next start only takes longer
     with suppress(OSError, RuntimeError):
         replace_file(_cache_file(path), [content])
 

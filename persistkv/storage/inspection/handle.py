@@ -78,6 +78,7 @@ class StoreHandle:
             raise StoreError(
                 f"{self.url} is open read-only: open it with read_only=False"
             )
+        # the reader stays open: callers may hold it
         if self._writer is None:
             backend = open_backend(self.url)
             self._writer = self._resources.enter_context(closing(backend))

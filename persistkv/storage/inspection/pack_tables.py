@@ -78,7 +78,8 @@ class Packs:
         """
         # block by block over all groups: an engine needs all groups of a prefix together
         groups = [group.unpack() for group in keys]
-        chosen: dict[bytes, None] = {}
+        chosen: dict[bytes, None] = {}  # an ordered set
+        # groups with fewer blocks are filled with None, which no pack holds
         for row in zip_longest(*groups):
             for key in row:
                 holding = self.holders.get(key)

@@ -270,7 +270,7 @@ def find_request(
         names.append(name)
         if name.startswith(wanted):
             similar.append(found)
-    # a whole id may begin another one
+    # a whole id counts even if another id begins with it
     equal = [found for found in similar if found.manifest.id == wanted]
     candidates = equal or similar
     if not candidates:

@@ -157,6 +157,7 @@ class BackendConformance(BackendSuite):
         cursor = second.changes(None).cursor
         pack, other = first.packs(2)
         first.commit(pack)
+        # the cursor of the second handle is from before this commit
         assert second.commit(other, seen=cursor).stale
         second.check_added(cursor, pack)
         # a handle outlives the others
@@ -238,6 +239,7 @@ class BackendConformance(BackendSuite):
         first = rig.pack(1, content=10)
         second = rig.pack(1, content=20)
         assert first.pack_id == second.pack_id
+        # in one commit, and in a later one, which changes nothing
         cursor = rig.commit(first, second).cursor
         rig.commit(second)
         rig.check_holds(first)
@@ -354,6 +356,7 @@ class BackendConformance(BackendSuite):
     def test_commit_manifest_deletion_keeps_packs(self, rig: NamespaceRig) -> None:
         pack = rig.pack(1)
         manifests = [sample_manifest("a", packs=[pack.pack_id]), sample_manifest("b")]
+        # requests are deleted although they are pinned
         pins = [("a", True), ("b", True)]
         rig.commit_batch(CommitBatch([pack], manifests, pins=pins))
         # an unknown id is ignored
@@ -410,6 +413,7 @@ class BackendConformance(BackendSuite):
         needs = [kept.pack_id, needed.pack_id]
         result = rig.commit(pack, seen=cursor, needs=needs)
         assert result.stale
+        # the result of a stale commit has the cursor ``seen``
         assert result.cursor == cursor
         assert set(rig.tables()) == {kept.pack_id}
 
@@ -462,6 +466,7 @@ class BackendConformance(BackendSuite):
         pack, other = rig.packs(2)
         rig.commit(pack)
         changes = rig.changes(cursor)
+        # the whole content, and no later changes
         assert changes.reset
         assert list(changes.added) == [pack.table]
         assert rig.commit(other, seen=cursor).stale
@@ -473,6 +478,7 @@ class BackendConformance(BackendSuite):
         rewritten, deleted, good = rig.packs(3)
         cursor = rig.changes(None).cursor
         rig.commit(rewritten, deleted, good)
+        # a byte near the end of the row
         for pack in (rewritten, deleted):
             raw.flip(RawKind.TABLE, rig.namespace, pack.pack_id, -30)
         rig.check_holds(good)
@@ -564,6 +570,7 @@ class BackendConformance(BackendSuite):
         rig.commit(pack)
         expected = bytearray(payload_of(pack))
         assert raw.get(RawKind.PAYLOAD, rig.namespace, pack.pack_id) == expected
+        # a driver returns the bytes as they are: its callers verify them
         for offset in (0, 1_048_576, 1_500_000):
             raw.flip(RawKind.PAYLOAD, rig.namespace, pack.pack_id, offset)
             expected[offset] ^= 0xFF

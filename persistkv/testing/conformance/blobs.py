@@ -187,6 +187,7 @@ class BlobsConformance:
         _put(blobs, "valid")
         with pytest.raises(ValueError, match="name"):
             blobs.delete(["valid", name])
+        # all names are checked before any is deleted
         assert list(raw.names()) == ["valid"]
 
     @pytest.mark.parametrize("prefix", ["a", "/", "a//", "/a/", "A/", "../", "a/b"])
@@ -265,6 +266,7 @@ class BlobsConformance:
     def test_put_times_ascend(self, blobs: Blobs, opener: Opener) -> None:
         with closing(opener()) as other:
             first = blobs.put("a", [b"data"])
+            # longer than the rounding of both times
             time.sleep(2 * _ROUNDING_S + 0.1)
             second = other.put("b", [b"data"])
         assert second > first
@@ -305,6 +307,7 @@ class BlobsConformance:
     def test_read_large_blob_fills_all_buffers(
         self, blobs: Blobs, raw: RawBlobs
     ) -> None:
+        # 33 MiB, from the second byte on, into two buffers
         content = bytes(range(256)) * (33 * 4 * _KIB)
         raw.put("large", content)
         found = bytearray(len(content) - 1)
@@ -349,6 +352,7 @@ class BlobsConformance:
                 taken.append(number)
                 yield memoryview(buffer)
 
+        # ten bytes fill two buffers of four, and a part of the third
         assert blobs.read("a", 0, 20, views()) == 10
         assert b"".join(buffers[:3])[:10] == b"0123456789"
         assert taken == [0, 1, 2]
@@ -455,6 +459,7 @@ class BlobsConformance:
                 write.result()
         names.sort()
         assert _names(blobs) == names
+        # from the middle of a page on, too
         middle = len(names) // 2
         assert _names(blobs, "packs/", names[middle]) == names[middle + 1 :]
 

@@ -224,6 +224,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     most = _limit(hard)
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
     yield _passed("open files", enough, f"{files} (at most {most})", todo)
+    # memory that is registered with CUDA counts as locked
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)
@@ -399,6 +400,8 @@ def _direct(location: Path) -> Check:
                 "O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}"
             )
     else:
+        # the buffer must be aligned to pages, as an mmap is; a write that fails shows that O_DIRECT
+        # does not work
         with suppress(OSError), mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
             works = True

@@ -73,6 +73,7 @@ def ls(
         raise ConfigurationError(
             "output format", "several", "at most one of --ids, --csv and --json"
         )
+    # programs get all requests, one by one; people get a page, with copies as one row
     for_programs = ids or csv or json
     most = _most_rows(limit, for_programs=for_programs)
     with open_store(url) as store:

@@ -266,6 +266,7 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
     :param shorts: of the namespace's requests: id → short id.
     """
     drawn = Tree(render.plain(title))
+    # drawn branches without their children yet
     waiting = [(drawn, top)]
     while waiting:
         branch, node = waiting.pop()
@@ -505,6 +506,7 @@ def _branches(
     """Divide sorted chains by their key at ``depth``: the branch of the chosen request first, then
     the largest. Shorter chains are left out."""
     branches: list[Sequence[_Chain]] = []
+    # the chains are sorted and share all keys before ``depth``: equal keys are neighbours
     longer = (chain for chain in chains if len(chain[0]) > depth)
     for _, run in groupby(longer, key=lambda chain: chain[0][depth]):
         branches.append(list(run))

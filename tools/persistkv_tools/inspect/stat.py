@@ -138,6 +138,7 @@ def has_tenants(store: StoreTotals) -> bool:
 def _rows(store: StoreTotals) -> dict[str, str]:
     """Return the totals of the whole store by name."""
     rows = render.pairs(_TOTALS, store)
+    # a bucket has no free space to reuse
     if store.free is not None:
         rows |= _free_rows(store.free)
     rows["capacity"] = "none"

@@ -233,6 +233,7 @@ def _compare_namespaces_of(
     else:
         otherwise = ", nor does a model's directory or a store of this name"
         named = chosen_namespaces(backend, against, otherwise)
+        # not with itself
         others = [space for space in chosen if space not in named]
     if not others:
         return []

@@ -325,6 +325,7 @@ class Prune:
         self._choose(rules, named)
         self.plan = PrunePlan([], PrunedTotals(), 0)
         for usage in self._usages:
+            # without either, its packs need not be read
             if usage.chosen or rules.orphans:
                 self._plan(usage, rules)
         self._sort_and_shorten()
@@ -347,6 +348,7 @@ class Prune:
         :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the
             commits before it.
         """
+        # opened for writing only if there is something to delete
         backend = self._writable() if self.deletes else self._backend
         for usage in self._usages:
             if usage.going or usage.deleted:
@@ -361,11 +363,13 @@ class Prune:
         """Choose the requests to delete: those that the selection takes or that are named, without
         those that the other rules keep."""
         if rules.selection is not None or named:
+            # named without a selection: all of the named ones
             selection = rules.selection or Selection()
             for usage in self._usages:
                 usage.choose(selection, named)
         last = rules.keep_last
         days = rules.keep_daily
+        # the rules that keep apply to the chosen requests, so they come after the choice
         if last is not None or days is not None:
             self._keep_newest(last or 0, days or 0)
         if rules.keep_bytes is not None:

@@ -55,6 +55,7 @@ def forget(
     check_tenant("tenant", tenant)
     ensure_consent("forget", "--yes", yes=yes, json=json)
     target = None if receipt is None else Path(receipt)
+    # before anything is destroyed: an older receipt must not be lost
     if target is not None and target.exists():
         raise ConfigurationError(_RECEIPT, receipt, "a file that does not exist")
     with open_store(url, read_only=False) as store:

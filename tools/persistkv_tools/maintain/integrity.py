@@ -170,6 +170,7 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
         has_changed = len(list(backend.namespaces())) != len(spaces)
         for space in spaces:
             heads += len(request_ids(backend, space.namespace))
+            # the refresh comes first: it must run for each namespace
             has_changed = space.refresh() or has_changed
             packs += len(space.tables)
         totals = attrgetter("packs", "requests", "stored_bytes")

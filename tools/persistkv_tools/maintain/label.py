@@ -48,6 +48,7 @@ def label(
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
+    # ids have no "=", labels to set do
     requests = [word for word in words if "=" not in word]
     given = parse_labels(word for word in words if "=" in word)
     removed = remove or []
@@ -141,6 +142,7 @@ def _pin(
     what = "pin" if pinned else "unpin"
     with open_store(url, read_only=False) as store:
         chosen = _chosen(store, what, requests, label, namespace)
+        # one commit for each namespace
         pins: dict[bytes, list[tuple[str, bool]]] = {}
         for found in chosen:
             of_namespace = pins.setdefault(found.namespace.id, [])

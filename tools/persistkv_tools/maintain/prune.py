@@ -156,6 +156,7 @@ def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outc
         return _Outcome()
     try:
         pruning.run()
+    # raised by ``prune`` after it has shown what was deleted
     except StoreError as error:
         return _Outcome(pruning.done, error)
     backend = store.backend

@@ -145,7 +145,7 @@ def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
     tenant = name.removeprefix(_QUOTA)
     changed = dict(quotas)
     if value == _NONE:
-        check_quota(tenant, 1)
+        check_quota(tenant, 1)  # only the name: the size is any valid one
         changed.pop(tenant, None)
         return changed
     try:

@@ -185,6 +185,7 @@ def _refuse_same_store(url: str, target: str) -> None:
     target_place = (target_url.scheme, target_url.location)
     if source_place != target_place:
         return
+    # e.g. from a store without a key, or to one with another key, at the same place
     for name in KEY_OPTIONS:
         if source_url.options.get(name) != target_url.options.get(name):
             return

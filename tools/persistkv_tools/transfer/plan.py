@@ -238,6 +238,7 @@ class CopyPlan:
         lacking: set[bytes],
     ) -> set[bytes]:
         """Add a request that the target lacks; return the ids of its packs."""
+        # its keys are unreadable, or the source has lost some of its blocks
         if keys is None or not source.packs.hold(all_keys(keys)):
             self.known.incomplete.append(manifest.id)
             return set()

@@ -19,10 +19,11 @@ _PACK_BYTES = 5 << 10
 _REQUEST_BYTES = 1280  # catalogue rows of a request
 _KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
 _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
-# Reserves that a store keeps free, as shares of its capacity (1/16) with bounds: for the next
-# commit, and for the catalogue.
+# Reserves that a store keeps free, upper estimates for all drivers; see ``TargetRoom.free_bytes``.
+# For commits: 1/16 of the capacity, at most so many bytes.
 _COMMIT_SHARE = 16
 _MOST_COMMIT_BYTES = 256 << 20  # 256 MiB
+# For the growth of the catalogue: 1/32 of the capacity, at most 8 MiB; in large stores 1/256.
 _LARGEST_CATALOGUE_SHARE = 32
 _SMALL_CATALOGUE_BYTES = 8 << 20  # 8 MiB
 _LEAST_CATALOGUE_SHARE = 256
@@ -82,9 +83,11 @@ class TargetRoom(NamedTuple):
         """Bytes that can be added without an eviction: capacity less content and reserves for
         catalogue and commits."""
         capacity = self.capacity
+        # for the growth of the catalogue, and pages of it that cannot be reused yet
         small = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
         catalogue = max(small, capacity // _LEAST_CATALOGUE_SHARE)
         with_pages = catalogue + min(_PAGES_BYTES, capacity // 4)
+        # a small store keeps at least this for its catalogue; ``held_bytes`` has the empty files
         least = min(_LEAST_CATALOGUE_BYTES, capacity // 4 * 3) - _EMPTY_BYTES
         commits = min(capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
         reserves = max(with_pages, least) + commits

@@ -233,7 +233,7 @@ class CPUOffloadingManager(OffloadingManager):
             refs[row] = 0
         orphaned = self._free_earlier(written)
         if orphaned:
-            # those that a reset made misses have no place in the policy and no evictable row
+            # the policy does not know blocks from before a reset, and their rows are free already
             written = [key for key in written if key in rows]
         if success:
             self._num_evictable += len(written)

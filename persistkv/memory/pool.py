@@ -36,6 +36,6 @@ class BufferPool:
         with self._lock:
             sizes = map(len, self._free)
             kept_bytes = sum(sizes)
-            # else it is unmapped when its last reference goes
+            # a buffer that is not kept is unmapped with its last reference
             if kept_bytes + len(buffer) <= _KEPT_BYTES:
                 self._free.append(buffer)

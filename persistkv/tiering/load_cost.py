@@ -357,7 +357,7 @@ class PrefillSpeed:
         if variance > _FLAT * self._depth_squared:
             covariance = self._rate_depth - self._rate * self._depth
             self._growth = max(0.0, covariance / variance)
-        # so that a token at depth 0 takes no negative time
+        # with a larger growth, a token at depth 0 would take a negative time
         highest = self._rate / self._depth if self._depth else 0.0
         self._growth = min(self._growth, highest)
         self._seconds = self._rate - self._growth * self._depth
@@ -367,7 +367,7 @@ class PrefillSpeed:
         1``; None: nothing is known."""
         if not self._weight:
             return None
-        # of all these tokens
+        # the depths of all these tokens, summed
         sum_of_depths = (stop * stop - start * start) / 2
         return self._seconds * (stop - start) + self._growth * sum_of_depths
 

@@ -702,7 +702,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not job.is_reset:
             self._miss(failed)
             self._deliver(job.tier, loaded)
-        # after the delivery, which cascades blocks that requests await
+        # after the delivery above, which cascades the blocks that requests await
         self._end_awaited_writes(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
@@ -839,13 +839,13 @@ class TieringOffloadingManager(OffloadingManager):
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)
-        # last, so that all lookups of the step share one job per tier and request
+        # at the end of the step, so that all of its lookups share one job per tier and request
         if self._promotions.queued:
             self._submit_promotions()
 
         events = list(self.primary_tier.take_events())
         for tier in self._tiers:
-            # also if no caller wants them: the tier would collect them for ever
+            # taken even if no caller wants them: the tier would collect them for ever
             events += tier.take_events()
         return events if self._enable_events else []
 

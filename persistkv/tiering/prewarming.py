@@ -22,7 +22,8 @@ class RecentContexts(Protocol):
         """Ask for keys of recently used requests, at most ``max_blocks`` in all, which
         ``take_recent`` returns. Return False if nothing was asked for; the caller may ask again.
 
-        :param prefetched: ask only for requests that a hint selected.
+        :param prefetched: ask only for the contexts of an entry that the engine has queued with
+            ``PersistentTier.prefetch``.
         """
         ...
 
@@ -34,7 +35,7 @@ class RecentContexts(Protocol):
 
 class Prewarming:
     """Queue of stored contexts to promote: at the start the most recently used ones, afterwards
-    those that hints select.
+    those that the engine has queued with ``PersistentTier.prefetch``.
 
     :param max_blocks: most blocks to ask the tier for in each call; 0: none.
     """
@@ -74,7 +75,7 @@ class Prewarming:
 
     def _ask(self) -> None:
         """Ask the tier for contexts, unless a question waits for its answer: first for recently
-        used ones, and once these have ended for those that hints select."""
+        used ones, and once these have ended for those of ``PersistentTier.prefetch``."""
         now = time.monotonic()
         # The store's process may be a new one, which never received the question.
         is_lost = self._asked_at is not None and now > self._asked_at + _PATIENCE_S

@@ -132,7 +132,7 @@ def _run_without_command(arguments: list[str]) -> None:
     is_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
     # only for the help: the summaries import the modules of all commands
     parser = _general_parser(_summaries() if is_help else None)
-    # not left to argparse, which would demand a COMMAND after these two
+    # these two options are handled here, because argparse would demand a COMMAND after them
     if arguments == ["--completion"]:
         render.print_exact(completion.SCRIPT)
     elif arguments == ["--man"]:

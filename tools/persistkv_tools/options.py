@@ -58,7 +58,7 @@ def open_if_exists(url: str) -> Iterator[Backend | None]:
     except StoreUnavailableError:
         yield None
         return
-    # not in the block above, which would catch errors of the caller
+    # outside of the ``try`` block, which would catch errors of the caller's ``with`` block
     with closing(backend):
         yield backend
 

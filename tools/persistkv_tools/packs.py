@@ -119,7 +119,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
     table = piece.table
     block = piece.first_block
     keys = table.keys.unpack()
-    # once for each pack: the id covers the table and no frames
+    # checked with the first piece only, because the id covers the table and no frames
     if not block and not seal.is_id_of(table):
         yield _defect(
             table,

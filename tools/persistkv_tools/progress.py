@@ -94,7 +94,7 @@ class Throttle:
         """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
         busy_s = now - self._resumed
-        # then the busy time is ``share`` of both together
+        # with so long a pause, the busy time is ``share`` of both together
         idle_s = busy_s / self._share - busy_s
         # bounded: a read that waited for a slow disk would pause for minutes
         pause = min(_LONGEST_S, idle_s)

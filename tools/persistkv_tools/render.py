@@ -381,7 +381,8 @@ def raise_output_error(error: OSError) -> NoReturn:
 
     :raises OutputError: it could not be written for another reason.
     """
-    # else the interpreter writes the rest of the buffer at its end, and fails again
+    # The rest of the buffer goes to /dev/null: otherwise the interpreter writes it at its end, and
+    # fails again.
     discarding = os.open(os.devnull, os.O_WRONLY)
     os.dup2(discarding, sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

@@ -93,7 +93,8 @@ class BlockService:
         """Whether an internal error has ended ``run``: no call would end any more."""
 
     async def run(self) -> None:
-        """Run the commit task and apply the changes of other processes, until ``stop``."""
+        """Run the commit task and apply the changes of other processes, until ``end`` cancels the
+        task."""
         self._running = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -102,7 +103,7 @@ class BlockService:
         except Exception:
             logger.exception("internal error: the store answers no more calls")
             self.has_failed = True
-            # nothing does the work any more that they wait for
+            # the running calls wait for work that is not done any more
             for call in self._calls:
                 call.cancel()
 

@@ -476,7 +476,7 @@ class Canary:
         is_final = self.verdict is not None and self.verdict.final
         if not self.active or is_final:
             return
-        # also while a comparison runs, because later decisions need all offered blocks
+        # recorded even while a comparison runs, because later decisions need all offered blocks
         computed = self._computed(request, blocks)
         if not computed or self._running:
             return

@@ -103,7 +103,7 @@ def list_requests(
     views.sort(key=_KEYS[sort], reverse=is_descending)
     rows = _rows(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
-    # of all requests: a short id that is unique on this page only would be ambiguous elsewhere
+    # short ids are unique among all requests: those of a page alone would be ambiguous elsewhere
     shorts = short_ids(names)
     return Page(
         url=url,

@@ -37,14 +37,14 @@ class Packs:
         for key in table.keys.unpack():
             holders = self._holders.pop(key)
             others = [holder for holder in holders if holder != pack]
-            # most keys are in one pack: without an entry, ``hold`` need not look at it
+            # a key that no pack holds has no entry, which is what ``hold`` tests
             if others:
                 self._holders[key] = tuple(others)
 
     @property
     def holders(self) -> dict[bytes, tuple[bytes, ...]]:
         """For each key, the ids of the packs that hold it."""
-        # not before it is needed: lists and totals need tables only
+        # built at the first use, because lists and totals need tables only
         if self._holders is None:
             self._holders = {}
             for table in self.tables.values():
@@ -104,7 +104,7 @@ class NamespacePacks(Packs):
         found = self._backend.changes(self.namespace, self.cursor)
         has_changed = found.cursor != self.cursor
         self.cursor = found.cursor
-        # first what was removed: a pack that was removed and written again is in both
+        # removals come first: a pack that was removed and written again is in both lists
         gone = list(self.tables) if found.reset else list(found.removed)
         for pack in gone:
             self.remove(pack)

@@ -158,7 +158,7 @@ class RequestView(msgspec.Struct, frozen=True):
         if use is None:
             return self
         stored = None
-        # no packs: they are gone, and their ratio with them
+        # without packs, which may be deleted, there is no ratio
         if use.packs_raw_bytes:
             ratio = use.packs_stored_bytes / use.packs_raw_bytes
             stored = round(self.raw_bytes * ratio)
@@ -298,7 +298,7 @@ def chosen_requests(
 
     :raises NotFoundError: an id matches no request, or more than one.
     """
-    # two beginnings of one id are one request
+    # by id, because two of the names may be beginnings of the same id
     named = {}
     for name in names:
         found = find_request(backend, name, namespace)

@@ -249,7 +249,8 @@ def _namespace_totals(
         group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
         group.codecs.sort()
 
-    # of a shared store: commits that wait look like content that is missing
+    # In a shared store, the content of commits that wait is not part of the totals above. A local
+    # store has no such state.
     state = backend.merge_state(namespace.id)
     if state is not None:
         totals.waiting_commits = state.waiting

@@ -291,7 +291,7 @@ class BackendConformance(BackendSuite):
     ) -> None:
         for round_number in range(3):
             for number in range(60):
-                # of two sizes, so that the free space becomes fragmented
+                # packs of two sizes make the free space fragmented
                 size = 4096 if number % 2 else 200_000
                 seed = 100 * round_number + number
                 pack = small_rig.pack(seed, blocks=1, block_bytes=size)

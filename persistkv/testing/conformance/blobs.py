@@ -236,7 +236,7 @@ class BlobsConformance:
             assert _read(other, "a") == b"data"
 
     def test_put_replacing_under_reader_gives_whole_blobs(self, blobs: Blobs) -> None:
-        # of different bytes and lengths
+        # two versions of different bytes and lengths: a mixture equals neither
         size = 256 * _KIB
         versions = [b"\1" * (size + 1), b"\2" * (size + 2)]
         lengths = {len(version) for version in versions}
@@ -505,7 +505,7 @@ class BlobsConformance:
         for info in blobs.list(""):
             listed.add(info.name)
             blobs.delete(sorted(deleted))
-        # those that were deleted may be listed or not
+        # the deleted blobs may be listed or not
         assert listed >= set(names) - deleted
 
     # all methods

@@ -113,12 +113,12 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
                 suppress(KeyboardInterrupt),
                 Live(console=console, auto_refresh=False) as live,
             ):
-                watch.look()  # not shown: rates need two
+                watch.look()  # the first snapshot is not shown: rates need two
                 while True:
                     time.sleep(pause_s)
                     live.update(_screen(watch.look()), refresh=True)
             return
-        # not shown: rates need two
+        # the first snapshot is not shown: rates need two
         watch.look()
         for _ in range(count or 1):
             time.sleep(pause_s)
@@ -200,7 +200,8 @@ class Watch:
         now = time.time()
         statuses = read_statuses(self._backend)
         models = {}
-        if statuses:  # else the identities need not be read
+        # without statuses, the identities of namespaces need not be read
+        if statuses:
             for space in self._backend.namespaces():
                 models[space.id.hex()] = space.identity.model_name
         engines: list[EngineView] = []
@@ -222,7 +223,7 @@ class Watch:
         self._last_statuses = {status.engine: status for status in statuses}
         stats = self._backend.stats()
         fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-        # those that have ended are last; the sort is stable
+        # live engines first; within both parts, the sort keeps the order
         engines.sort(key=lambda view: not view.live)
         return Snapshot(
             **asdict(stats),

@@ -211,7 +211,7 @@ def _compare_against(
     :raises NotFoundError: there is nothing to compare with.
     """
     path = Path(against)
-    # a store may be a path, too
+    # a directory with data.mdb is an LMDB store, which may be given by its path, too
     is_model = path.is_dir() and not (path / "data.mdb").exists()
     if is_model:
         found = [[compare_model(path, space) for space in chosen]]
@@ -233,7 +233,7 @@ def _compare_namespaces_of(
     else:
         otherwise = ", nor does a model's directory or a store of this name"
         named = chosen_namespaces(backend, against, otherwise)
-        # not with itself
+        # a namespace is not compared with itself
         others = [space for space in chosen if space not in named]
     if not others:
         return []
@@ -331,7 +331,7 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
             ours["dtype"] = {"model": config[name]}
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
-    # without the fields of the namespace that the model's files do not show
+    # fields of the namespace that the model's files do not show are left out
     comparable = Identity.of(_common(stored, ours))
     differences = [DifferenceView(*found) for found in known.diff(comparable)]
     not_compared = [name for name in stored if name not in ours]

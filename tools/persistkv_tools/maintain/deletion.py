@@ -133,7 +133,8 @@ class _Usage:
     def packs(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys
         cannot be read."""
-        # by key and not by the manifest's chain: a block may have moved to another pack
+        # found by key: the packs that a manifest names may be old, because a block that was deleted
+        # and stored again is in another pack
         packs: dict[str, set[bytes]] = {}
         for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
             packs[name] = self.held.holding(all_keys(keys))
@@ -196,7 +197,7 @@ class _Usage:
         # packs that chosen requests use, and those that requests use which stay
         of_chosen = self.used(self.chosen)
         of_others = self.used(self.manifests.keys() - self.chosen)
-        # blocks that the user wants to go, in packs that stay
+        # by pack that both use, the blocks that only chosen requests name
         private = self._private_blocks(of_chosen & of_others)
         self.deleted = of_chosen - of_others
         if shared_packs:
@@ -400,7 +401,7 @@ class Prune:
     def _shrink_to(self, stored_bytes: int) -> None:
         """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
         size of packs."""
-        # totals of all namespaces, without reading a catalogue
+        # the store's totals, which need no reading of a catalogue, may show that all of it fits
         if self._backend.stats().stored_bytes <= stored_bytes:
             for usage in self._usages:
                 usage.chosen.clear()
@@ -432,7 +433,7 @@ class Prune:
 
     def _sort_and_shorten(self) -> None:
         """Sort the requests of the plan by age, and set their short ids."""
-        # of all requests, also those that stay: a short id stands for one request of the store
+        # short ids are unique among all requests of these namespaces, also those that stay
         all_ids: list[str] = []
         for usage in self._usages:
             all_ids.extend(usage.manifests)

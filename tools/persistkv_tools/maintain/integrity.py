@@ -433,7 +433,8 @@ class Verifier:
             if not findings:
                 tally.went_meanwhile += 1
                 return []
-            # else it was replaced while it was read, and the findings are about neither
+            # if it was replaced during the check, the findings are about a mixture of both packs,
+            # and the check is repeated
             space.refresh()
             if space.tables.get(table.pack_id) is current:
                 break

@@ -43,7 +43,8 @@ def rotate_key(
     }
     new_key = _new_key(values)
     old = convert_options(KeyOptions, _key_options(url), where="url").store_key()
-    # first for reading: a store that is absent is not created
+    # opened for reading first, which raises if the store is absent: opening it for writing would
+    # create it
     with opened(url):
         pass
     with closing(open_backend(url)) as backend:

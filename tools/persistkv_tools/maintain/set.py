@@ -81,7 +81,8 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or confirm("Change the policy?"):
             with closing(open_backend(url)) as backend:
-                # of now: another command may have changed other values meanwhile
+                # based on the present policy: another command may have changed other values
+                # during the question
                 after = _changed(backend.policy(), values)
                 backend.set_policy(after)
             done = True
@@ -166,7 +167,7 @@ def _consequences(
     grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
     location = Path(StoreUrl.parse(url).location)
     missing = 0
-    # only a local disk is this machine's to measure
+    # only the room of a local disk can be measured
     if after.capacity != before.capacity and location.is_dir():
         disk = shutil.disk_usage(location)
         missing = max(0, grows - disk.free)

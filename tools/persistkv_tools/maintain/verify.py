@@ -295,7 +295,7 @@ def check_store(
     resumed_bytes = state.stored_bytes
     now = time.time()
     engines = sum(status.is_live(now) for status in read_statuses(backend))
-    # a rate that the user names applies, also beside engines
+    # a rate that the user gives replaces the limit beside engines
     beside_engines = engines > 0 and bytes_per_s is None
     share = _SHARE_BESIDE_ENGINES if beside_engines else 1
     throttle = Throttle(bytes_per_s, share=share)
@@ -309,7 +309,7 @@ def check_store(
     portion_bytes: float = _PORTION_BYTES
     batch_bytes = BATCH_BYTES
     if throttle.bounded:
-        # threads read ahead, which a limit of the pace could not hold back
+        # without threads: they read ahead, and a limit of the pace would not slow them down
         threads = 0
         portion_bytes = _BOUNDED_PORTION_BYTES
         batch_bytes = _BOUNDED_BATCH_BYTES

@@ -157,7 +157,7 @@ def copy_content(
     if newest is not None:
         chosen.sort(key=lambda found: found.manifest.created)
         chosen = chosen[-newest:]
-    # only then packs without a request are copied, too: no option chooses them otherwise
+    # packs without a request are copied if nothing is chosen, because no option chooses them
     everything = not names and newest is None and selection == _ALL
 
     spaces = chosen_namespaces(backend, namespace) if everything else []
@@ -171,7 +171,7 @@ def copy_content(
     with closing(open_backend(place.url)) as writable:
         took = counted(progress, "copy", plan.payload_bytes, throttle)
         copied = run_plan(plan, writable, target, took)
-        # a store that another process created meanwhile may have another one
+        # if another process has created the store meanwhile, it may have another capacity
         capacity = writable.stats().capacity
     return CopyOutcome(copied, place._replace(capacity=capacity))
 

@@ -194,6 +194,7 @@ class CopyPlan:
         if capacity < wanted and "capacity" not in parsed.options:
             target_url = with_option(url, "capacity", wanted)
             capacity = wanted
+        # of an empty store
         self.check_room(TargetRoom(capacity), url)
         return CopyTarget(target_url, capacity)
 
@@ -204,7 +205,7 @@ class CopyPlan:
         holds."""
         # ids of requests in the target, and of packs that it lacks
         held_requests, lacking = _held(source, target)
-        # without packs to copy, there are no orphans among them
+        # orphans are found among the packs to copy; without any, requests' keys need not be read
         finds_orphans = everything and bool(lacking)
         needed: set[bytes] = set()  # packs that the target must hold after the copy
         named: set[bytes] = set()  # packs of requests

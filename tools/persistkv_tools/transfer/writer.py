@@ -54,7 +54,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
 
 def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> None:
     """Write the packs and requests of one namespace."""
-    # first what no request names: so the requests are used last, and evicted last
+    # packs that no request names come first: those of requests are then used last, and evicted last
     for owner, pack in plan.orphans:
         if owner is source:
             writer.pack(pack)
@@ -97,7 +97,7 @@ class _NamespaceWriter:
         table = self._source.packs.tables[pack]
         if pack in self._offered or self._packs.hold(table.keys.unpack()):
             return
-        # once: what the target evicts again would be copied for ever
+        # a pack is offered once: one that the target evicts again would be copied for ever
         self._offered.add(pack)
         payload = self._source.read(table, self._took)
         if payload is None:
@@ -108,7 +108,7 @@ class _NamespaceWriter:
             self.flush()
         copy = PackCopy(table, payload, self._backend.seal)
         self._waiting.append(copy)
-        # under the id that it gets in the target
+        # counted as held from now on, under the id that it gets in the target
         copied = msgspec.structs.replace(table, pack_id=copy.pack_id)
         self._packs.add(copied)
 
@@ -194,9 +194,9 @@ class _NamespaceWriter:
         self._copied.evicted_packs += len(result.evicted)
         for pack in packs:
             self._copied.stored_bytes += pack.table.payload_length
-            # not its id: another pack with the same blocks may have replaced it
+            # by a key: another pack with the same blocks, and another id, may replace it
             self._written_keys.append(pack.keys.unpack()[0])
-            # known again from the target's changes, unless it was evicted at once
+            # the refresh after the commit adds it again, unless it was evicted at once
             self._packs.remove(pack.pack_id)
         for write in manifests:
             self._written_requests.append(write.manifest.id)

@@ -273,7 +273,7 @@ def pin_mmap_region(
         if not torch.cuda.is_available():
             return False
         runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-    region._cuda = runtime
+    region._cuda = runtime  # ``_unpin`` needs it
     step = region.rows_per_registration * region.row_stride
     for offset in range(0, region.total_size_bytes, step):
         address = region.address + offset

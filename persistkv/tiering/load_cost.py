@@ -170,6 +170,7 @@ class LoadTimes:
         """
         seconds = max(seconds, 1e-6)
         usual = self._by_class.get(num_bytes.bit_length())
+        # the first load of a size shows its usual time
         if usual is None:
             self._set_usual(num_bytes, seconds / self._slowdown)
         usual_s = self._usual_s(num_bytes)

@@ -193,6 +193,7 @@ class TieringOffloadingManager(OffloadingManager):
                 held[tier] = num_held
         if not held:
             return {}
+        # all keys of a prefix are of one group, and all tiers have the same configuration
         group = get_offload_group_idx(keys[0])
         config = self.secondary_tiers[0].config
         block_bytes = config.layout.groups[group].block_bytes
@@ -574,7 +575,8 @@ class TieringOffloadingManager(OffloadingManager):
         queue = self._cascades[tier]
         queue.append(Cascade(request, req_context, readable))
         self._submit_cascades(tier)
-        # Waiting blocks have no reference, so the primary tier holds at most so many of them.
+        # Waiting blocks have no reference. If more blocks wait than there are rows, some of the
+        # oldest ones have been evicted.
         while queue.num_waiting_blocks > self.primary_tier.num_blocks:
             self._drop_cascade(queue.popleft())
         return True
@@ -683,6 +685,7 @@ class TieringOffloadingManager(OffloadingManager):
         else:
             self.stats.failed_cascades += len(failed)
             self._cascades[job.tier].num_submitted_blocks -= len(keys)
+            # the job's references on its rows, which ``_submit_cascade`` has taken
             self.primary_tier.complete_read(keys, job.data.req_context)
 
     def _end_promotion(self, job: TierJob, failed: set[OffloadKey]) -> None:

@@ -399,6 +399,7 @@ class PersistentTier(SecondaryTierManager):
     def _end_load(self, outcome: JobOutcome) -> None:
         """Learn from a load that ended, and count it."""
         load = self._loads.pop(outcome.job_id, None)
+        # the outcome of a store job
         if load is None:
             return
         if outcome.refused and not outcome.is_late:  # it was not sent
@@ -413,6 +414,7 @@ class PersistentTier(SecondaryTierManager):
         reason = Reason.LOADED
         if outcome.is_late or load.is_abandoned:
             reason = Reason.DEADLINE
+        # a load that ended in time shows more than a probe
         else:
             self._probes.reset()
         job = load.job
@@ -579,6 +581,7 @@ class PersistentTier(SecondaryTierManager):
             tuple(map(list[bytes], description.group_keys)),
             description.num_tokens,
             self.config.block_size,
+            # whether the keys are in the order of the context: those of ``_describe`` may not be
             description is req_context.description,
             description.labels,
             description.retention,

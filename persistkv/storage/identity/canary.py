@@ -196,6 +196,7 @@ class OtherNamespace(NamespaceView):
         index = self._own.index
         # the added tables are used twice, and an iterator would be empty the second time
         added = list(changes.added)
+        # ``added`` is all that the other namespace holds: the adopted keys begin anew
         if changes.reset:
             index.remove_adopted()
         for fingerprints in changes.removed.values():
@@ -209,6 +210,7 @@ class OtherNamespace(NamespaceView):
             # before they are added: afterwards no key is absent
             absent = index.absent(keys)
             self._own.report.add(stored=absent)
+            # of removed packs, only fingerprints of the keys are known
             self._own.report.lost |= bool(changes.removed)
         index.add_adopted(keys)
 
@@ -364,10 +366,12 @@ class Canary:
                 if backend.capabilities.writable:
                     self._candidates.append(namespace)
                 continue
+            # refused; or the depths are not those of these groups
             if verdict.verdict != "adopted" or len(verdict.depths) != self._groups:
                 continue
             self.other = self._open(namespace.id, verdict.depths)
             self.verdict = verdict
+            # one namespace is adopted, and no other one is compared
             self._candidates = []
             logger.warning(
                 "blocks of namespace %s are used, as recorded: %s",

@@ -453,6 +453,7 @@ def _read_header(
             unordered[name] = msgspec.json.decode(entry, type=_Tensor)
     except (ValueError, RecursionError) as error:
         raise _invalid(path, f"its header does not read: {error}") from None
+    # in the order of their bytes, each must begin where the one before it ends
     names = sorted(unordered, key=lambda name: unordered[name].data_offsets)
     tensors = {name: unordered[name] for name in names}
     end = 0

@@ -129,7 +129,7 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
                 expected = f"a free address of this machine ({error.strerror})"
                 raise ConfigurationError("--listen", listen, expected) from None
             _say_address(url, f"http://{host}:{server.server_port}/metrics", json=json)
-            with suppress(KeyboardInterrupt):  # the way out
+            with suppress(KeyboardInterrupt):  # Ctrl-C ends the command
                 thread.join()
             server.shutdown()
             server.server_close()

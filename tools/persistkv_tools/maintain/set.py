@@ -146,7 +146,7 @@ def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
     tenant = name.removeprefix(_QUOTA)
     changed = dict(quotas)
     if value == _NONE:
-        check_quota(tenant, 1)  # only the name: the size is any valid one
+        check_quota(tenant, 1)  # checks the name of the tenant; 1 is a valid size
         changed.pop(tenant, None)
         return changed
     try:

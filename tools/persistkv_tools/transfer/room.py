@@ -73,7 +73,8 @@ class TargetRoom(NamedTuple):
         free = backend.free_space()
         if free is not None:
             on_disk -= free.catalogue_bytes + free.payload_bytes
-        # A killed writer leaves files longer than their content, until the next commit.
+        # The smaller of two upper estimates: a killed writer leaves files longer than their
+        # content, until the next commit. Not less than the payloads.
         held_bytes = min(on_disk, content + _EMPTY_BYTES)
         held_bytes = max(held_bytes, stats.stored_bytes + _EMPTY_BYTES)
         return cls(stats.capacity, held_bytes)

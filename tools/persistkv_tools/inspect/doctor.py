@@ -224,7 +224,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     most = _limit(hard)
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
     yield _passed("open files", enough, f"{files} (at most {most})", todo)
-    # memory that is registered with CUDA counts as locked
+    # registering memory with CUDA locks it, which this limit may prevent
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)

@@ -97,20 +97,25 @@ class Quotas:
         """Return the totals of a tenant, which the caller may change and ``finish`` writes. If the
         row is damaged, the quota is lost, and the totals are computed again from the packs."""
         digest = self._rows.tenant_digest(tenant)
-        if digest in self._found:
-            return self._found[digest]
-        recorded = self.at(digest)
-        totals = recorded or TenantTotals(tenant)
-        self._found[digest] = totals
-        # a copy, because the caller changes the object that is returned
-        self._before[digest] = replace(totals)
-        # there is a row, but it could not be decoded
-        if recorded is None and self._rows.get(TENANTS, digest) is not None:
+        if not self._load(tenant, digest):
             logger.warning(
                 "the quota of a tenant could not be read: it has none until persistkv set"
             )
             self.recount()
-        return totals
+        return self._found[digest]
+
+    def _load(self, tenant: str, digest: bytes) -> bool:
+        """Read the totals of a tenant, unless they are known; zeros without a readable row. Return
+        False if the row was damaged."""
+        if digest in self._found:
+            return True
+        row = self._rows.get(TENANTS, digest)
+        recorded = None if row is None else TenantTotals.decode(row)
+        totals = recorded or TenantTotals(tenant)
+        self._found[digest] = totals
+        # a copy, because callers change the object
+        self._before[digest] = replace(totals)
+        return row is None or recorded is not None
 
     def count(self, table: PackTable, sign: int) -> None:
         """Add a pack to the totals of its tenant (``sign`` 1), or subtract it (-1)."""
@@ -155,13 +160,17 @@ class Quotas:
         damaged. Quotas stay."""
         # first find all tenants with a row: those without packs must get zeros
         for totals in read_tenants(self._rows):
-            self.of(totals.tenant)
+            self._load(totals.tenant, self._rows.tenant_digest(totals.tenant))
         for totals in self._found.values():
             totals.packs = 0
             totals.stored_bytes = 0
         for table in _tables(self._rows):
-            if table.tenant != DEFAULT_TENANT:
-                self.of(table.tenant).count(table, 1)
+            if table.tenant == DEFAULT_TENANT:
+                continue
+            # not ``of``: it would begin to count again if this tenant's row is damaged, too
+            digest = self._rows.tenant_digest(table.tenant)
+            self._load(table.tenant, digest)
+            self._found[digest].count(table, 1)
 
     def finish(self) -> None:
         """Write the rows that have changed. Call this last in a transaction."""

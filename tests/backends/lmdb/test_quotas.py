@@ -333,6 +333,20 @@ def test_damaged_row_of_tenant_is_counted_anew_without_its_quota(
     assert used(backend, "anna") == 2 * PACK
 
 
+def test_damaged_rows_of_two_tenants_are_counted_once(
+    backend: LmdbBackend, namespace: bytes
+) -> None:
+    for seed in range(3):
+        store(backend, namespace, "anna", seed)
+        store(backend, namespace, "berta", 10 + seed)
+    with backend.rows(write=True) as rows:
+        for tenant in ("anna", "berta"):
+            rows.put(TENANTS, rows.tenant_digest(tenant), b"damaged")
+    store(backend, namespace, "anna", 3)
+    assert used(backend, "anna") == 4 * PACK
+    assert used(backend, "berta") == 3 * PACK
+
+
 def test_damaged_table_of_tenants_pack_is_counted_as_gone(
     backend: LmdbBackend, namespace: bytes
 ) -> None:

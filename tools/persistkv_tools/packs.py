@@ -29,7 +29,6 @@ from persistkv.storage.format.seal import Seal
 
 # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
 BATCH_BYTES = 8 << 20
-_AT_ONCE = 256
 Took = Callable[[int], None]
 """Called with the number of bytes of each read or write; may sleep to limit the pace."""
 

@@ -238,22 +238,28 @@ class BatchCommit:
             self._write_packs(self._lacking)
 
     def _reserve(self) -> None:
-        """Reserve extents for the packs that the store lacks, in place of the present reservation,
-        in a transaction of its own. If the segments are full, evict for them. Release the
-        reservations of dead processes.
+        """Reserve extents for the packs that the store lacks, in a transaction of its own. They
+        replace the present reservation of this process, which is too small.
+
+        The transaction also releases the reservations of dead processes, and evicts packs if the
+        segments are full.
 
         :raises StoreFullError: more must be evicted than one transaction can; nothing changed.
+            ``write_after_eviction`` then evicts in several transactions.
         """
         environment = self._environment
         with self._step() as (commit, room):
+            # ``own``: also the present reservation of this process
             environment.release_reserved(room.transaction, own=True)
-            # only now: a dead process may have had the number
+            # After the release: LMDB records reservations by number, and a new process may get the
+            # number of a dead one. The dead one's extents must be free before that.
             writer = environment.claim_writer(room.transaction)
             # before the eviction, which then chooses the packs that the batch uses last
             commit.touch(self._batch.touches)
             # nothing is evicted for a batch that cannot fit
             if not room.fits_when_empty():
                 raise room.full()
+            # what may be in use now, so that the batch fits in addition (``Room``)
             goal = room.limit.minus(room.need)
             result = commit.evict(lambda: room.fits(goal), self._at_once)
             if result is not EvictionEnd.GOAL_MET:
@@ -315,9 +321,13 @@ class BatchCommit:
         yield tail
 
     def _commit_within_quotas(self) -> CommitResult:
-        """Commit the rows of the batch, after short transactions that evict what its own must not.
+        """Commit the rows of the batch in one transaction, within the quotas of its tenants.
 
-        :raises NotPlacedError: a pack is not in extents; the batch was not written.
+        That transaction may evict at most ``_at_once`` packs and manifests of a tenant. If the
+        tenant's quota requires more, it is rolled back. Then short transactions evict packs of the
+        tenant, and the commit is tried again.
+
+        :raises NotPlacedError: a pack must be written again first; the batch was not committed.
         """
         while True:
             try:
@@ -325,18 +335,23 @@ class BatchCommit:
             except _TenantAboveError as error:
                 evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
                 self._repeat(evict, self._at_once)
-            # The tenant's other engines may add content meanwhile, as fast as this one evicts: each
-            # attempt may evict more in its own transaction.
+            # Other engines may add content of the tenant as fast as this one evicts it. Doubling
+            # the bound on each attempt ends this: at last, the batch's own transaction, which
+            # excludes other writers, may evict all that the quota requires.
             self._at_once *= 2
-            # the failed transaction has read the payloads
+            # the transaction that was rolled back has read the payloads: they begin again
             if self._environment.database.shares.inline:
                 self._restart_packs()
 
     def _commit(self) -> CommitResult:
-        """Commit the rows of the batch in one transaction, which evicts and reserves for the next
-        one.
+        """Commit the rows of the batch in one transaction, which also evicts and reserves extents
+        for the next batch.
 
-        :raises NotPlacedError: a pack is not in extents; nothing changed.
+        An error that is raised within the transaction rolls it back.
+
+        :raises NotPlacedError: a pack that the store lacks is not in extents that are reserved for
+            this process (``_check_placed``); nothing changed.
+        :raises StoreFullError: the batch does not fit; nothing changed.
         :raises _TenantAboveError: more must be evicted for a quota; nothing changed.
         """
         environment = self._environment
@@ -375,7 +390,8 @@ class BatchCommit:
     def _describe_namespace(
         self, transaction: TableRows, commit: CatalogTransaction
     ) -> None:
-        """Write the identity of the namespace to its file for a rebuild."""
+        """Write the identity of the namespace to its file, from which a rebuild reads it if
+        ``data.mdb`` is lost or damaged."""
         row = transaction.get(NAMESPACES, self._namespace)
         if row is not None:
             generation = commit.cursor[:GENERATION_BYTES]
@@ -397,7 +413,8 @@ class BatchCommit:
     ) -> None:
         """Record that a rebuild must not find the packs that this transaction has deleted so far,
         nor these ones."""
-        # by id, too: those whose tables are damaged are not in ``evicted``
+        # ``evicted`` lists deleted packs by their tables, so it lacks those with damaged tables:
+        # ``pack_ids`` covers them
         names = {self._namespace + pack_id for pack_id in pack_ids}
         names.update(table.namespace + table.pack_id for table in commit.evicted)
         self._environment.erase(transaction, names)
@@ -578,9 +595,11 @@ class BatchCommit:
     def _begin(
         self, transaction: TableRows, *, as_it_is: bool = False
     ) -> tuple[CatalogTransaction, Room]:
-        """Check that the batch may still be written, and set ``_lacking``. Return the catalogue of
-        a write transaction, and the part of the capacity that it may use (``Room``), with the need
-        of the batch.
+        """Prepare a write transaction of this commit: check that the batch may still be written,
+        and compute which of its packs the store lacks (``_lacking``).
+
+        Return the transaction's catalogue, and its room: the part of the capacity that it may use,
+        and what the batch needs of it.
 
         :param as_it_is: as in ``Room``.
         :raises TenantForgottenError: a tenant of the batch was forgotten, or is being forgotten.
@@ -599,7 +618,8 @@ class BatchCommit:
         self._lacking = self._added(transaction)
         sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
-        # evictions then begin with the packs of tenants that this batch makes exceed their quotas
+        # announced, so that evictions begin with packs of tenants that this batch makes exceed
+        # their quotas
         commit.quotas.expect(sizes)
         rows_bytes = rows_bound(self._lacking, self._batch.manifests)
         # a batch that adds nothing begins no namespace
@@ -624,8 +644,8 @@ class BatchCommit:
             totals = quotas.of(tenant)
             if totals.quota is None or not totals.is_above(num_bytes):
                 continue
-            # All of these may be packs that the batch uses, which stay. Its own transaction finds
-            # that (``_fit_quotas``).
+            # A pack of the tenant may be evicted, unless this batch uses it. Only the transaction
+            # of the batch finds out (``_fit_quotas``).
             has_evictable = rows.has_prefix(TENANT_ORDER, rows.tenant_digest(tenant))
             if num_bytes > totals.quota or not has_evictable:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
@@ -744,7 +764,7 @@ def fit_policy(environment: Environment) -> None:
 
 def _evict_excess(environment: Environment) -> bool:
     """Evict some of what exceeds the quotas and the capacity, in one transaction; return whether
-    another one could free more."""
+    another one is needed: packs are left to evict, or free space to return."""
     with environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)

@@ -200,7 +200,9 @@ class Environment:
         """Commit a write transaction durably after the ``with`` block, or abort it if that
         raises. The caller holds the writer lock.
 
-        A failure of the commit leaves the mark in the lock file, so the next writer recovers first.
+        During the commit, the file of the writer lock has a mark that a commit has begun. If the
+        commit fails or the process is killed, the mark stays, and the next writer first makes
+        durable what may have been committed (``Guard.recover``).
 
         :raises ReplacedError: the commit went into files that are no longer at the path.
         """
@@ -220,7 +222,7 @@ class Environment:
         # only now: until the commit is durable, the catalogue on disk lists other content there
         if payloads is not None:
             self.files.punch(payloads.holes)
-        # if the mark stays, the next transaction syncs again, which is harmless
+        # if the mark cannot be removed, the next transaction syncs once more, which is harmless
         with suppress(StoreError):
             guard.lock.mark(begun=False)
         self._check_current()
@@ -252,8 +254,8 @@ class Environment:
     def claim_writer(self, transaction: TableRows) -> int:
         """Claim the number of this process if it has none yet, and return it.
 
-        Call this within a write transaction, after ``release_reserved``: a dead process may have
-        had the number.
+        Call this within a write transaction, after ``release_reserved``: the number may be that of
+        a dead process, whose reservation must be released before this process reserves under it.
 
         :raises StoreError: the store is open read-only, or the file system refuses the lock.
         """
@@ -280,7 +282,7 @@ class Environment:
     def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
         """Refuse content of a tenant in all processes, as long as this one lives; return the key of
         the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
-        # first, as ``claim_writer`` requires
+        # before ``claim_writer``, which may return the number of a dead process
         self.release_reserved(transaction)
         own = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():
@@ -465,11 +467,12 @@ class Environment:
             raise
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction. If LMDB must be remapped or reopened first, return a function
-        for that, to be called without the map lock; the caller then tries again.
+        """Begin an LMDB transaction, while the caller holds the map lock shared. If LMDB must be
+        remapped or reopened first, return a function for that. It takes the map lock exclusively,
+        so the caller releases the lock, calls the function, and tries again.
         """
         database = self.database
-        # a reopening before has failed
+        # an earlier reopening has closed LMDB and failed to open it
         if not database.is_open:
             return self._revive
         try:
@@ -477,21 +480,26 @@ class Environment:
         except lmdb.MapResizedError:
             return database.remap
         except lmdb.PanicError:
-            # LMDB could not write one of its pages: the files are intact, the handle is not
+            # LMDB failed to write a page earlier: the files are intact, but the open environment
+            # refuses all further transactions
             return self._revive
         except OtherTransactionError:
             return partial(self._revive, adopts=True)
 
     def _revive(self, *, adopts: bool = False) -> None:
-        """Open the environment again, which was closed or cannot be used any more.
+        """Open LMDB again, after an earlier opening failed or an error made its handle unusable.
 
-        :param adopts: make the newest snapshot in ``data.mdb`` durable first, which LMDB's lock
-            file does not know, and continue from it.
+        :param adopts: whether ``data.mdb`` and LMDB's lock file name different last transactions,
+            because a commit failed and could not be undone, or because files of two stores were
+            mixed. Then the newest snapshot in ``data.mdb`` is made durable first, and the opening
+            replaces the lock file by one that names it.
         """
         if self._guard is None:
             self.database.reopen(read_only=True)
             return
-        # opening may remove LMDB's lock file, which needs the writer lock; a writer has it already
+        # The opening may remove LMDB's lock file, which only a holder of the writer lock may do. A
+        # write transaction holds that lock already and acquires it a second time here: the lock is
+        # reentrant within a thread. A read transaction acquires it only here.
         with self._guard.lock.held():
             if adopts:
                 self._guard.recover()

@@ -270,7 +270,12 @@ def _examine_rows(rows: TableRows) -> str:
 
 def space_faults(transaction: TableRows) -> Iterator[str]:
     """Yield a line per fault: a page that is not in exactly one extent, or indices or totals that
-    do not agree."""
+    do not agree.
+
+    Each page of a segment belongs to a pack, to a reservation of a writer, to a free extent, or to
+    a hole. Holes are ranges of a segment file without disk space. They are part of its length, and
+    so of ``segments``, but the recorded total counts only pages with disk space.
+    """
     allocator = Allocator(transaction)
     segments = allocator.segments()
     free = list(allocator.free_extents())
@@ -289,6 +294,7 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     for one, other in pairwise(free):
         if one.touches(other):
             yield f"{one} and {other} touch"
+    # pages with disk space
     total = sum(segments.values()) - pages_of(holes)
     counted = (total, pages_of(free), pages_of(reserved))
     recorded = (allocator.total, allocator.free, allocator.reserved)

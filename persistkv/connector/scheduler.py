@@ -142,9 +142,12 @@ class _ScheduledRequest:
                 )
 
     def skip_stores(self, num_held_tokens: int) -> None:
-        """Begin the next offer after the first ``num_held_tokens``, whose blocks need no store;
-        without effect if ``policy`` is request-level."""
-        # A request-level manager needs the prefix hits, too, or the stored context has a gap.
+        """Let the next offer to the manager begin after the first ``num_held_tokens`` tokens, whose
+        blocks need no store. Fewer tokens than in an earlier call move it back.
+
+        Without effect for a request-level policy: that manager is offered all blocks of a request.
+        """
+        # It stores whole contexts: without the blocks of the prefix hit, there would be a gap.
         if self.policy is not OffloadPolicy.BLOCK_LEVEL:
             return
         self.next_store = []
@@ -207,14 +210,16 @@ class _ScheduledRequest:
                 self.next_store[group] = refused[0]
 
     def num_lost(self, firsts: Sequence[int], offers: Sequence[_Offer]) -> int:
-        """Return how many blocks that found no room before are not offered again, because they have
-        left the sliding window.
+        """Return how many blocks of the last offer found no room (``refuse``) and are not in the
+        new one, because they have left the sliding window meanwhile.
 
-        :param firsts: for each group, the index of the first block that ``offers`` may contain.
+        :param firsts: for each group, ``next_store`` before ``filled_blocks`` made the new offer:
+            the index of the first block that was refused, or the end of the last offer if none was.
+        :param offers: the new offer.
         """
         num_lost = 0
         # Blocks from ``firsts`` to ``end`` were refused before: those of them that the new offers
-        # lack are lost. The loop runs only if a block was refused.
+        # lack are lost. ``refused_ends`` is empty, and the loop does not run, if none was refused.
         for group, refused_end in enumerate(self.refused_ends):
             end = min(refused_end, self.next_store[group])
             num_refused = max(0, end - firsts[group])
@@ -431,7 +436,8 @@ class OffloadingConnectorScheduler:
             return 0
         request.promoted |= waiting
         if waiting:
-            # blocks beyond the match were looked up, too, and may be waiting
+            # The search also looked up blocks that the match does not need, and these may be the
+            # ones that are being promoted: wait only for those that it needs.
             needed = request.keys(num_computed_tokens, matched)
             if not waiting.isdisjoint(needed):
                 return None
@@ -478,7 +484,8 @@ class OffloadingConnectorScheduler:
                     waiting.add(key)
             return len(answers)
 
-        # ``lookup_prefix`` counts blocks to wait for, so not if the request waits for none
+        # ``lookup_prefix`` counts blocks to wait for as hits. A request that waits for none looks
+        # up each block by itself.
         probe = None if request.gave_up_waiting else prefix
         groups = zip(self._geometries, request.description.group_keys, strict=True)
         return [GroupBlocks(*group, is_available, probe) for group in groups]
@@ -663,7 +670,7 @@ class OffloadingConnectorScheduler:
         """
         if not request.context.store:
             return None
-        # copied, because ``filled_blocks`` moves ``next_store``
+        # where this offer begins; copied, because ``filled_blocks`` moves ``next_store``
         firsts = list(request.next_store)
         filled = request.filled_blocks()
         # count blocks that were refused before and have left the sliding window since: they are in
@@ -678,7 +685,7 @@ class OffloadingConnectorScheduler:
         while output is None and any(offers):
             offers = [_first_half(offer) for offer in offers]
             output = self._prepare_store(request, offers)
-        # halved: the other blocks found no room
+        # another object only after halving: then the blocks that were cut off found no room
         if offers is not filled:
             self._refuse(request, filled, offers)
         if output is None or not output.keys_to_store:
@@ -714,7 +721,8 @@ class OffloadingConnectorScheduler:
             self.stats.dropped_blocks += num_filled - sum(num_accepted)
             return
         request.refuse(filled, num_accepted)
-        # The block tables of a running request are current only when the engine reports them.
+        # A finished request gets no further report, so the next step plans it again. A running one
+        # is planned at its next ``update_computed_tokens``, with current block tables.
         if request.finished:
             self._to_plan[request.context.req_id] = request
 
@@ -757,20 +765,22 @@ class OffloadingConnectorScheduler:
     def _end_load(
         self, transfer: _PlannedTransfer, result: TransferResult
     ) -> LoadProgress:
-        """Release the blocks of an ended load in the manager, count them, and return the result
-        for the engine."""
+        """Process the end of a load: release its blocks in the manager, update the request's tokens
+        and next offer, and return the result for the engine."""
         request = transfer.request
         self.manager.complete_load(transfer.keys, request.context)
         num_tokens = request.num_external_tokens
         if not result.success:
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-            # The engine computes the tokens that the load did not bring. Their blocks are offered
-            # again: ``update_state_after_alloc`` had counted them as held.
+            # The engine computes the tokens that the load did not bring, so their blocks must be
+            # offered to the manager. ``update_state_after_alloc`` had set the next offer to begin
+            # after them: it begins after the local tokens again.
             request.skip_stores(request.num_local_tokens)
             return LoadProgress(False, num_tokens, 0)
         self.stats.loaded_blocks += len(transfer.keys)
-        # A request-level manager is offered the loaded blocks, too.
+        # Plan a store: a manager with a request-level policy, which stores whole contexts, is
+        # offered the loaded blocks, too. For others, offers begin after them.
         request.num_computed_tokens = request.num_matched_tokens
         self._to_plan[request.context.req_id] = request
         return LoadProgress(True, num_tokens, result.num_bytes)

@@ -32,8 +32,9 @@ _VARIATION = 0.2
 # more than twice the expected time, or less than half of it, shows that the store has changed.
 _NOISE_RATE = 0.2
 _CHANGE = 2.0
-# Or that the usual time of this size is wrong, so that takes a quarter of the change. Otherwise
-# loads of one size would seem slow after each of its own, and fast again after one of another size.
+# A load beyond these bounds may also show that the usual time of its size is wrong, so this time
+# takes a quarter of the change. If only the slowdown changed, it would rise after each load of this
+# size and fall after each load of another size.
 _OWN_SHARE = 0.25
 # The first load of a size shows its usual time, within the bounds that other sizes set, and 30 %.
 # An excess is a slowdown of the store.
@@ -166,16 +167,20 @@ class LoadTimes:
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Add a load, or a probe, that ended.
 
+        The ratio of its time to the expected time moves two estimates: the slowdown of the store,
+        and the usual time of loads of this size.
+
         :param num_bytes: bytes of the load and of those in flight before it, above 0.
         """
-        seconds = max(seconds, 1e-6)
+        seconds = max(seconds, 1e-6)  # not 0, whose logarithm does not exist
         usual = self._by_class.get(num_bytes.bit_length())
-        # the first load of a size shows its usual time
+        # The first load of a size sets its usual time, within bounds that follow from other sizes.
+        # An excess beyond the bounds remains as ``change``.
         if usual is None:
             self._set_usual(num_bytes, seconds / self._slowdown)
         usual_s = self._usual_s(num_bytes)
-        # how many times as long as expected the load took; the slowdown takes the part ``rate`` of
-        # this change, in logarithms, and the usual time of the size the part ``own_share``
+        # how many times as long as expected the load took. The slowdown takes ``rate`` of this
+        # change (a share of its logarithm), and the new sample of the usual time ``own_share``.
         change = seconds / usual_s / self._slowdown
         is_noise = 1 / _CHANGE < change < _CHANGE
         # earlier samples say nothing about the time after a stall
@@ -187,14 +192,22 @@ class LoadTimes:
             usual.add(num_bytes, usual_s * change**own_share)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
-        """Add a load that was abandoned at its deadline, of ``loaded_bytes`` of its bytes: it shows
-        the time of these, and that all would have taken longer."""
+        """Add a load that was abandoned at its deadline. The blocks that had arrived count like a
+        load of their size. The whole load would have taken longer than ``seconds``: if the estimate
+        for its size is shorter, it is raised.
+
+        :param num_bytes: bytes of the whole load and, if any of its blocks had arrived, of the
+            loads in flight before it.
+        :param loaded_bytes: the part of these bytes that had arrived; 0: no block had.
+        """
         if not loaded_bytes:
             self._add_silence(num_bytes, seconds)
             return
         self.observe(loaded_bytes, seconds)
         rest_s = self._rest_s(num_bytes, loaded_bytes, seconds)
+        # lower bound on the usual time of the whole load
         least_s = max(_LONGER * seconds, seconds + rest_s) / self._slowdown
+        # the estimate is long enough already
         if self._usual_s(num_bytes) >= least_s:
             return
         usual = self._by_class.get(num_bytes.bit_length())
@@ -215,36 +228,52 @@ class LoadTimes:
         return transfer_s * (num_bytes - loaded_bytes) / loaded_bytes
 
     def _add_silence(self, num_bytes: int, seconds: float) -> None:
-        """Add a load that brought nothing in so many seconds."""
+        """Add a load that brought nothing before its deadline, which was ``seconds`` after its
+        begin: the store has stalled, or the deadline was too close to the expected time to tell.
+
+        A deadline is at least three times the time that was expected of the load, or earlier if the
+        engine computes the tokens in less time than that (``_deadline_s``).
+        """
         usual = self._by_class.get(num_bytes.bit_length())
         usual_s = self._usual_s(num_bytes)
-        # Of a size that is not known, this may be the latency, so the slowdown must not grow: a
-        # probe shows the reason.
+        # Clearly longer than expected: no loads until a probe, a small test read, or a running load
+        # ends. For a size that was never loaded, no expected time is known: the silence may be
+        # latency that is usual for it. So the slowdown, which holds for all sizes, does not grow.
         if usual is None or seconds >= _STALL * usual_s * self._slowdown:
             self.stall()
             return
-        # The deadline was close to the expected time, because computing is hardly slower. The
-        # estimate rises just above the deadline, so that loads which save more are still chosen.
+        # Otherwise the deadline was less than 2.5 times the expected time, because computing these
+        # tokens takes no longer. The load may have been only a little late. So its expected time
+        # rises to a tenth above the deadline: loading these tokens then seems slower than computing
+        # them, while loads that save more time are still chosen.
         least_s = _LONGER * seconds
+        # The usual time of the size moves part of the way, as with each sample. The slowdown takes
+        # the rest, so that their product reaches ``least_s``.
         usual.add(num_bytes, max(usual_s, least_s / self._slowdown))
         self._slowdown = max(self._slowdown, least_s / self._usual_s(num_bytes))
 
     def stall(self) -> None:
-        """Count a load, or a probe, that brought nothing before its deadline."""
+        """Mark the store as stalled: a load, or a probe, brought nothing before its deadline.
+        ``observe`` ends this."""
         self.is_stalled = True
 
     def _set_usual(self, num_bytes: int, seconds: float) -> None:
-        """Set the usual time of loads of about this size, of which nothing is known."""
+        """Set the usual time of loads of about this size, of which nothing is known yet, to
+        ``seconds``, or to the nearest time within ``_bounds``."""
         least_s, most_s = self._bounds(num_bytes)
         bounded_s = min(max(seconds, least_s), most_s)
         self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, bounded_s)
+        # classes of sizes, which are in the order of the sizes themselves
         ascending = sorted(self._by_class)
         self._sizes = [self._by_class[name] for name in ascending]
 
     def _bounds(self, num_bytes: int) -> tuple[float, float]:
-        """Return the shortest and the longest usual time of loads of a size, by those of the next
-        smaller and the next larger size that are known: a larger load takes no less, and at most
-        in proportion to its bytes."""
+        """Return the shortest and the longest plausible usual time of loads of a size.
+
+        They follow from the next smaller and the next larger size that are known: a larger load
+        takes no less time than a smaller one, and at most in proportion to its bytes. Both bounds
+        are widened by 30 %. Without known sizes, they are 0 and infinity.
+        """
         least_s = 0.0
         most_s = math.inf
         place = self._place_of(num_bytes)
@@ -284,7 +313,8 @@ class LoadTimes:
         place = self._place_of(num_bytes)
         if place == len(sizes):
             return self._beyond_s(num_bytes)
-        # the smallest size has no neighbour before it: the line of the next two
+        # The line through ``sizes[upper]`` and the size before it. No size is before the smallest
+        # one: then the line through the two smallest, or that of a single size without latency.
         upper = max(place, 1) if len(sizes) > 1 else 0
         slope = self._slope(upper, sizes[upper].seconds)
         at = sizes[place]
@@ -301,8 +331,11 @@ class LoadTimes:
         return last.seconds + slope * (near_bytes + far_bytes / _TRIAL_SPEEDUP)
 
     def _slope(self, place: int, seconds: float) -> float:
-        """Return the seconds per byte between the size at ``place``, which takes ``seconds``, and
-        the one before it; before the first one, a load without latency."""
+        """Return the seconds per byte between the size at ``place`` and the one before it. For the
+        first one, whose latency is unknown, all of its time counts as transfer.
+
+        :param seconds: the time to assume for the size at ``place``: its usual time, or less.
+        """
         upper = self._sizes[place]
         if place == 0:
             return seconds / upper.num_bytes
@@ -486,7 +519,8 @@ def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None
 
 
 def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reason:
-    """Return why runs are computed: a store that would serve a longer prefix is not too slow."""
+    """Return why runs are computed. ``TOO_SHORT``: loading a prefix of 16 times the tokens would be
+    worth it, so only the latency is too long for these; ``TOO_SLOW``: not even that."""
     long_stop = start + _LONG * (runs[-1].stop - start)
     load_s = _parallel_load_s(runs, _LONG)
     compute_s = prefill.expected_s(start, long_stop)
@@ -498,9 +532,15 @@ def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reaso
 
 
 def _deadline_s(load_s: float, compute_s: float | None) -> float:
-    """Return the seconds after which a load is abandoned."""
+    """Return the seconds after which a load is abandoned: three times its expected time or a fifth
+    of the computing time, whichever is later, but at most the computing time.
+
+    :param load_s: expected seconds of the load; 0: nothing is known.
+    :param compute_s: expected seconds of the computation; None: unknown.
+    """
     if compute_s is None:
         return max(UNKNOWN_DEADLINE_S, _LATE * load_s)
+    # the first load of a store, a trial: it may take as long as computing
     if not load_s:
-        return compute_s  # the first load of a store is a trial
+        return compute_s
     return min(compute_s, max(_LATE * load_s, _LATE_SHARE * compute_s))

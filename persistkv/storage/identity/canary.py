@@ -79,7 +79,8 @@ class Block(NamedTuple):
 
 @dataclass
 class _Request:
-    """Blocks that a request has offered."""
+    """Record of the blocks that a request has offered to the store, to decide whether the engine
+    computed them all (rule 2 of the module)."""
 
     counts: list[int]
     """One more than the largest offered depth, by group. All blocks before it were offered, unless
@@ -93,9 +94,12 @@ class _Request:
 
     def offer(self, block: Block, *, is_held: bool) -> bool:
         """Record that a block was offered; return whether it is deeper than all earlier ones of its
-        group."""
+        group.
+
+        :param is_held: whether the engine's own namespace holds it already.
+        """
         count = self.counts[block.group]
-        # offered before
+        # offered before: the first offer counts, because the store may hold the block since then
         if block.depth < count:
             return False
         self.held |= is_held
@@ -106,8 +110,8 @@ class _Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all blocks of at least one group were offered. Groups with a sliding window skip
-        old blocks."""
+        """Whether at least one group has offered all its blocks from the first one on. One is
+        enough: groups with a sliding window skip blocks that have left it."""
         offered = [group for group, count in enumerate(self.counts) if count]
         return not self.gaps.issuperset(offered)
 
@@ -169,17 +173,20 @@ class OtherNamespace(NamespaceView):
         )
 
     def _load(self) -> Changes:
-        # the tables of all packs are needed for the adopted keys
+        # from the beginning (None), not from a saved index: the adopted keys need the tables of all
+        # packs
         return self.backend.changes(self.namespace, None)
 
     def use(self, depths: tuple[int, ...]) -> None:
         """Replace the limits of usable depths. They hold from the next refresh on."""
         self.depths = depths
-        # read all packs again: those that are known can have more usable blocks now
+        # No position: the next refresh reads all packs again, because packs that are known can have
+        # more usable blocks now.
         self.cursor = None
 
     async def refresh(self) -> None:
-        # a reload of the own index deletes the adopted keys
+        # A reload of the own index has deleted the adopted keys. Without a position, this refresh
+        # reads all packs and adds their keys again.
         if self._own.index.reloads != self._own_reloads:
             self.cursor = None
         await super().refresh()
@@ -189,7 +196,7 @@ class OtherNamespace(NamespaceView):
     def _learn(self, changes: Changes) -> None:
         """Apply changes of the other namespace to this view's index, and those of its usable keys
         to the own index."""
-        # a candidate that is being compared has no usable keys
+        # all limits are 0: a candidate that is being compared has no usable keys
         if not any(self.depths):
             super()._learn(changes)
             return
@@ -215,7 +222,8 @@ class OtherNamespace(NamespaceView):
         index.add_adopted(keys)
 
     def _usable_keys(self, table: PackTable) -> list[bytes]:
-        """Return the keys of a pack's blocks whose depths are known and below the limits."""
+        """Return the keys of a pack's blocks whose depths are known and below the limits of their
+        groups."""
         keys = table.keys.unpack()
         usable: list[bytes] = []
         start = 0  # index of the frame's first key; its blocks follow each other in their context
@@ -252,7 +260,10 @@ class OtherNamespace(NamespaceView):
     def suspect(
         self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
     ) -> None:
-        """Stop the use of packs of which a read failed, in this view and in lookups."""
+        """Stop the use of packs of which a read failed, in this view and in lookups.
+
+        :param bad_frames: number of frames of each pack, by id, that failed verification.
+        """
         # the bad frames are counted here: this view makes no repair that would count them
         super().suspect(packs, {})
         for pack in packs:
@@ -300,7 +311,7 @@ class Canary:
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         """Unfinished requests that have offered blocks, by id."""
         self._loaded: set[bytes] = set()
-        """Keys that other tiers loaded."""
+        """Keys of blocks that another tier than this store loaded for the engine."""
         self._is_blind = False
         """Whether the engine computes from blocks that are unknown here, so that nothing can be
         compared."""
@@ -309,9 +320,9 @@ class Canary:
         self._running = False
         """Whether a comparison is running."""
         self._unwritten: dict[bytes, Verdict] = {}
-        """Verdicts that are not recorded yet, by namespace."""
+        """Verdicts that ``update`` will record in the store, by the id of the other namespace."""
         self._refused: list[OtherNamespace] = []
-        """Refused namespaces that are still open."""
+        """Refused namespaces that are still open; ``update`` closes them."""
         self._extended_at = time.monotonic()
         """Monotonic time at which the adopted depths were extended last."""
         if self._may_compare():
@@ -415,9 +426,12 @@ class Canary:
         self._requests.pop(request, None)
 
     def _computed(self, request: str, blocks: Blocks) -> list[Block]:
-        """Record that a request offered blocks; return those beyond the adopted depths that may be
-        compared by rules 2 and 3 of the module, sorted by depth. Empty if any block of the request
-        breaks the rules.
+        """Record that a request offered blocks; return those that may be compared, sorted by depth:
+        blocks that were not offered before, that the store does not hold, and that are beyond the
+        adopted depths.
+
+        Empty if the engine may have computed them from blocks that it did not compute (rules 2 and
+        3 of the module, ``_is_evidence``).
         """
         state = self._request(request)
         adopted_depths = (0,) * self._groups
@@ -446,8 +460,8 @@ class Canary:
             counts = [0] * self._groups
             self._requests[request] = _Request(counts)
         state = self._requests[request]
-        # forget the oldest one: the blocks that it offers next do not begin its context, so they
-        # are not compared
+        # Too many: forget the oldest one. If it offers more blocks, they begin within its context,
+        # which is a gap, so they are not compared.
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
         return state
@@ -462,7 +476,9 @@ class Canary:
         return held
 
     def _is_evidence(self, request: _Request) -> bool:
-        """Return whether the engine has computed all blocks of a request, by rules 2 and 3."""
+        """Return whether the blocks of a request are evidence: the engine has computed all of them
+        (rule 2 of the module), or, after an adoption, loaded them from this store, whose blocks are
+        proven equal (rule 3)."""
         if self._is_blind or request.foreign or not request.is_whole:
             return False
         is_adopted = self.verdict is not None
@@ -495,7 +511,8 @@ class Canary:
             self._running = False
 
     async def _examine(self, request: str, computed: Sequence[Block]) -> None:
-        """Compare blocks with the candidate, opened before if it is not, and judge it.
+        """Compare blocks with the other namespace, and decide about it. The first candidate is
+        opened if none is open.
 
         :raises StoreError: the medium failed.
         """
@@ -517,7 +534,7 @@ class Canary:
         chosen = _spread(pairs)
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for batch in batched(chosen, batch_blocks):
-            # a block differs: it was refused
+            # a block differs, and ``_compare`` has processed that
             if not await self._compare(request, self.other, batch):
                 return
         self._judge(self.other)
@@ -555,7 +572,7 @@ class Canary:
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
-            # 0: blocks of zeros agree whatever they mean, and prove nothing
+            # 0: the blocks are mostly zeros, whose agreement proves nothing
             if agreement.tokens:
                 evidence.add(request, block, agreement.tokens)
         return True
@@ -739,7 +756,8 @@ class Canary:
 
 
 def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
-    """Return at most 32 blocks of each group: evenly spaced, the last one included."""
+    """Choose at most 32 blocks of each group to compare: evenly spaced, the deepest one included,
+    because it limits the depths that can be adopted. The blocks are sorted by depth."""
     by_group: dict[int, list[tuple[Block, HeldPack]]] = {}
     for block, pack in pairs:
         of_group = by_group.setdefault(block.group, [])

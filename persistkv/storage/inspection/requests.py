@@ -294,7 +294,9 @@ def chosen_requests(
     """Return the requests with these ids, each once; without ids, all requests that fulfil
     ``selection``.
 
-    The use of requests is not read: a selection that needs it selects none.
+    This does not read when requests were last used, because that costs several reads for each. So
+    ``never_hit`` and ``expired``, the two conditions that depend on it, are fulfilled by no
+    request: a selection with one of them selects nothing.
 
     :raises NotFoundError: an id matches no request, or more than one.
     """

@@ -187,9 +187,12 @@ class Deleter:
         writer: PackWriter | None,
         keys: frozenset[bytes],
     ) -> None:
-        """Write a pack, if there is one, delete others, and remove the keys from the manifests that
-        name them: in one commit, unless there are many manifests. If another process has deleted
-        one of the packs, change nothing: the caller searches again.
+        """Delete packs, write the new pack with their other blocks, if there are any, and remove
+        the keys from the manifests that name the packs: in one commit, unless there are many
+        manifests.
+
+        If another process has deleted one of the packs, write nothing: ``_delete_everywhere``
+        searches again.
 
         :param writer: the new pack, with all other blocks of ``packs``; None: there are none.
         """
@@ -200,6 +203,7 @@ class Deleter:
             is_held, position = await self._are_held(replaced, keys)
             if not is_held:
                 return
+            # only the last commit deletes the packs; the ones before it write manifests
             *others, last = await self._manifests_without(replaced, keys)
             # The commit is stale if another process has deleted one of the packs since
             # ``position``. Some drivers report it as stale after any commit of another process:
@@ -218,8 +222,8 @@ class Deleter:
         last: CommitBatch,
         writers: Sequence[PackWriter],
     ) -> CommitResult:
-        """Commit batches of manifests in order, the first one with the new packs, which all of them
-        name. Return the result of the last one."""
+        """Commit batches of manifests in order, and return the result of the last one. The new
+        packs are part of the first one, because the manifests of all batches may name them."""
         first, *rest = [*others, last]
         result = await self._commit(replace(first, packs=writers), writers)
         for batch in rest:
@@ -229,11 +233,12 @@ class Deleter:
     async def _are_held(
         self, packs: Iterable[bytes], keys: Collection[bytes]
     ) -> tuple[bool, bytes | None]:
-        """Refresh. Return whether all these packs are held, or may be, and a position in the change
-        log up to which this is known (None: it is not known).
+        """Refresh the index. Return whether the store still holds all these packs, or may hold
+        them, and the position in the change log up to which this is known (None: it is not known).
 
         :param packs: ids of packs.
-        :param keys: of which each of the packs holds at least one.
+        :param keys: the keys to delete. Each of the packs holds at least one, so the packs are
+            found by them.
         """
         catalogue = self._catalogue
         await catalogue.refresh()
@@ -249,10 +254,14 @@ class Deleter:
     async def _manifests_without(
         self, replaced: Mapping[bytes, bytes], keys: Collection[bytes]
     ) -> list[CommitBatch]:
-        """Return the commits that write the manifests of these packs without the deleted keys. The
-        last one deletes the packs.
+        """Return the commits that replace packs: they rewrite the manifests that name these packs,
+        without the deleted keys, and the last one deletes the packs.
+
+        A manifest without any key left is not written: it is deleted with the packs, which it still
+        names.
 
         :param replaced: id of each pack → id of the pack with its other blocks; empty: none.
+        :param keys: the deleted keys.
         """
         catalogue = self._catalogue
         backend = catalogue.backend
@@ -266,11 +275,16 @@ class Deleter:
             read = partial(read_requests, backend, catalogue.namespace, some)
             named = await catalogue.call(read)
             requests = [_without(request, keys) for request in named]
+            # a manifest names the packs of its keys: those after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
+            # None: do not check whether the commit is stale; ``_replace`` adds this check to the
+            # last commit
             batch = shortened(requests, pack_of, catalogue.block_bytes, None)
             batches.append(batch)
         last = batches.pop() if batches else CommitBatch()
-        # ``bad``, because ``deletions`` would also delete the packs that follow in the manifests
+        # The packs are listed as ``bad``, although their bytes are good: both ``bad`` and
+        # ``deletions`` delete the old manifests that name them. ``deletions`` would also delete the
+        # packs that follow in these manifests; ``bad`` keeps them.
         last = CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs)
         batches.append(last)
         return batches

@@ -148,7 +148,8 @@ class FrameRead(PlacedFrame):
     whole: bool
     """Whether all blocks are wanted."""
     direct: bool
-    """Whether the stored bytes are read straight into rows, unless they are streamed."""
+    """Whether the frame is raw and all of its blocks are wanted: its stored bytes are then read
+    straight into rows, unless its part is streamed through a buffer."""
 
     @property
     def wanted(self) -> list[bytes]:
@@ -215,7 +216,16 @@ def plan_reads(
 def _streamed_runs(
     reads: Iterable[FrameRead], *, is_timed: bool
 ) -> tuple[list[list[FrameRead]], list[FrameRead]]:
-    """Return the runs of neighbouring frames to stream, and the frames of the other runs."""
+    """Divide the frames of one pack of a remote store into runs of neighbours. Return the runs to
+    stream, and the frames of the other runs.
+
+    A streamed run is read with one call. Its frames pass one after the other through a buffer for
+    one frame, and are copied or decoded from there into rows. This is done for two kinds of runs:
+    those with encoded frames, which must be decoded anyway, and those of a load with a deadline
+    (``is_timed``). A streamed read can be abandoned at the deadline, because the driver that still
+    runs writes only into the buffer. The frames of other runs are read straight into rows where
+    possible, which saves the copy.
+    """
     streamed: list[list[FrameRead]] = []
     others: list[FrameRead] = []
     for run in _runs(reads, _MOST_GAP_BYTES):
@@ -231,15 +241,15 @@ def _any_encoded(reads: Iterable[FrameRead]) -> bool:
 
 
 def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[FrameRead]]:
-    """Divide frames into runs in one pack, with at most so many bytes between two frames, apart
-    from padding."""
+    """Divide frames into runs that one call can read: frames of one pack, ascending by offset, with
+    at most ``most_gap_bytes`` between two of them. Padding up to the next page does not count."""
     run: list[FrameRead] = []
     for read in reads:
         if run:
             before = run[-1].frame
             end = align(before.offset + before.stored_length)
             gap_bytes = read.frame.offset - end
-            # negative: a frame of another pack, at a lower offset
+            # a negative gap: the next frame is in another pack, at a lower offset
             is_near = 0 <= gap_bytes <= most_gap_bytes
             if not is_near or read.pack is not run[-1].pack:
                 yield run
@@ -250,7 +260,8 @@ def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[Fram
 
 
 def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
-    """Cut a run into parts, at the frames that begin another ``part_bytes`` of it."""
+    """Cut a run into parts of about ``part_bytes``, measured by offsets from the first frame. A
+    frame belongs to the part in which it begins."""
     first = run[0].frame.offset
 
     def number_of_part(read: FrameRead) -> int:
@@ -261,9 +272,12 @@ def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]
 
 
 def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
-    """Yield the frames of a pack that hold any of the keys ``row_of``."""
+    """Yield the frames of a pack that hold any of the wanted keys.
+
+    :param row_of: wanted key → row that receives its block.
+    """
     rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
-    start = 0
+    start = 0  # index of the frame's first key among those of the pack
     for number, frame in enumerate(pack.table.frames):
         stop = start + frame.block_count
         of_frame = rows[start:stop]
@@ -279,7 +293,7 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
 def _parts(
     reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int
 ) -> Iterator[list[FrameRead]]:
-    """Divide frames into parts; see ``plan_reads``."""
+    """Divide frames that are not streamed into parts; parameters as in ``plan_reads``."""
     part: list[FrameRead] = []
     size = 0
     indirect = 0  # bytes that are not read straight into rows
@@ -377,9 +391,11 @@ class PartRead:
         return self._end(is_lost=False, is_late=True)
 
     def _stream(self, take: Take) -> None:
-        """Read frames of one pack through one buffer, and verify each as it arrives."""
+        """Read frames of one pack through one buffer; verify each as it arrives, and copy or decode
+        it into its rows."""
         frames = [read.frame for read in self._part]
-        raw = memoryview(b"")  # for decoded frames; raw ones need no memory
+        # memory for one decoded frame; empty if all are raw: these are copied from ``buffer``
+        raw = memoryview(b"")
         if _any_encoded(self._part):
             raw = self._take_raw(take)
         buffer = take(max(frame.stored_length for frame in frames))
@@ -391,9 +407,10 @@ class PartRead:
         self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
 
     def _gather(self, take: Take) -> None:
-        """Read all frames with one call, and verify them afterwards. Frames that the medium lacks
-        stay in ``_unread``."""
+        """Read all frames with one call, into rows (``FrameRead.direct``) or scratch memory, and
+        verify them afterwards. Frames that the medium lacks stay in ``_unread``."""
         raw = self._take_raw(take)
+        # receives the padding between frames, which is ignored
         padding = take(PAGE_BYTES)
         spans: list[ReadSpan] = []
         # for each span, and each of its frames: the views of memory to read it into
@@ -444,8 +461,12 @@ class PartRead:
     ) -> None:
         """Verify a frame, put its blocks into their rows and add the result to the outcome.
 
+        :param number: of the frame in the part.
+        :param stored: the frame's stored bytes: pieces of the rows in order, or one buffer outside
+            of them, which may also hold padding.
         :param raw: temporary memory for one decoded frame.
-        :param in_rows: whether ``stored`` is memory of the rows.
+        :param in_rows: whether ``stored`` is memory of the rows: then nothing is copied.
+        :raises _AbandonedError: the read was abandoned, and the frame was counted as failed.
         """
         read = self._part[number]
         frame = read.frame
@@ -453,7 +474,7 @@ class PartRead:
             # without the padding that was read behind the frame
             stored = [stored[0][: frame.stored_length]]
         try:
-            # not under the lock: a shared store may read its keys again
+            # before the lock, under which no I/O may happen: a shared store may read its keys again
             seal = self._seal_of(read.pack)
             with self._lock:
                 rows = self._memory()
@@ -470,7 +491,8 @@ class PartRead:
                 del self._unread[number]
 
     def _count(self, read: FrameRead, rows: BlockMemory) -> None:
-        """Report the blocks of a verified frame to the memory, and add them to the outcome."""
+        """Report to the memory which rows hold verified blocks now, and count them in the
+        outcome."""
         filled = read.rows
         if not read.whole:
             filled = [row for row in filled if row != _UNWANTED]
@@ -516,7 +538,8 @@ class PartRead:
 
 
 class _AbandonedError(Exception):
-    """Ends a read that was abandoned, or has ended."""
+    """The rows must not be used any more, because the read was abandoned or has ended. It ends the
+    work of the thread that still reads."""
 
 
 def _span(

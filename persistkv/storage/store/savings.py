@@ -124,7 +124,8 @@ class SavingsRecorder:
         self._namespace = identity.digest
         self._model = identity.model_name
         self._folded_day = 0
-        """The day on which this object folded older notes last; 0: never."""
+        """The day on which this object last folded older notes (``fold``): number of days since the
+        epoch; 0: never."""
         # calls of ``add``: all of them, and those that the last write included
         self._num_added = self._num_written = 0
         # sets ``_day``, ``_name`` and ``_total``
@@ -161,9 +162,14 @@ class SavingsRecorder:
         prefill_tokens: int,
         prefill_s: float,
     ) -> None:
-        """Add the restored tokens of a request, and a measured prefill; either may be 0."""
+        """Add the restored tokens of a request, and a measured prefill; either may be 0.
+
+        Counts go to this engine's source, the note that ``write`` writes. Each day begins a new
+        source with empty totals.
+        """
         day = today()
-        # unwritten counts, perhaps since a failed write, belong to the earlier source
+        # Begin it only when all counts of the earlier source are written, because it would drop the
+        # others. Until the next write succeeds, new counts are added to the earlier source.
         if day != self._day and self._num_added == self._num_written:
             self._begin(day)
         self._total.prefill_tokens += prefill_tokens

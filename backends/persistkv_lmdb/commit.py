@@ -371,6 +371,7 @@ class BatchCommit:
             # after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), self._at_once)
             self._fit_quotas(commit)
+            # only after a commit that added content: the next one is expected to add some, too
             if commit.grew:
                 self._prepare_next(commit, room)
             commit.finish()
@@ -380,7 +381,9 @@ class BatchCommit:
                 raise room.full()
             if room.payloads.published:
                 self._describe_namespace(transaction, commit)
-            # Last: the rows of packs in removed files would make the next attempt skip them.
+            # If a segment file was removed meanwhile, this rolls the transaction back: its packs
+            # must not count as held, or the next attempt would not write them. Last, because a file
+            # may be removed until then.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._note(commit)
@@ -787,6 +790,7 @@ def release_free(environment: Environment) -> None:
 
     :raises StoreError: a transaction failed; space that was returned before stays returned.
     """
+    # ``writing``: no thread of this process may be writing into the extents to release
     with environment.writing(), environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction, own=True)
     more = True

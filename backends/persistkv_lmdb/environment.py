@@ -171,6 +171,7 @@ class Environment:
             self._check_current()
         locked: AbstractContextManager[None] = nullcontext()
         if guard is not None:
+            # recovers first if a process was killed during its commit, or the commit failed
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
             # another process may have made keys that seal rows, or destroyed some
@@ -331,7 +332,8 @@ class Environment:
         """
         segments = allocator.segments()
         disk_bytes = self.files.fit(segments)
-        # punching all holes again takes time: only if the files take much more than is recorded
+        # Punching all holes again takes time: only if the files take much more than is recorded.
+        # The lengths of segments include holes, the recorded total does not.
         has_holes = sum(segments.values()) > allocator.total
         expected_bytes = allocator.total * PAGE_BYTES
         is_too_large = disk_bytes > expected_bytes + _UNPUNCHED_BYTES

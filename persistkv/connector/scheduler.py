@@ -506,6 +506,7 @@ class OffloadingConnectorScheduler:
         blocks that can be loaded now, and never return None.
         """
         request = self._requests[req_id]
+        # each request counts once
         self.stats.late_lookups += not request.gave_up_waiting
         request.gave_up_waiting = True
 
@@ -614,7 +615,8 @@ class OffloadingConnectorScheduler:
             store = self._plan_store(request)
             if store is not None:
                 stores.append(store)
-        # after all stores are planned: a request that has no room is planned again
+        # After all stores are planned: a request that found no room may be in ``_to_plan`` again
+        # (``_refuse``), and is not done then.
         for request in planned.values():
             self._release_if_done(request)
         return ConnectorMetadata(loads, stores)
@@ -644,10 +646,12 @@ class OffloadingConnectorScheduler:
         return output
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Call ``take_events`` of the manager, and return the events, with the keys of the engine:
-        blocks of different tenants may have the same. Must be called once per engine step."""
+        """Call ``take_events`` of the manager, and return the events, with the engine's own keys in
+        place of the tenants' keys. Blocks of different tenants may then have the same key. Must be
+        called once per engine step."""
         events = list(self.manager.take_events())
         key_bytes = self._key_bytes
+        # no request had keys yet: their length is needed to find the tenant's part
         if key_bytes is None:
             return events
         shown = []

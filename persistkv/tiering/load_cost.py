@@ -25,8 +25,9 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
 _SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
-# A load may take so much longer than usual. A size of which a few did, and larger ones, must not
-# seem too slow: these are never tried then, and nothing would show the mistake.
+# Share by which a load may take longer than usual by chance. If the few known loads of a size did,
+# it must not seem too slow: it would never be loaded again, and nothing would correct the estimate.
+# So the estimate is lower by this share, divided by the root of the number of samples.
 _VARIATION = 0.2
 # Single loads vary by some tenths, which are averaged: a fifth of a new sample counts. A load of
 # more than twice the expected time, or less than half of it, shows that the store has changed.
@@ -36,8 +37,8 @@ _CHANGE = 2.0
 # takes a quarter of the change. If only the slowdown changed, it would rise after each load of this
 # size and fall after each load of another size.
 _OWN_SHARE = 0.25
-# The first load of a size shows its usual time, within the bounds that other sizes set, and 30 %.
-# An excess is a slowdown of the store.
+# The first load of a size sets its usual time, within bounds that follow from other sizes and are
+# widened by 30 %. Time beyond them counts as a change of the store's slowdown.
 _TOLERANCE = 1.3
 # A load is chosen from 0.96 of the computing time on, and until 1.0 if the last one was: noise
 # within these bounds does not alternate, and the wrong choice costs less than 5 %.
@@ -94,7 +95,7 @@ class _Usual:
     def add(self, num_bytes: int, seconds: float) -> None:
         """Move both means, which are those of logarithms, towards a sample."""
         self._num_samples += 1
-        # the mean of all, until there are enough for one that forgets
+        # a plain mean of the first ten samples; then each new one counts a tenth, and old ones fade
         rate = max(_SHAPE_RATE, 1 / self._num_samples)
         self._log_bytes += rate * (math.log(num_bytes) - self._log_bytes)
         self._log_seconds += rate * (math.log(seconds) - self._log_seconds)
@@ -152,7 +153,8 @@ class LoadTimes:
         """
         queued_bytes, num_bytes = self._in_flight.pop(job_id)
         self._queued_bytes -= num_bytes
-        # the time of a load includes that of the loads that were in flight before it
+        # The time of a load includes that of the loads that were in flight before it, so their
+        # bytes count, too. A load that brought nothing counts by its own size.
         before_it = queued_bytes if loaded_bytes else 0
         if is_late:
             self.abandon(num_bytes + before_it, loaded_bytes + before_it, seconds)
@@ -387,11 +389,11 @@ class PrefillSpeed:
     def _fit(self) -> None:
         """Compute the line of a token's seconds by depth from the means (least squares)."""
         variance = self._depth_squared - self._depth**2
-        # samples of one depth show no growth: the earlier one is kept
+        # samples of about one depth show no growth: the one computed before is kept
         if variance > _FLAT * self._depth_squared:
             covariance = self._rate_depth - self._rate * self._depth
             self._growth = max(0.0, covariance / variance)
-        # with a larger growth, a token at depth 0 would take a negative time
+        # the largest growth with which a token at depth 0 takes no negative time
         highest = self._rate / self._depth if self._depth else 0.0
         self._growth = min(self._growth, highest)
         self._seconds = self._rate - self._growth * self._depth

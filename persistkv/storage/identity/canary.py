@@ -217,7 +217,8 @@ class OtherNamespace(NamespaceView):
             # before they are added: afterwards no key is absent
             absent = index.absent(keys)
             self._own.report.add(stored=absent)
-            # of removed packs, only fingerprints of the keys are known
+            # The report names removed keys, but of removed packs only fingerprints of the keys are
+            # known: mark the report as incomplete.
             self._own.report.lost |= bool(changes.removed)
         index.add_adopted(keys)
 
@@ -691,7 +692,12 @@ class Canary:
         depths: tuple[int, ...],
         final: bool = False,
     ) -> None:
-        """Set the verdict; ``update`` records it."""
+        """Set the verdict about the other namespace, from which on it applies in this process;
+        ``update`` records it in the store.
+
+        :param depths: limits of usable depths, by KV cache group; empty if it is refused.
+        :param final: whether the depths must not grow any more: nothing else is compared.
+        """
         evidence = self._evidence
         self.verdict = Verdict(
             verdict=verdict,

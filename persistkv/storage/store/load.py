@@ -195,6 +195,7 @@ def plan_reads(
     gathered: list[FrameRead] = []
     # parts whose frames pass through a buffer, one after the other
     streamed: list[list[FrameRead]] = []
+    # bytes of a block, by KV cache group
     sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
     for pack, row_of in wanted.items():
         reads = []

@@ -159,6 +159,7 @@ class RecoveryFiles:
         last_of: dict[int, int] = {}
         # ``name`` is a checksum or ``_ALL``
         for number, name in _RECORD.iter_unpack(whole):
+            # a larger number is damage: it would cover all packs of the name that are ever written
             if number < _END_OF_NUMBERS:
                 before = last_of.get(name, 0)
                 last_of[name] = max(before, number)

@@ -264,13 +264,15 @@ class LiveRequest(RequestDescription):
         self.loads = RequestLoads(position)
         """Loads of the request."""
         self.epoch: int | None = None
-        """See ``GuardedTier.begin_request``."""
+        """Number of the model weights with which the request began: once the weights are others, it
+        finds and stores nothing. None: it never does (``GuardedTier.begin_request``)."""
         self.tenant_keys: TenantKeys | None = None
         """Keys of the request's tenant; None: it names none."""
         if options.tenant is not None:
             self.tenant_keys = TenantKeys(options.tenant)
         self.source: object = None
-        """vLLM's ``ReqContext`` of the request."""
+        """vLLM's ``ReqContext`` with which the request began. The tier recognizes the request by
+        this object without parsing its options again."""
         self.is_refused = False
         """See ``GivenOptions``."""
         self._req_id = req_id

@@ -265,9 +265,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Return whether the request loads the chunk of a key: the store holds it, and loading is
-        expected to be worth it. Answers at once, from the index in memory."""
+        expected to be worth it. Answers at once, from the index in memory.
+
+        ``request.epoch`` numbers the model weights with which the request began. ``_guard``, around
+        the tier, holds nothing for it once the weights are others.
+        """
         request = self._requests.get(req_context.req_id)
-        # the usual case of ``_request``, without a call: vLLM asks for each chunk in each step
+        # The usual case of ``_request``, without a call: vLLM asks for each chunk in each step.
+        # Another context of the same id may be that of a new request: ``_request`` decides.
         if request is None or request.source is not req_context:
             request = self._request(req_context)
         if not request.options.load:
@@ -409,6 +414,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return self._results.translate(self._guard.get_finished_jobs())
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Record a use of chunks, for the order of eviction; not for a request that may neither
+        load nor store."""
         request = self._request(req_context)
         options = request.options
         if options.load or options.store:
@@ -425,7 +432,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
         self._guard.watch.suspect()
-        # its prefix cache is empty, and after this call the primary tier
+        # No KV of earlier weights is left: vLLM's prefix cache is empty now, and its primary tier
+        # after this call.
         if has_no_kv(find_scheduler()):
             self._guard.watch.on_empty()
 
@@ -438,7 +446,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 
     def _request(self, context: ReqContext) -> LiveRequest:
-        """Return the record of a request; begin it at its first call."""
+        """Return the record of a request; begin it at its first call.
+
+        Contexts are compared first as objects (``source``), because it is not cheap to parse the
+        options of one.
+        """
         request = self._requests.get(context.req_id)
         if request is not None and request.source is context:
             return request

@@ -102,6 +102,10 @@ class RecordedPolicy:
         return self._known().store
 
     def _known(self) -> StoredPolicy:
+        """Return the policy that was read last.
+
+        :raises UnavailableError: the medium has not answered yet.
+        """
         if self._stored is None:
             raise UnavailableError(f"{self._place} has not answered yet")
         return self._stored
@@ -218,11 +222,14 @@ class RecordedPolicy:
         return created
 
     def _absence(self) -> str:
-        """Return why a handle that creates no store finds none."""
+        """Return why a handle that creates no store finds none, for the message of the error: a
+        wrong or missing store key looks like a missing store, because names depend on the key."""
         if self._stored is not None:
             return "the store was deleted"
-        own = self._medium.keys.key_id
-        # of other keys that open content here: not of replaced ones
+        own = self._medium.keys.key_id  # empty: this handle has no store key
+        # Ids of the other store keys that open content here. A blob ``keyrings/<id>/<random name>``
+        # has the data keys that the store key ``id`` opens. ``keyrings/<id>/replaced`` only marks
+        # that a rotation has replaced it: a key without any other blob opens nothing.
         others: set[str] = set()
         for info in self._medium.blobs.list(KEYRINGS):
             key_id, _, _ = info.name.removeprefix(KEYRINGS).partition("/")
@@ -259,6 +266,7 @@ class RecordedPolicy:
             if self._medium.seal.encrypts or self._stored is None:
                 text = "%s: the policy does not read (%s): nothing is evicted"
                 logger.warning(text, self._place, error)
+            # the store's name is not known: zeros
             return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None, {})
 
     def _write(self, policy: StoredPolicy) -> None:

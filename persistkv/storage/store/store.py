@@ -271,11 +271,20 @@ class Store:
             self.counters.dropped_bytes += group.block_bytes
 
     async def _accept(self, tenant: str, request: str, blocks: Blocks) -> StoredJob:
-        """Accept blocks; drop them if memory or descriptors are short."""
+        """Skip the blocks that need not be written, and queue packs of the others for the next
+        commit. If memory or descriptors are short, blocks that are not queued yet are dropped.
+
+        :returns: the job, whose rows are in use until its ``writes`` are done. After a shortage,
+            ``lost`` has all keys that are not safe yet, those in flight included: ``finish`` asks
+            again when the writes are done.
+        """
         borrowed: set[bytes] = set()
         writes: set[asyncio.Future[bool]] = set()
         lost: list[bytes] = []
         try:
+            # The store may adopt KV of another engine release if its blocks equal those that this
+            # engine computes: the offered ones are compared. Before the keys are looked up, because
+            # the comparison waits.
             await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
             # no other task runs from here on, so the states of the keys stay as they are
@@ -294,7 +303,8 @@ class Store:
             why = describe_shortage(error)
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
-            # some packs of the job may have been queued before
+            # Of this job and of earlier ones: the loop may have queued some packs before the error,
+            # and their rows must stay until they are written.
             writes = set(self.queue.in_flight(blocks.keys).values())
         self._announce()
         losses = self.queue.losses[tenant]

@@ -27,7 +27,8 @@ class ReportPublisher:
         """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
         maps none for hours, and each table that was sent must be kept."""
         self._sent = asyncio.Event()
-        """Set after each report, for ``wait_until_sent``."""
+        """Set after each attempt to send, for ``wait_until_sent``, which looks again what is left
+        to send."""
 
     async def run(self) -> None:
         """Send new tables and reports until the task is cancelled."""
@@ -39,10 +40,15 @@ class ReportPublisher:
                 await asyncio.sleep(_RETRY_S)
 
     def send_report(self) -> bool:
-        """Send the new lookup table and the report; return False if some of it could not be sent.
+        """Send the new lookup table and the report, as far as possible now.
 
-        An idle engine may receive nothing for hours, and the outbox must not grow meanwhile.
+        A new table waits while the engine has not mapped the last one: ``note_mapped`` then has it
+        sent.
+
+        :returns: False: try again soon, because the engine is slow to receive, or no descriptor was
+            free for the table. A table that waits for ``note_mapped`` needs no new attempt.
         """
+        # an idle engine may receive nothing for hours, and the outbox must not grow meanwhile
         if self._channel.is_congested:
             return False
         is_sent = True
@@ -56,6 +62,7 @@ class ReportPublisher:
                 is_sent = False
         if self._store.catalogue.report != StoreReport():
             self._channel.send(self._store.take_report())
+        # also after an error: ``wait_until_sent`` looks itself what is left
         self._sent.set()
         return is_sent
 
@@ -88,4 +95,5 @@ class ReportPublisher:
 
     @property
     def _has_new_table(self) -> bool:
+        """Whether the index has a newer lookup table than the one that was shared last."""
         return self._store.index.version != self._table_version

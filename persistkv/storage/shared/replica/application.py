@@ -109,7 +109,8 @@ class Application:
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
-        # more than the change log keeps
+        # More than the change log keeps, as in a base: most are added at once, without entries in
+        # the log. Left for the loop are those of which something is known, or that are refused.
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:

@@ -296,6 +296,7 @@ class Replica:
         return self._existing(TOMBSTONES, names)
 
     def _existing(self, table: str, keys: Iterable[bytes]) -> set[bytes]:
+        """Return those of the keys that have a row in a table."""
         with self.rows() as rows:
             return {key for key in keys if rows.get(table, key) is not None}
 
@@ -471,6 +472,7 @@ class Replica:
     def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
         """Write the rows of contained objects, each with its includer; empty: there is none."""
         for name, includer in includers.items():
+            # the first byte: whether an includer's name follows
             value = b"\1" + includer.encode() if includer else b"\0"
             rows.put(CONTAINED, name.encode(), value)
 
@@ -518,7 +520,7 @@ class Replica:
                     keys.add(request.nonce)
                 else:
                     kept.add(request.nonce)
-        # one blob has the keys of all requests of a commit
+        # One blob has the keys of all requests of a commit: it stays while any of them is kept.
         found.keys += sorted(keys - kept)
         return found
 
@@ -606,10 +608,14 @@ def _moments(keys: Iterable[Buffer]) -> list[int]:
 def _steps(
     moments: Sequence[int], points: int, num_bytes: int, packs: int
 ) -> list[tuple[float, int]]:
-    """Return what ``Replica.ages`` returns.
+    """Return how old the packs are that may be evicted: at most ``points`` pairs (time, bytes of
+    those that were last used at this time or earlier), both ascending.
 
-    :param moments: of the packs that are not pinned, ascending.
-    :param num_bytes: of all packs, whose number is ``packs``.
+    The bytes are estimates: each pack counts with the average size of all packs, pinned ones
+    included, because the eviction order has no sizes.
+
+    :param moments: when each pack that is not pinned was last used, ascending (``_moments``).
+    :param num_bytes: of all packs, pinned ones included, whose number is ``packs``.
     """
     # steps with about the same number of packs each
     steps = min(points, len(moments))
@@ -635,9 +641,14 @@ def _purge_times(rows: TableRows, table: str, before: float) -> None:
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
-    """Return the removals of a transaction, with the names that the index uses."""
+    """Translate the names of what a transaction has removed into those of the index objects.
+
+    The catalogue names a pack by namespace and pack id, and a request by namespace and digest; the
+    index of one namespace leaves out the namespace (the first ``ID_BYTES``), and names each blob of
+    a pack.
+    """
     removals = Removals(tables=list(transaction.evicted))
-    # the transaction lists packs, perhaps twice; the index names each of their blobs
+    # ``fromkeys``: the transaction lists a name once for each removal, so it may be there twice
     for name in dict.fromkeys(transaction.removed):
         removals.packs += names_of(rows, name[ID_BYTES:])
     for name in dict.fromkeys(transaction.dropped):

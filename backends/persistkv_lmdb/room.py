@@ -29,10 +29,11 @@ _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
 _RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
 """At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all
 processes."""
-# of a reservation ahead, in a millisecond: other engines wait. Free space in smaller pieces is
-# reserved by the commit that needs it
+# Most extents of a reservation ahead: they take a millisecond, in which other engines wait. If free
+# space is in smaller pieces, the commit that needs it reserves the rest.
 _MOST_EXTENTS = 32
-# bytes of segments: inline payloads are counted in the catalogue
+# In place of the limit of the segments, in bytes, where payloads are inline: these count in the
+# catalogue.
 _NO_LIMIT = 1 << 62
 
 
@@ -55,7 +56,8 @@ class Room:
     A caller sets the need with ``expect``. Then it evicts until ``fits`` returns True for a goal,
     or calls ``check`` before it writes the batch.
 
-    :param as_it_is: assume that no file can grow, because free pages were not usable before.
+    :param as_it_is: assume that no file can grow, so that only the present size of each may be
+        used: free pages were not usable before.
     """
 
     def __init__(
@@ -94,8 +96,8 @@ class Room:
         )
 
     def fits(self, goal: Amount) -> bool:
-        """Return whether the bytes in use are at most ``goal``. Freed pages that are not reusable
-        yet do not count: more eviction would not change them.
+        """Return whether the bytes in use are at most ``goal``. Freed pages of the catalogue do not
+        count, also those that LMDB cannot reuse yet: more eviction would not change them.
         """
         used_payload = self.payloads.allocator.used * PAGE_BYTES
         if used_payload > goal.payload:
@@ -129,26 +131,35 @@ class Room:
             self.limit = self.limit._replace(payload=limit)
 
     def check(self) -> None:
-        """Raise a StoreFullError if ``need`` exceeds the free space, including the space by which a
-        file may grow: the caller then evicts in other transactions."""
+        """Check that the batch fits the capacity before it is written, and that the segments have
+        no more disk space than the catalogue leaves them.
+
+        :raises StoreFullError: it does not fit, or they have more: the caller then evicts in other
+            transactions, which also return disk space, and tries again. Or a stopped reader keeps
+            the catalogue from reusing its pages (``check_growth``).
+        """
         # deletions alone, which use the reserve
         if not any(self.need):
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
-        # what may be in use now, so that the batch fits in addition
+        # 1. The capacity: what may be in use now, so that the batch fits in addition.
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()
-        # freed pages that are not reusable yet are neither in use nor free
+        # 2. The segments: the batch takes free pages of the files, then those by which they may
+        # grow.
         on_disk = allocator.total * PAGE_BYTES
         growth = max(0, self.limit.payload - on_disk)
         free = allocator.free * PAGE_BYTES + growth
         if self.need.payload > free:
             raise self.full()
+        # 3. The disk: segments that grew while the catalogue was small may have more than
+        # ``payloads.limit``, the disk space that the catalogue leaves them now. ``limit.payload`` is
+        # the same number here, unless payloads are inline.
         is_too_large = on_disk > self.payloads.limit and allocator.free > 0
-        # The catalogue may need the disk space that the segments have beyond their limit: the
-        # transactions that evict return it first.
+        # The catalogue may need that space. The transactions that evict return it first, if the
+        # file system can take free pages back (``punches``).
         if is_too_large and self._environment.files.punches:
             raise self.full()
 

@@ -422,6 +422,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._tier.touch(request.store_keys(list(keys)), request.context)
 
     def has_pending_work(self) -> bool:
+        """Return whether an engine without requests should take a step: for results of jobs, or for
+        metrics and events (``_request_step``)."""
         if self._results.has_passed_over or self._steps.is_waiting:
             return True
         return self._guard.has_pending_work()
@@ -557,7 +559,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return []
         events = []
         for event in self._tier.take_events():
-            if not event.keys:  # vLLM has no event for lost ones
+            # An event without keys only says that earlier ones were lost: vLLM has none for that.
+            if not event.keys:
                 continue
             keys = [engine_key(key, self._key_bytes) for key in event.keys]
             translated = OffloadingEvent(

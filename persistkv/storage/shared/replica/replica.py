@@ -372,7 +372,8 @@ class Replica:
 
     def plan(self, batch: CommitBatch) -> CommitPlan:
         """Return the packs that a commit of the batch must upload and remove; change nothing."""
-        # the removals are tried out, and rolled back
+        # Tried out and rolled back: the replica changes when the index object of the commit is
+        # applied.
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)

@@ -155,8 +155,8 @@ class Room:
         if self.need.payload > free:
             raise self.full()
         # 3. The disk: segments that grew while the catalogue was small may have more than
-        # ``payloads.limit``, the disk space that the catalogue leaves them now. ``limit.payload`` is
-        # the same number here, unless payloads are inline.
+        # ``payloads.limit``, the disk space that the catalogue leaves them now. ``limit.payload``
+        # has the same value here, unless payloads are inline.
         is_too_large = on_disk > self.payloads.limit and allocator.free > 0
         # The catalogue may need that space. The transactions that evict return it first, if the
         # file system can take free pages back (``punches``).

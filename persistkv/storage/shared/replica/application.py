@@ -110,7 +110,8 @@ class Application:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
         # More than the change log keeps, as in a base: most are added at once, without entries in
-        # the log. Left for the loop are those of which something is known, or that are refused.
+        # the log. Left for the loop are packs of which something is known, or that are damaged or
+        # refused.
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:

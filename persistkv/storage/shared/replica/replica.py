@@ -83,6 +83,7 @@ from persistkv.storage.shared.replica.rows import (
 from persistkv.tenants import TAG_BYTES
 
 _SEALED_TABLES = SEALED_TABLES | {BLOBS}
+# row of ``META`` with the format of the replica, which ``_prepare`` writes
 _KIND_ROW = b"kind"
 _KIND = b"persistkv replica 1"
 

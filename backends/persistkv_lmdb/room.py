@@ -143,20 +143,14 @@ class Room:
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
-        # 1. The capacity: what may be in use now, so that the batch fits in addition.
+        # The capacity: what may be in use now, so that the batch fits in addition.
         goal = self.limit.minus(self.need)
         if not self.fits(goal):
             raise self.full()
-        # 2. The segments: the batch takes free pages of the files, then those by which they may
-        # grow.
-        on_disk = allocator.total * PAGE_BYTES
-        growth = max(0, self.limit.payload - on_disk)
-        free = allocator.free * PAGE_BYTES + growth
-        if self.need.payload > free:
-            raise self.full()
-        # 3. The disk: segments that grew while the catalogue was small may have more than
+        # The disk: segments that grew while the catalogue was small may have more than
         # ``payloads.limit``, the disk space that the catalogue leaves them now. ``limit.payload``
         # has the same value here, unless payloads are inline.
+        on_disk = allocator.total * PAGE_BYTES
         is_too_large = on_disk > self.payloads.limit and allocator.free > 0
         # The catalogue may need that space. The transactions that evict return it first, if the
         # file system can take free pages back (``punches``).

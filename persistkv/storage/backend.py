@@ -467,8 +467,8 @@ class Backend(ABC):
         return None
 
     def release_free(self) -> int:
-        """Return the free space of separate payload files to the medium, as far as it supports
-        that; return the bytes by which the store shrank.
+        """Give the free space of separate payload files back to the file system, if it supports
+        that; return the number of bytes by which the store shrank.
 
         Other processes may use the store meanwhile, and take space from the medium again. The
         content does not change.

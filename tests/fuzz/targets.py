@@ -843,7 +843,7 @@ class SealedContents(Target):
 
 
 def _read_sealed(content: bytes) -> Delta:
-    """Write an object with the content of a tenant, and return what a reader of it finds."""
+    """Write an object with the content of a tenant, and return the delta that a reader decodes."""
     medium = keyed_medium()
     objects = IndexObjects(medium, IDENTITY.digest)
     data_key = medium.seal.key_of(DEFAULT_TENANT)

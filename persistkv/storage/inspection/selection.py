@@ -75,7 +75,7 @@ class Selection(msgspec.Struct, frozen=True):
             not fulfilled.
         :param store_ttl_s: ttl of the store in seconds; None: none.
         """
-        # an unknown use selects nothing: prune must not delete what it does not know
+        # an unknown use selects nothing: prune must not delete requests whose use is unknown
         if self.never_hit and (use is None or use.reused):
             return False
         if self.expired and not _has_expired(manifest, use, store_ttl_s):

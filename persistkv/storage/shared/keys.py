@@ -336,7 +336,8 @@ class StoreKeys:
             return
         self._reloaded_at = now
         wrapped = _joined(self._blobs(self._key.id))
-        # after a rotation, nobody makes data keys of the store under the old store key
+        # After a rotation, engines make no data keys under the old store key. A blob that is there
+        # was left by a killed rotation, or came late and must not be used (rule 4).
         if not wrapped or self._successor(self._key.id):
             return
         present = self._unwrapped(self._key, wrapped)

@@ -247,7 +247,7 @@ class PackBlobs:
 
     def _is_lost(self, blob: str, *, is_too_short: bool) -> bool:
         """Return whether a blob whose read has failed is gone for good: it is too short, because
-        somebody has changed it, or it is missing also at a second look."""
+        it was changed, or a second look misses it, too."""
         medium = self._medium
         # in a directory that is not mounted at present, every blob is missing
         if not medium.exists(medium.names.policy):

@@ -92,7 +92,7 @@ def disclosed(town: Town, planted: set[bytes]) -> int:
 
 
 def fresh_content(town: Town, tenant: str) -> tuple[int, list[str]]:
-    """Return what a handle shows that knows nothing."""
+    """Return the content that a new handle with an empty replica shows."""
     engine = town.engine()
     try:
         return content_of(engine, tenant)

@@ -62,7 +62,7 @@ class ReportPublisher:
                 is_sent = False
         if self._store.catalogue.report != StoreReport():
             self._channel.send(self._store.take_report())
-        # also after an error: ``wait_until_sent`` looks itself what is left
+        # also after an error: ``wait_until_sent`` checks what is left to send
         self._sent.set()
         return is_sent
 

@@ -4,7 +4,7 @@
    (``records``). It is durable before anything is deleted, so that a blob of a data key that is
    missing is never taken for damage, and a call that fails before it has changed nothing.
 2. The data keys are deleted, with all versions of their blobs. They seal all payloads, tables and
-   requests: what is left of these in objects, versions and copies can never be read.
+   requests: the rest of these in objects, versions and copies can never be read.
 3. The blobs of the packs and of the keys of requests are deleted, which frees their space. Packs
    that no index names, such as those of a commit in progress, are found by their trailers.
 4. A data key that another engine has made between the list of the keys and the record is destroyed,

@@ -115,7 +115,7 @@ class ForgetRecords:
         self._medium = medium
         self._lock = medium.clock.lock()
         self.forgotten = ForgottenTenants()
-        """All that was read so far."""
+        """Content of the records that were read so far."""
         self._read: set[str] = set()
         """Names of the blobs that were read."""
         self._is_read = False

@@ -589,7 +589,7 @@ class Merger:
 
 
 def _with_excess(num_bytes: int) -> int:
-    """Return a bound plus 1/64: what engines may commit between two merges in the background."""
+    """Return a bound in bytes plus 1/64, which engines may commit between two background merges."""
     return num_bytes + num_bytes // _EXCESS_SHARE
 
 

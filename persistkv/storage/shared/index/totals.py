@@ -414,7 +414,7 @@ def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
 def _tenant_bounds(
     mine: Totals, others: Sequence[Totals], policy: Policy
 ) -> dict[bytes, Bound]:
-    """Return what a namespace may keep of each tenant with a quota, by the digest of its name."""
+    """Return the bound of a namespace for each tenant with a quota, by the digest of its name."""
     bounds: dict[bytes, Bound] = {}
     for digest, quota in _quotas(policy):
         own = mine.tenants.get(digest, _NOTHING)

@@ -55,7 +55,7 @@ def evict(
     :param order: of the transaction.
     :param at_most: maximum number of packs and requests, of each tenant and altogether.
     """
-    # Tenants first: what is above their quotas makes room in the capacity.
+    # Tenants first: evicting their excess makes room in the capacity, too.
     for tenant, bound in sorted(limits.tenants.items()):
         goal = _Goal(
             bound,

@@ -140,7 +140,7 @@ class CommitPlan(NamedTuple):
     missing: list[NewPack]
     """Packs to upload: those of the batch that are not held, or whose rows are damaged."""
     removals: Removals
-    """What the batch deletes, and damaged blobs that ``missing`` replaces."""
+    """Content that the batch deletes, and damaged blobs that ``missing`` replaces."""
     pins: list[tuple[bytes, bool]]
     """(digest, pinned) of the requests that the batch pins or unpins, without those that are not
     held."""

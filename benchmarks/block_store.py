@@ -95,7 +95,8 @@ def main() -> None:
 
 
 def table(
-    block: str, seconds: Mapping[tuple[str, str], Sequence[Spent]]
+    block: str,
+    seconds: Mapping[tuple[str, str], Sequence[Spent]],
 ) -> list[list[str]]:
     """Return a row for each operation and case."""
     medians: dict[tuple[str, str], Spent] = {}
@@ -122,7 +123,9 @@ def table(
 
 
 def measure(
-    directory: Path, block_bytes: int, runs: int
+    directory: Path,
+    block_bytes: int,
+    runs: int,
 ) -> dict[tuple[str, str], list[Spent]]:
     """Return the time of each operation by (name of the case, operation)."""
     count = JOB_BYTES // block_bytes

@@ -108,7 +108,9 @@ def measure(count: int, arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def open_clients(
-    rig: Rig, directory: str, arguments: argparse.Namespace
+    rig: Rig,
+    directory: str,
+    arguments: argparse.Namespace,
 ) -> dict[str, StoreClient]:
     """Open a store for each host."""
     options = f"&{arguments.options}" * bool(arguments.options)
@@ -155,7 +157,10 @@ def flood(count: int, arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def tick(
-    client: StoreClient, numbers: Iterator[int], count: int, seconds: float
+    client: StoreClient,
+    numbers: Iterator[int],
+    count: int,
+    seconds: float,
 ) -> tuple[list[float], int]:
     """Tick for ``seconds`` under a flood of jobs of ``count`` blocks; with 0 blocks, without jobs.
 
@@ -201,7 +206,10 @@ def refill(
 
 
 def flood_row(
-    name: str, without: list[float], beside: list[float], rate: float
+    name: str,
+    without: list[float],
+    beside: list[float],
+    rate: float,
 ) -> list[str]:
     """Return the table row: lateness of ticks without and with a flood."""
     p99 = [percentile(late, 0.99) for late in (without, beside)]

@@ -69,7 +69,9 @@ def measure(raw: bytes, codecs: list[Codec], rounds: int) -> list[Result]:
 
 
 def _check(
-    codec: Codec, frames: list[memoryview], stored: list[bytes | bytearray | memoryview]
+    codec: Codec,
+    frames: list[memoryview],
+    stored: list[bytes | bytearray | memoryview],
 ) -> None:
     for frame, form in zip(frames, stored, strict=True):
         out = bytearray(len(frame))

@@ -44,7 +44,11 @@ class DelayedBlobs(DirBlobs):
     """The blobs of such a directory."""
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         if "/packs/" not in name:
             return super().read(name, offset, length, buffers)
@@ -66,7 +70,11 @@ class DelayedBackend(DirBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         cls.check_options(url, options)
         return DelayedBlobs(Path(url.location), read_only=read_only)

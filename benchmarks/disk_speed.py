@@ -232,7 +232,12 @@ def cold(
 
 
 def open_client(
-    job: Job, path: Path, host: str, options: str, *, reads: str = "direct"
+    job: Job,
+    path: Path,
+    host: str,
+    options: str,
+    *,
+    reads: str = "direct",
 ) -> StoreClient:
     """Return an open client."""
     url = f"lmdb://{path}?capacity=32GiB&reads={reads}"
@@ -249,7 +254,9 @@ def name_of(host: str, options: str) -> str:
 
 
 def table(
-    size: str, seconds: Seconds, arguments: argparse.Namespace
+    size: str,
+    seconds: Seconds,
+    arguments: argparse.Namespace,
 ) -> list[list[str]]:
     """Return the rows of one block size."""
     median = {name: statistics.median(values) for name, values in seconds.items()}

@@ -151,7 +151,10 @@ def _objects(kib: int, *, huge: bool) -> list[memoryview]:
 
 
 def run(
-    python: str, configuration: dict[str, object], kib: int, preload: str
+    python: str,
+    configuration: dict[str, object],
+    kib: int,
+    preload: str,
 ) -> dict[str, float]:
     """Run ``bench l2``; return the median of each operation in ms."""
     environment = {"LD_PRELOAD": preload} if preload else {}

@@ -60,7 +60,12 @@ def main() -> None:
 
 
 def count(
-    name: str, endpoint: str, python: str, kib: int, at_once: int, in_flight: int
+    name: str,
+    endpoint: str,
+    python: str,
+    kib: int,
+    at_once: int,
+    in_flight: int,
 ) -> dict[str, int]:
     """Return the requests of one run with an adapter, by verb."""
     bucket = make_bucket(endpoint)

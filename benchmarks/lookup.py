@@ -141,7 +141,8 @@ def index_files(url: str) -> list[Path]:
 
 
 def seconds_of(
-    probe: Callable[[OffloadKey], object], names: Sequence[OffloadKey]
+    probe: Callable[[OffloadKey], object],
+    names: Sequence[OffloadKey],
 ) -> float:
     """Return the mean seconds of a probe."""
     begin = time.perf_counter()

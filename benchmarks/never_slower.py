@@ -107,7 +107,10 @@ class Simulation:
         return noise * self._token_s * (stop - start + growth)
 
     def transfer_s(
-        self, num_bytes: int, noise: float, now: float
+        self,
+        num_bytes: int,
+        noise: float,
+        now: float,
     ) -> tuple[float, float]:
         """Return the latency and the time of the bytes of a load that begins now."""
         medium = self._medium
@@ -121,7 +124,11 @@ class Simulation:
         return latency_s, factor * num_bytes / medium.bandwidth
 
     def serve(
-        self, prefix: int, load_noise: float, compute_noise: float, load_s: float
+        self,
+        prefix: int,
+        load_noise: float,
+        compute_noise: float,
+        load_s: float,
     ) -> float:
         """Serve one request by the decision; return its time to the first token."""
         self._end_probe()

@@ -80,7 +80,10 @@ def main() -> None:
 
 
 def run_round(
-    directory: str, is_one: bool, arguments: argparse.Namespace, figures: Figures
+    directory: str,
+    is_one: bool,
+    arguments: argparse.Namespace,
+    figures: Figures,
 ) -> None:
     """Run all engines once, and add their times to ``figures``."""
     context = multiprocessing.get_context("spawn")

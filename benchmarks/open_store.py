@@ -52,7 +52,10 @@ def open_once(rig: Rig, url: str, host: str) -> tuple[float, int]:
 
 
 def measure(
-    rig: Rig, url: str, empty: str, runs: int
+    rig: Rig,
+    url: str,
+    empty: str,
+    runs: int,
 ) -> tuple[dict[str, list[float]], int]:
     """Return the seconds of openings by kind, and the number of blocks that the store holds."""
     opened: dict[str, list[float]] = {"store": [], "process": [], "start": []}

@@ -32,7 +32,10 @@ class RawDisk:
     """
 
     def __init__(
-        self, directory: Path, rows: Sequence[memoryview], targets: Sequence[memoryview]
+        self,
+        directory: Path,
+        rows: Sequence[memoryview],
+        targets: Sequence[memoryview],
     ) -> None:
         self._rows, self._targets = rows, targets
         self._num_bytes = sum(map(len, rows))
@@ -80,7 +83,11 @@ class RawDisk:
         return self._share(read, threads)
 
     def read_cold(
-        self, run: int, *, direct: bool, into: Sequence[Sequence[memoryview]] = ()
+        self,
+        run: int,
+        *,
+        direct: bool,
+        into: Sequence[Sequence[memoryview]] = (),
     ) -> float:
         """Read with an empty page cache, past it (``direct``) or through it; return the seconds.
 
@@ -95,7 +102,10 @@ class RawDisk:
         return time.perf_counter() - begin
 
     def read_cold_verified(
-        self, run: int, threads: int, into: Sequence[Sequence[memoryview]] = ()
+        self,
+        run: int,
+        threads: int,
+        into: Sequence[Sequence[memoryview]] = (),
     ) -> float:
         """Read past an empty page cache and compute the xxh3 of each frame; return the seconds.
 
@@ -120,7 +130,9 @@ class RawDisk:
         return self._share(read, threads)
 
     def _share(
-        self, read: Callable[[npt.NDArray[np.int64]], None], threads: int
+        self,
+        read: Callable[[npt.NDArray[np.int64]], None],
+        threads: int,
     ) -> float:
         """Return the seconds that the threads take, each with its part of the targets' numbers.
 

@@ -38,14 +38,18 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def median_interval(
-    values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000
+    values: Sequence[float],
+    confidence: float = 0.95,
+    resamples: int = 10_000,
 ) -> tuple[float, float]:
     """Return a bootstrap confidence interval of the median; the seed is fixed."""
     return nested_median_interval([values], confidence, resamples)
 
 
 def nested_median_interval(
-    groups: Sequence[Sequence[float]], confidence: float = 0.95, resamples: int = 10_000
+    groups: Sequence[Sequence[float]],
+    confidence: float = 0.95,
+    resamples: int = 10_000,
 ) -> tuple[float, float]:
     """Return a bootstrap confidence interval of the median of all values; the seed is fixed.
 
@@ -68,7 +72,9 @@ def nested_median_interval(
 
 
 def ratio_interval(
-    values: Sequence[float], base: Sequence[float], resamples: int = 2_000
+    values: Sequence[float],
+    base: Sequence[float],
+    resamples: int = 2_000,
 ) -> tuple[float, float]:
     """Return a bootstrap confidence interval (95 %) of the ratio of two medians; the seed is
     fixed."""
@@ -101,7 +107,9 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> N
 
 
 def show_markdown(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
 ) -> None:
     """Print a Markdown table, followed by the machine."""
     print(f"\n{title}:\n")

@@ -64,7 +64,11 @@ def sample_memory(num_bytes: int) -> memoryview:
 
 
 def count_request(
-    url: str, proxy: CountingProxy, model: Model, codec: str, tokens: int
+    url: str,
+    proxy: CountingProxy,
+    model: Model,
+    codec: str,
+    tokens: int,
 ) -> list[str]:
     """Store one request and promote it through another handle; return a row of the table."""
     blocks = tokens // TOKENS_PER_BLOCK

@@ -72,7 +72,11 @@ def ours(url: str, blocks: ByteArray, num_bytes: int, key: bool) -> tuple[float,
 
 
 def plain(
-    client: Any, bucket: str, blocks: ByteArray, length: int, num_bytes: int
+    client: Any,
+    bucket: str,
+    blocks: ByteArray,
+    length: int,
+    num_bytes: int,
 ) -> tuple[float, float]:
     """Measure a loop over boto3 with its defaults."""
     body = bytes(blocks.reshape(-1)[:length])

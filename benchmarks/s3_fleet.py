@@ -232,7 +232,11 @@ class Fleet:
             self._common.close()
 
     def _open_replica(
-        self, path: Path, namespace: bytes, seal: Seal, forgotten: ForgottenTenants
+        self,
+        path: Path,
+        namespace: bytes,
+        seal: Seal,
+        forgotten: ForgottenTenants,
     ) -> Replica:
         """Return the replica of an engine.
 
@@ -296,7 +300,13 @@ class Fleet:
 
 
 def run_fleet(
-    engines: int, minutes: float, directory: Path, *, blocks: int, kill: bool, seed: int
+    engines: int,
+    minutes: float,
+    directory: Path,
+    *,
+    blocks: int,
+    kill: bool,
+    seed: int,
 ) -> tuple[Counter[str], list[float]]:
     """Return the requests of all engines in that time by kind, and the times until others saw their
     packs."""

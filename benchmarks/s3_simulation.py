@@ -138,7 +138,10 @@ class Process(Clock):
     """
 
     def __init__(
-        self, world: World, name: str, program: Callable[[Process], None]
+        self,
+        world: World,
+        name: str,
+        program: Callable[[Process], None],
     ) -> None:
         self.world = world
         self.name = name
@@ -224,7 +227,11 @@ class CountingBlobs(Blobs):
         return written
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         is_commit = "/inbox/" in name
         share = 1 / CONNECTIONS if is_commit and self._is_reading else 1.0

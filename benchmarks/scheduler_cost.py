@@ -74,7 +74,10 @@ def keys_from(start: int, count: int) -> list[OffloadKey]:
 
 
 def measure(
-    resident: int, per_call: int, policy: str, runs: int
+    resident: int,
+    per_call: int,
+    policy: str,
+    runs: int,
 ) -> tuple[float, float]:
     """Return the median microseconds per lookup and per stored block, with a full primary tier."""
     region = SharedOffloadRegion(
@@ -106,7 +109,9 @@ def measure(
 
 
 def store(
-    manager: TieringOffloadingManager, keys: list[OffloadKey], req: ReqContext
+    manager: TieringOffloadingManager,
+    keys: list[OffloadKey],
+    req: ReqContext,
 ) -> list[OffloadKey]:
     """Run one store job from plan to end of step, without the copy."""
     output = manager.prepare_store(keys, req)

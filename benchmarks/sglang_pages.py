@@ -83,7 +83,9 @@ def main() -> None:
 
 
 def measure(
-    directory: Path, page_bytes: int, runs: int
+    directory: Path,
+    page_bytes: int,
+    runs: int,
 ) -> dict[tuple[str, str], list[float]]:
     """Return the seconds of each operation by (backend, operation)."""
     count = JOB_BYTES // page_bytes
@@ -190,7 +192,9 @@ def _cases(directory: Path, pool: Any) -> dict[str, Case]:
 
 
 def _in_batches(
-    call: Callable[[list[str], Any], list[bool]], keys: list[str], indices: Any
+    call: Callable[[list[str], Any], list[bool]],
+    keys: list[str],
+    indices: Any,
 ) -> list[bool]:
     results: list[bool] = []
     for start in range(0, len(keys), AT_ONCE):

@@ -33,7 +33,11 @@ class Rig:
     """
 
     def __init__(
-        self, num_rows: int, block_bytes: int, *, huge_pages: bool = True
+        self,
+        num_rows: int,
+        block_bytes: int,
+        *,
+        huge_pages: bool = True,
     ) -> None:
         self.block_bytes = block_bytes
         self._fd = os.memfd_create("persistkv-rig")
@@ -105,7 +109,10 @@ class Job:
         return self.store_in_line(client, job_id, [keys])
 
     def store_in_line(
-        self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]
+        self,
+        client: StoreClient,
+        job_id: int,
+        jobs: Sequence[list[bytes]],
     ) -> float:
         """Submit several store jobs at once; return the seconds until all their blocks are visible.
 
@@ -145,7 +152,10 @@ class Job:
         return self.load_in_line(client, job_id, [keys])
 
     def load_in_line(
-        self, client: StoreClient, job_id: int, jobs: Sequence[list[bytes]]
+        self,
+        client: StoreClient,
+        job_id: int,
+        jobs: Sequence[list[bytes]],
     ) -> float:
         """Submit several load jobs at once; return the seconds until all their rows are filled.
         Otherwise as ``load``.
@@ -187,7 +197,9 @@ def fresh_keys(count: int) -> list[bytes]:
 
 
 def finish(
-    client: StoreClient, job_id: int, timeout_s: float = _TIMEOUT_S
+    client: StoreClient,
+    job_id: int,
+    timeout_s: float = _TIMEOUT_S,
 ) -> JobOutcome:
     """Poll, with short sleeps, until the job has ended; return its outcome.
 
@@ -197,7 +209,9 @@ def finish(
 
 
 def finish_all(
-    client: StoreClient, job_ids: Collection[int], timeout_s: float = _TIMEOUT_S
+    client: StoreClient,
+    job_ids: Collection[int],
+    timeout_s: float = _TIMEOUT_S,
 ) -> list[JobOutcome]:
     """Poll, with short sleeps, until all jobs have ended; return their outcomes in the order in
     which they ended.

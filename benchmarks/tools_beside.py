@@ -96,7 +96,10 @@ def main() -> None:
 
 
 def measure(
-    engine: Engine, command: Command, rounds: int, period_s: float
+    engine: Engine,
+    command: Command,
+    rounds: int,
+    period_s: float,
 ) -> list[float]:
     """Return by which share the engine was slower in each period with the command."""
     slowed = []

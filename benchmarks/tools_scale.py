@@ -89,7 +89,12 @@ def main() -> None:
 
 
 def measure(
-    store: Path, options: str, blocks: int, requests: int, block_size: str, runs: int
+    store: Path,
+    options: str,
+    blocks: int,
+    requests: int,
+    block_size: str,
+    runs: int,
 ) -> None:
     """Make a store, and print the figures of the commands on it."""
     url = f"lmdb://{store}?capacity=256GiB" + f"&{options}" * bool(options)
@@ -140,7 +145,10 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
 
 
 def _manifest(
-    number: int, chain: list[bytes], packs: list[bytes], block_bytes: int
+    number: int,
+    chain: list[bytes],
+    packs: list[bytes],
+    block_bytes: int,
 ) -> ManifestWrite:
     manifest = RequestManifest(
         id=f"request-{number:06d}",

@@ -130,7 +130,11 @@ class _Engine:
     the second."""
 
     def __init__(
-        self, run: Replayed, block_bytes: int, longest: int, pack_blocks: int
+        self,
+        run: Replayed,
+        block_bytes: int,
+        longest: int,
+        pack_blocks: int,
     ) -> None:
         """:param longest: number of blocks of the longest request. Other parameters: as in
         ``replay``."""

@@ -216,7 +216,9 @@ def _round(recorder: Recorder, url: str) -> dict[str, Trip]:
 
 
 def _run(
-    tier: PersistentTier, submit: Callable[[JobMetadata], None], job: JobMetadata
+    tier: PersistentTier,
+    submit: Callable[[JobMetadata], None],
+    job: JobMetadata,
 ) -> None:
     submit(job)
     deadline = time.monotonic() + _TIMEOUT_S
@@ -230,7 +232,9 @@ def _run(
 
 
 def _check_held(
-    tier: PersistentTier, keys: Sequence[OffloadKey], request: ReqContext
+    tier: PersistentTier,
+    keys: Sequence[OffloadKey],
+    request: ReqContext,
 ) -> None:
     if not all(tier.lookup(key, request) for key in keys):
         raise RuntimeError("a stored block was not found")

@@ -101,7 +101,9 @@ def main() -> None:
 
 
 def _run(
-    field: Field, name: str, arguments: argparse.Namespace
+    field: Field,
+    name: str,
+    arguments: argparse.Namespace,
 ) -> list[dict[str, float]]:
     """Return the measurements of all turns except the first ones."""
     url = f"lmdb://{field.store(name.replace(' ', '-'))}?capacity={arguments.capacity}"

@@ -115,7 +115,10 @@ def ask(engines: Field, name: str, contexts: list[list[int]]) -> list[Turn]:
 
 
 def restart(
-    engines: Field, contexts: list[list[int]], found: Findings, number: int
+    engines: Field,
+    contexts: list[list[int]],
+    found: Findings,
+    number: int,
 ) -> None:
     """Restart all engines, and measure one round of warm answers."""
     drop_page_cache([engines.store(FS), engines.store(OURS)])
@@ -127,7 +130,9 @@ def restart(
 
 
 def answer_new_prompts(
-    engines: Field, found: Findings, arguments: argparse.Namespace
+    engines: Field,
+    found: Findings,
+    arguments: argparse.Namespace,
 ) -> None:
     """Measure turns of two batches; the stores of the first batch continue during the second."""
     contestants = {name: engines.start(name) for name in ALL}

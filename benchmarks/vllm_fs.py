@@ -274,7 +274,9 @@ def fs_name(threads: int) -> str:
 
 
 def table(
-    count: int, seconds: Seconds, arguments: argparse.Namespace
+    count: int,
+    seconds: Seconds,
+    arguments: argparse.Namespace,
 ) -> list[list[str]]:
     """Return the rows of one block size: each persistkv variant against each ``fs`` variant."""
     size = JOB_BYTES // count
@@ -318,7 +320,11 @@ def table(
 
 
 def cpu_row(
-    count: int, operation: str, seconds: Seconds, options: str, threads: int
+    count: int,
+    operation: str,
+    seconds: Seconds,
+    options: str,
+    threads: int,
 ) -> list[str]:
     """Return the row: CPU seconds per gigabyte, with the scheduler idle."""
     ours, theirs = (

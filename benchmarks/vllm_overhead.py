@@ -140,7 +140,11 @@ def one_start(field: Field, number: int, arguments: argparse.Namespace) -> Start
 
 
 def pair(
-    engine: Switched, seed: int, arguments: argparse.Namespace, *, ours_first: bool
+    engine: Switched,
+    seed: int,
+    arguments: argparse.Namespace,
+    *,
+    ours_first: bool,
 ) -> Pair:
     """Run a turn of each connector."""
     taken = {}
@@ -151,7 +155,9 @@ def pair(
 
 
 def turn(
-    engine: Switched, seed: int, arguments: argparse.Namespace
+    engine: Switched,
+    seed: int,
+    arguments: argparse.Namespace,
 ) -> tuple[float, float]:
     """Return the seconds of the batches, and the CPU seconds until all stores have ended."""
     seconds = spent = 0.0

@@ -107,7 +107,11 @@ class Contestant:
         os.sched_setaffinity(engine.pid, {min(os.sched_getaffinity(0))})
 
     def turn(
-        self, prompts: list[list[int]], max_tokens: int, *, settle: bool = True
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        *,
+        settle: bool = True,
     ) -> Turn:
         """Answer the prompts concurrently.
 
@@ -277,7 +281,10 @@ class Field:
         return self._settings_of(self._tiers[name], CPU_TIER_BYTES, {})
 
     def _settings_of(
-        self, tiers: list[dict[str, Any]], cpu_bytes: int, options: dict[str, Any]
+        self,
+        tiers: list[dict[str, Any]],
+        cpu_bytes: int,
+        options: dict[str, Any],
     ) -> dict[str, Any]:
         connector = {
             "spec_name": "PersistKVSpec",

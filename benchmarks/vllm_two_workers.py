@@ -76,7 +76,9 @@ def row(name: str, seconds: list[float], ttft: list[float]) -> list[str]:
 
 
 def restart(
-    field: Field, name: str, prompts: list[list[int]]
+    field: Field,
+    name: str,
+    prompts: list[list[int]],
 ) -> tuple[float, float, int]:
     """Return the seconds until the second engine's answers, until their first tokens, and reused
     tokens."""

@@ -94,7 +94,11 @@ def main() -> None:
 
 
 def measure(
-    device: torch.device, page: int, total: int, pairs: int, shuffled: str
+    device: torch.device,
+    page: int,
+    total: int,
+    pairs: int,
+    shuffled: str,
 ) -> Result:
     """Store and load one job of about ``total`` bytes, and copy as many flat, ``pairs`` times each
     in alternation."""
@@ -134,7 +138,9 @@ def measure(
 
 
 def _caches(
-    device: torch.device, page: int, total: int
+    device: torch.device,
+    page: int,
+    total: int,
 ) -> tuple[CanonicalKVCaches, list[int]]:
     pages = (page, max(page // 2, 16 << 10))
     per_group = [total // 2 // (size * _TENSORS_PER_GROUP) for size in pages]
@@ -167,7 +173,8 @@ def _order(count: int, seed: int, shuffled: bool) -> list[int]:
 
 @contextmanager
 def _region(
-    kv_caches: CanonicalKVCaches, num_rows: int
+    kv_caches: CanonicalKVCaches,
+    num_rows: int,
 ) -> Iterator[SharedOffloadRegion]:
     cell = cell_bytes(kv_caches, 1)
     total = num_rows * row_stride_bytes(1, cell)
@@ -202,7 +209,9 @@ def _flat_copy(device: torch.device, size: int) -> Callable[[], None]:
 
 
 def _finish(
-    started: bool, wait: Callable[[], None], get_finished: Callable[[], object]
+    started: bool,
+    wait: Callable[[], None],
+    get_finished: Callable[[], object],
 ) -> None:
     if not started:
         raise RuntimeError("the transfer could not be started")

@@ -109,7 +109,9 @@ class RequestDescription:
     """
 
     def __init__(
-        self, num_groups: int = 1, labels: Mapping[str, str] | None = None
+        self,
+        num_groups: int = 1,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         self.group_keys: tuple[list[OffloadKey], ...] = tuple(
             [] for _ in range(num_groups)
@@ -362,7 +364,9 @@ class OffloadingManager(ABC):
         """
 
     def lookup_prefix(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> list[bool | None]:
         """Return the results of ``lookup`` for the keys before the first miss: True or None for
         each of them."""
@@ -382,7 +386,9 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> LoadStoreSpec:
         """Protect blocks from eviction until ``complete_load``, and return their locations, in the
         order of ``keys``.
@@ -395,7 +401,9 @@ class OffloadingManager(ABC):
         that are not held."""
 
     def complete_load(  # noqa: B027
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
         """End a load, also one that failed: its blocks may be evicted again if no other load uses
         them. Must be called once for each ``prepare_load``.
@@ -405,7 +413,9 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """Allocate room for the blocks that are not held; evict other blocks if necessary.
 
@@ -414,7 +424,10 @@ class OffloadingManager(ABC):
         """
 
     def complete_store(  # noqa: B027
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
     ) -> None:
         """Report that the write of blocks has ended. If it succeeded, they become readable; if not,
         they are dropped. Blocks that are already readable are ignored.
@@ -502,7 +515,8 @@ class OffloadingSpec(ABC):
 
     @abstractmethod
     def get_handlers(
-        self, kv_caches: CanonicalKVCaches
+        self,
+        kv_caches: CanonicalKVCaches,
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """Yield (source spec type, destination spec type, handler) for each direction of
         transfer."""

@@ -46,7 +46,11 @@ class ConfigurationError(PersistKVError, ValueError):
     """
 
     def __init__(
-        self, field: str, value: object, expected: str, message: str | None = None
+        self,
+        field: str,
+        value: object,
+        expected: str,
+        message: str | None = None,
     ) -> None:
         super().__init__(
             message or f"{field}: {value!r} is not valid; expected {expected}"

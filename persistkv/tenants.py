@@ -57,7 +57,8 @@ def is_tenant(name: str) -> bool:
 
 
 def request_tenant(
-    given: str | None, kv_transfer_params: Mapping[str, Any] | None
+    given: str | None,
+    kv_transfer_params: Mapping[str, Any] | None,
 ) -> str | None:
     """Return the tenant of a request; None: it names none.
 

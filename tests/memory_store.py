@@ -34,7 +34,11 @@ def set_payload(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -> 
 
 
 def flip(
-    backend: Any, namespace: bytes, pack_id: bytes, offset: int, mask: int = 1
+    backend: Any,
+    namespace: bytes,
+    pack_id: bytes,
+    offset: int,
+    mask: int = 1,
 ) -> None:
     """Flip bits in one byte of a payload."""
     data = bytearray(payload(backend, namespace, pack_id))
@@ -56,7 +60,11 @@ def set_table_row(backend: Any, namespace: bytes, pack_id: bytes, data: bytes) -
 
 
 def set_manifest_row(
-    backend: Any, namespace: bytes, manifest_id: str, table: str, data: bytes
+    backend: Any,
+    namespace: bytes,
+    manifest_id: str,
+    table: str,
+    data: bytes,
 ) -> None:
     """Replace a manifest's head (table ``manifests``) or the place of its keys (table
     ``manifest_keys``)."""

@@ -105,7 +105,11 @@ class ParallelEngine:
         self.num_jobs = 0
 
     def page(
-        self, key: OffloadKey, position: int, layer: int, rank: int
+        self,
+        key: OffloadKey,
+        position: int,
+        layer: int,
+        rank: int,
     ) -> npt.NDArray[np.int8]:
         """Return one worker's part of the content of a device block, which depends on nothing else
         of the engine."""

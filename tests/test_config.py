@@ -184,7 +184,8 @@ def test_store_url_parse_credentials_raise_without_secret_in_message(url: str) -
 
 
 def test_store_url_parse_relative_path_raises_with_absolute_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for path in ("./store", "store", "../x/store"):
@@ -261,7 +262,8 @@ def test_convert_options_text_values_are_converted_to_field_types() -> None:
     ],
 )
 def test_convert_options_invalid_option_raises_and_names_it(
-    options: dict[str, Any], message: str
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         convert_options(Options, options, where="test")
@@ -292,7 +294,8 @@ class TypedOptions(msgspec.Struct):
     ],
 )
 def test_convert_options_wrong_type_states_expected_type_once(
-    options: dict[str, Any], message: str
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         convert_options(TypedOptions, options, where="test")
@@ -387,7 +390,8 @@ def test_registry_get_built_in_name_returns_its_class() -> None:
 
 @pytest.mark.parametrize("name", ["fish", None, ["cat"]])
 def test_registry_get_unknown_name_raises_and_lists_known_names(
-    install: Install, name: object
+    install: Install,
+    name: object,
 ) -> None:
     install(dog="zoo:Dog")
     with pytest.raises(
@@ -433,7 +437,9 @@ def test_registry_get_plug_in_returns_its_class(install: Install) -> None:
     ],
 )
 def test_registry_get_broken_plug_in_raises_and_names_distribution(
-    install: Install, value: str, problem: str
+    install: Install,
+    value: str,
+    problem: str,
 ) -> None:
     install(dog=value)
     with pytest.raises(

@@ -25,7 +25,11 @@ class DirBackend(SharedBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         cls.check_options(url, options)
         return DirBlobs(Path(url.location), read_only=read_only)

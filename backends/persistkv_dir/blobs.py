@@ -172,7 +172,11 @@ class DirBlobs(Blobs):
         return written
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         """See ``Blobs.read``. A file that a network file system has forgotten is opened again."""
         check_name(name)
@@ -350,7 +354,9 @@ class DirBlobs(Blobs):
         return max(modified, renamed)
 
     def _unlink(
-        self, directories: Sequence[str], places: Iterable[_Place]
+        self,
+        directories: Sequence[str],
+        places: Iterable[_Place],
     ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the failures."""
         failures: list[StoreError] = []

@@ -412,7 +412,12 @@ class ExtentPayloads:
     """
 
     def __init__(
-        self, transaction: TableRows, files: SegmentFiles, limit: int, *, inline: bool
+        self,
+        transaction: TableRows,
+        files: SegmentFiles,
+        limit: int,
+        *,
+        inline: bool,
     ) -> None:
         self.limit = limit
         """Bound on the disk space of all segments in bytes. ``Room.expect`` lowers it for a batch

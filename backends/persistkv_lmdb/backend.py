@@ -255,7 +255,9 @@ class LmdbBackend(Backend):
 
     @classmethod
     def rebuild(
-        cls, url: StoreUrl, progress: Callable[[int, int], None]
+        cls,
+        url: StoreUrl,
+        progress: Callable[[int, int], None],
     ) -> Rebuilt | None:
         """As in ``Backend``. The policy of the URL applies to the new catalogue: the recorded one
         is lost."""
@@ -279,7 +281,9 @@ class LmdbBackend(Backend):
 
     @contextmanager
     def _transaction(
-        self, *, write: bool = False
+        self,
+        *,
+        write: bool = False,
     ) -> Iterator[tuple[Environment, TableRows]]:
         """Run a transaction of the store that is at the path now, as ``Environment.transaction``.
         Yield its environment and the transaction.
@@ -463,7 +467,10 @@ class LmdbBackend(Backend):
             keys.make(tenants)
 
     def _commit(
-        self, environment: Environment, namespace: bytes, batch: CommitBatch
+        self,
+        environment: Environment,
+        namespace: bytes,
+        batch: CommitBatch,
     ) -> CommitResult:
         """Commit a batch to the store's present files, in one transaction, or after an eviction if
         there is no room.

@@ -298,7 +298,10 @@ class BatchCommit:
         self._placed = placed
 
     def _whole(
-        self, pack: NewPack, extents: Sequence[Extent], tail: memoryview
+        self,
+        pack: NewPack,
+        extents: Sequence[Extent],
+        tail: memoryview,
     ) -> Iterator[Buffer]:
         """Iterate over the payload of a pack, then its last pages, as they are written to the first
         of the extents.
@@ -391,7 +394,9 @@ class BatchCommit:
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
     def _describe_namespace(
-        self, transaction: TableRows, commit: CatalogTransaction
+        self,
+        transaction: TableRows,
+        commit: CatalogTransaction,
     ) -> None:
         """Write the identity of the namespace to its file, from which a rebuild reads it if
         ``data.mdb`` is lost or damaged."""
@@ -556,7 +561,10 @@ class BatchCommit:
             del full
 
     def _repeat(
-        self, step: Callable[[int], bool], at_once: int, most: int = _NO_LIMIT
+        self,
+        step: Callable[[int], bool],
+        at_once: int,
+        most: int = _NO_LIMIT,
     ) -> None:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry
         with one deletion.
@@ -585,7 +593,9 @@ class BatchCommit:
 
     @contextmanager
     def _step(
-        self, *, as_it_is: bool = False
+        self,
+        *,
+        as_it_is: bool = False,
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
         """Run a short transaction before the one that writes the batch, and note its changes.
         Yield its catalogue and room; parameter as in ``Room``."""
@@ -596,7 +606,10 @@ class BatchCommit:
         self._note(commit)
 
     def _begin(
-        self, transaction: TableRows, *, as_it_is: bool = False
+        self,
+        transaction: TableRows,
+        *,
+        as_it_is: bool = False,
     ) -> tuple[CatalogTransaction, Room]:
         """Prepare a write transaction of this commit: check that the batch may still be written,
         and compute which of its packs the store lacks (``_lacking``).

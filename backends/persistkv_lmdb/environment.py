@@ -104,7 +104,12 @@ class Environment:
     """
 
     def __init__(
-        self, path: Path, policy: Policy, keys: KeyFile, *, read_only: bool
+        self,
+        path: Path,
+        policy: Policy,
+        keys: KeyFile,
+        *,
+        read_only: bool,
     ) -> None:
         self.path = path
         self.read_only = read_only
@@ -196,7 +201,9 @@ class Environment:
 
     @contextmanager
     def _committed(
-        self, begun: lmdb.Transaction[memoryview], guard: Guard
+        self,
+        begun: lmdb.Transaction[memoryview],
+        guard: Guard,
     ) -> Iterator[None]:
         """Commit a write transaction durably after the ``with`` block, or abort it if that
         raises. The caller holds the writer lock.
@@ -533,7 +540,12 @@ class Environments:
         os.register_at_fork(after_in_child=self._forget)
 
     def acquire(
-        self, path: Path, policy: Policy, keys: KeyFile, *, read_only: bool
+        self,
+        path: Path,
+        policy: Policy,
+        keys: KeyFile,
+        *,
+        read_only: bool,
     ) -> Environment:
         """Return the process's environment of a store, opened if necessary; errors as in
         ``Environment``."""

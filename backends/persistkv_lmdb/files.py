@@ -139,7 +139,8 @@ def translated_at_open(path: Path) -> Iterator[None]:
 
 @contextmanager
 def translated_io(
-    path: Path, full: type[StoreError] = StoreFullError
+    path: Path,
+    full: type[StoreError] = StoreFullError,
 ) -> Iterator[None]:
     """Translate ``OSError`` within the ``with`` statement into a ``StoreError`` that names
     ``path``.

@@ -136,7 +136,11 @@ class Forgetting:
         return bool(deleted)
 
     def _delete(
-        self, rows: TableRows, payloads: Payloads, table: str, name: bytes
+        self,
+        rows: TableRows,
+        payloads: Payloads,
+        table: str,
+        name: bytes,
     ) -> list[bytes]:
         """Delete a row, and for a pack or manifest all that belongs to it; return the namespaces
         that end with it.
@@ -178,7 +182,10 @@ class Forgetting:
             start = last_key + b"\0"
 
     def _rows(
-        self, rows: TableRows, table: str, start: bytes
+        self,
+        rows: TableRows,
+        table: str,
+        start: bytes,
     ) -> Iterator[tuple[bytes, bool]]:
         """Yield the keys of a table from ``start`` on, and whether each row belongs to the
         tenant."""

@@ -76,7 +76,10 @@ def page_bytes(payload_length: int) -> int:
 
 
 def read_pieces(
-    rows: TableRows, name: bytes, offset: int, buffers: Sequence[memoryview]
+    rows: TableRows,
+    name: bytes,
+    offset: int,
+    buffers: Sequence[memoryview],
 ) -> bool:
     """Fill ``buffers``, one after the other, with the bytes of the pack ``name`` (namespace and
     pack id) from the byte ``offset`` on. Return False if the pack is absent or too short: the

@@ -290,7 +290,10 @@ class KeyFile:
         self._write(self._wrapped(key, keyring, there.tenants))
 
     def _wrapped(
-        self, key: StoreKey, keyring: Keyring, tenants: tuple[TenantKey, ...]
+        self,
+        key: StoreKey,
+        keyring: Keyring,
+        tenants: tuple[TenantKey, ...],
     ) -> StoredKeys:
         """Return the content of the file: the store's key, wrapped with a user's, and the records
         of tenants' keys, which do not depend on the user's."""

@@ -96,7 +96,9 @@ class OtherReleaseError(CorruptStoreError):
 
 
 def create_databases(
-    env: lmdb.Environment, txn: lmdb.Transaction[memoryview], policy: Policy
+    env: lmdb.Environment,
+    txn: lmdb.Transaction[memoryview],
+    policy: Policy,
 ) -> dict[str, _Database]:
     """Open the databases of a store in a write transaction; in an empty environment, create them
     and record ``policy``.
@@ -115,7 +117,8 @@ def create_databases(
 
 
 def open_databases(
-    env: lmdb.Environment, txn: lmdb.Transaction[memoryview] | None = None
+    env: lmdb.Environment,
+    txn: lmdb.Transaction[memoryview] | None = None,
 ) -> dict[str, _Database]:
     """Open the databases of an existing store, in a write transaction or, without one, read-only.
 
@@ -273,7 +276,10 @@ def tail_pages(table_length: int) -> int:
 
 
 def encode_tail(
-    tail: memoryview, encoded: bytes, extents: Sequence[Extent], erasures: int
+    tail: memoryview,
+    encoded: bytes,
+    extents: Sequence[Extent],
+    erasures: int,
 ) -> None:
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 

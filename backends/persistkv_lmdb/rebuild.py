@@ -94,7 +94,10 @@ class ScannedPack(NamedTuple):
 
 
 def rebuild(
-    path: Path, policy: Policy, keys: KeyFile, progress: Callable[[int, int], None]
+    path: Path,
+    policy: Policy,
+    keys: KeyFile,
+    progress: Callable[[int, int], None],
 ) -> Rebuilt | None:
     """Rebuild the store in a directory; see ``Backend.rebuild``. None: its catalogue is valid, and
     nothing was changed.
@@ -222,7 +225,11 @@ class _Rebuild:
                 progress(done, self._read_bytes)
 
     def _pack_at(
-        self, fd: int, segment: int, number: int, page: memoryview
+        self,
+        fd: int,
+        segment: int,
+        number: int,
+        page: memoryview,
     ) -> ScannedPack | str:
         """Return the pack whose trailer is at the end of a page, or the reason why it is not to be
         listed.
@@ -365,7 +372,10 @@ class _Rebuild:
         return allocator.total * PAGE_BYTES
 
     def _add(
-        self, rows: TableRows, namespace: Namespace, packs: Sequence[ScannedPack]
+        self,
+        rows: TableRows,
+        namespace: Namespace,
+        packs: Sequence[ScannedPack],
     ) -> None:
         """Add packs of one namespace to the catalogue, in the caller's transaction."""
         allocator = Allocator(rows)

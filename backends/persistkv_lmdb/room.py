@@ -105,7 +105,10 @@ class Room:
         return self.transaction.used_bytes() <= goal.catalogue
 
     def expect(
-        self, packs: Sequence[NewPack], unplaced: Sequence[NewPack], rows: int
+        self,
+        packs: Sequence[NewPack],
+        unplaced: Sequence[NewPack],
+        rows: int,
     ) -> None:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than
         usual, lower the limit of the segments.

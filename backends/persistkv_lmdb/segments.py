@@ -604,7 +604,10 @@ def after_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def write_all(
-    fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    unit: int = 1,
 ) -> None:
     """Write all bytes of the buffers to a file, from byte ``offset`` of the file on.
 
@@ -625,7 +628,10 @@ def write_all(
 
 
 def read_all(
-    fd: int, buffers: Sequence[memoryview], offset: int, unit: int = 1
+    fd: int,
+    buffers: Sequence[memoryview],
+    offset: int,
+    unit: int = 1,
 ) -> bool:
     """Fill the buffers from byte ``offset`` of a file on; return False, with undefined content in
     the buffers, if the file ends too early or a system call reads a number of bytes that is not a
@@ -656,7 +662,9 @@ class Bounce:
     """
 
     def __init__(
-        self, settle: Callable[[], None], batch_bytes: int = _BATCH_BYTES
+        self,
+        settle: Callable[[], None],
+        batch_bytes: int = _BATCH_BYTES,
     ) -> None:
         # mapped, because mappings are aligned; backed by physical memory on first use
         self._memory = memoryview(mmap.mmap(-1, batch_bytes))

@@ -17,7 +17,11 @@ class S3Backend(SharedBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         return S3Blobs(*parse_url(url, options))
 

@@ -97,7 +97,11 @@ class S3Blobs(Blobs):
         return written + _DATE_S
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         """See ``Blobs.read``. The deadline, and the time after which an answer is slow, include the
         time that the iterable takes. Its exceptions pass unchanged.

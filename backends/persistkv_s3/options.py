@@ -91,7 +91,8 @@ class BucketPlace(msgspec.Struct, frozen=True):
 
 
 def parse_url(
-    url: StoreUrl, own: Mapping[str, str] | None = None
+    url: StoreUrl,
+    own: Mapping[str, str] | None = None,
 ) -> tuple[BucketPlace, S3Options]:
     """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an
     invalid part.

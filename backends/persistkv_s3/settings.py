@@ -73,7 +73,11 @@ class _Setting:
     """A setting that was read, or the reason why it was not."""
 
     def __init__(
-        self, bucket: Bucket, check: str, operation: str, permission: str
+        self,
+        bucket: Bucket,
+        check: str,
+        operation: str,
+        permission: str,
     ) -> None:
         """Read the setting.
 
@@ -99,7 +103,8 @@ class _Setting:
             self._reason = str(error)
 
     def outcomes(
-        self, evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]]
+        self,
+        evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]],
     ) -> Iterator[Check]:
         """Yield an outcome for each finding of ``evaluate``, or one that the setting was not read.
 

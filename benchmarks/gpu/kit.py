@@ -67,7 +67,8 @@ class Package(NamedTuple):
 
 
 def problems(
-    needed: Iterable[Requirement], packages: Mapping[str, Package]
+    needed: Iterable[Requirement],
+    packages: Mapping[str, Package],
 ) -> dict[str, str]:
     """Return the missing and unsuitable packages by name, with the reasons.
 

@@ -57,7 +57,11 @@ class Restorer:
     """Tiers and device pages of an engine without a model. Call ``close`` after use."""
 
     def __init__(
-        self, device: torch.device, url: str, max_blocks: int, smoke: bool
+        self,
+        device: torch.device,
+        url: str,
+        max_blocks: int,
+        smoke: bool,
     ) -> None:
         layers, heads = (2, 2) if smoke else (32, 8)
         geometry = KVGroupGeometry(
@@ -203,7 +207,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    directory: Path, size: int, device: torch.device, smoke: bool, results: Results
+    directory: Path,
+    size: int,
+    device: torch.device,
+    smoke: bool,
+    results: Results,
 ) -> None:
     """Measure contexts of one size, each stored once and restored once."""
     rounds = 1 if smoke else 3 if size <= 512 << 20 else 2

@@ -169,7 +169,8 @@ def synchronize(device: torch.device) -> None:
 
 
 def medians_of_interleaved(
-    steps: dict[str, Callable[[], None]], rounds: int
+    steps: dict[str, Callable[[], None]],
+    rounds: int,
 ) -> dict[str, float]:
     """Return the median seconds of each step. The steps alternate; the first round is not
     counted."""
@@ -184,7 +185,9 @@ def medians_of_interleaved(
 
 
 def _random_pages(
-    num_blocks: int, page_bytes: int, device: torch.device
+    num_blocks: int,
+    page_bytes: int,
+    device: torch.device,
 ) -> torch.Tensor:
     return torch.randint(
         -128, 128, (num_blocks, page_bytes), dtype=torch.int8, device=device

@@ -74,7 +74,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(
-    model: Any, lengths: list[int], path: str, smoke: bool, results: Results
+    model: Any,
+    lengths: list[int],
+    path: str,
+    smoke: bool,
+    results: Results,
 ) -> None:
     """Measure several prompt lengths with one store."""
     options: dict[str, Any] = {

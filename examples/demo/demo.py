@@ -62,7 +62,12 @@ _QUESTION_TOKENS = 64
 
 
 def demo(
-    store: str | None, model: Path, tokens: int, codec: str, *, json: bool
+    store: str | None,
+    model: Path,
+    tokens: int,
+    codec: str,
+    *,
+    json: bool,
 ) -> None:
     """Answer prompts in one process, kill it, and answer them in a new process with restored KV.
 

@@ -163,7 +163,11 @@ def _answer_warm(engine: Engine, task: Task) -> Report:
 
 
 def _generate(
-    engine: Engine, task: Task, prompts: dict[str, list[int]], *, load: bool
+    engine: Engine,
+    task: Task,
+    prompts: dict[str, list[int]],
+    *,
+    load: bool,
 ) -> tuple[dict[str, GenerateResult], float]:
     """Answer the prompts. Return the results by question, and seconds from the process's start to
     its first token.

@@ -28,7 +28,11 @@ class SqliteBlobs(Blobs):
     """Blobs in the file ``path``; ``wait_s``: seconds to wait for another writer."""
 
     def __init__(
-        self, path: Path, *, read_only: bool = False, wait_s: float = 30.0
+        self,
+        path: Path,
+        *,
+        read_only: bool = False,
+        wait_s: float = 30.0,
     ) -> None:
         self._uri = f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}"
         self._wait_s = wait_s
@@ -44,7 +48,11 @@ class SqliteBlobs(Blobs):
         return time.time()
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         medium.check_name(name)
         with self._transaction() as db:
@@ -111,7 +119,11 @@ class SqliteBackend(SharedBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         if options:
             raise ConfigurationError(

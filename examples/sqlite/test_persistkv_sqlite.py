@@ -136,7 +136,8 @@ def test_put_to_full_file_is_refused_and_leaves_old_blob(
 
 
 def test_read_only_handle_reads_and_refuses_writes(
-    blobs: SqliteBlobs, path: Path
+    blobs: SqliteBlobs,
+    path: Path,
 ) -> None:
     blobs.put("a", [b"data"])
     with closing(SqliteBlobs(path, read_only=True)) as reader:
@@ -150,7 +151,8 @@ def test_read_only_handle_reads_and_refuses_writes(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_missing_directory_is_refused_and_not_created(
-    path: Path, read_only: bool
+    path: Path,
+    read_only: bool,
 ) -> None:
     with (
         closing(

@@ -82,7 +82,10 @@ class GroupBlocks(NamedTuple):
 
 
 def longest_match(
-    groups: Sequence[GroupBlocks], unit: int, start: int, limit: int
+    groups: Sequence[GroupBlocks],
+    unit: int,
+    start: int,
+    limit: int,
 ) -> int:
     """Return the length of the longest prefix that all groups can serve, a multiple of ``unit``
     tokens.

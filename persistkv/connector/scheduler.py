@@ -250,7 +250,10 @@ class _ScheduledRequest:
 
 
 def _present_blocks(
-    keys: Sequence[OffloadKey], table: BlockTable, factor: int, candidates: range
+    keys: Sequence[OffloadKey],
+    table: BlockTable,
+    factor: int,
+    candidates: range,
 ) -> _Offer:
     """Return those of the offloaded blocks of which the group has all device blocks."""
     offer = {}
@@ -263,7 +266,8 @@ def _present_blocks(
 
 
 def _device_blocks(
-    tables: Sequence[BlockTable], starts: Sequence[int]
+    tables: Sequence[BlockTable],
+    starts: Sequence[int],
 ) -> GPULoadStoreSpec:
     """Return a spec of device blocks.
 
@@ -386,7 +390,11 @@ class OffloadingConnectorScheduler:
         return context
 
     def update_keys(
-        self, req_id: str, group_idx: int, keys: Iterable[OffloadKey], num_tokens: int
+        self,
+        req_id: str,
+        group_idx: int,
+        keys: Iterable[OffloadKey],
+        num_tokens: int,
     ) -> None:
         """Append the keys of a request's next offloaded blocks of one group, all keys of an engine
         having the same length. Their KV need not be computed yet. ``num_tokens`` counts all tokens
@@ -402,7 +410,9 @@ class OffloadingConnectorScheduler:
         description.num_tokens = num_tokens
 
     def _keys_of_tenant(
-        self, tenant: str | None, keys: Sequence[OffloadKey]
+        self,
+        tenant: str | None,
+        keys: Sequence[OffloadKey],
     ) -> Sequence[OffloadKey]:
         """Return the tenant's keys of the same blocks, and learn the length of the engine's keys.
         All tiers, the primary one too, know the blocks by the tenant's keys alone."""
@@ -413,7 +423,9 @@ class OffloadingConnectorScheduler:
         return [tenant_key(tenant, key) for key in keys]
 
     def get_num_new_matched_tokens(
-        self, req_id: str, num_computed_tokens: int
+        self,
+        req_id: str,
+        num_computed_tokens: int,
     ) -> int | None:
         """Return the number of tokens after those on the device that can be loaded. At least one
         token of the prompt is left for the engine to compute.
@@ -459,7 +471,9 @@ class OffloadingConnectorScheduler:
         )
 
     def _probed_groups(
-        self, request: _ScheduledRequest, waiting: set[OffloadKey]
+        self,
+        request: _ScheduledRequest,
+        waiting: set[OffloadKey],
     ) -> list[GroupBlocks]:
         """Return the request's blocks with functions that look them up in the manager.
 
@@ -491,7 +505,9 @@ class OffloadingConnectorScheduler:
         return [GroupBlocks(*group, is_available, probe) for group in groups]
 
     def needed_device_blocks(
-        self, req_id: str, num_external_tokens: int
+        self,
+        req_id: str,
+        num_external_tokens: int,
     ) -> list[range]:
         """Return, by group, the indices of the request's device blocks that a load of so many
         tokens fills."""
@@ -622,7 +638,8 @@ class OffloadingConnectorScheduler:
         return ConnectorMetadata(loads, stores)
 
     def update_connector_output(
-        self, results: Iterable[TransferResult]
+        self,
+        results: Iterable[TransferResult],
     ) -> ConnectorOutput:
         """Process the results of ended transfers, and return the ends of loads and of requests.
 
@@ -699,7 +716,9 @@ class OffloadingConnectorScheduler:
         return self._transfer(request, output.keys_to_store, spec, is_load=False)
 
     def _prepare_store(
-        self, request: _ScheduledRequest, offers: Sequence[_Offer]
+        self,
+        request: _ScheduledRequest,
+        offers: Sequence[_Offer],
     ) -> PrepareStoreOutput | None:
         """Reserve room for the offered blocks in the manager. Return None if there is no room, or
         no block is offered."""
@@ -767,7 +786,9 @@ class OffloadingConnectorScheduler:
             self.stats.failed_stores += 1
 
     def _end_load(
-        self, transfer: _PlannedTransfer, result: TransferResult
+        self,
+        transfer: _PlannedTransfer,
+        result: TransferResult,
     ) -> LoadProgress:
         """Process the end of a load: release its blocks in the manager, update the request's tokens
         and next offer, and return the result for the engine."""
@@ -807,7 +828,8 @@ def _first_half(offer: _Offer) -> _Offer:
 
 
 def _without_held(
-    offers: Sequence[_Offer], keys_to_store: Sequence[OffloadKey]
+    offers: Sequence[_Offer],
+    keys_to_store: Sequence[OffloadKey],
 ) -> Sequence[_Offer]:
     """Return the offered blocks that the manager wants, without those that it holds already."""
     num_offered = sum(map(len, offers))

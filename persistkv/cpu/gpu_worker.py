@@ -139,7 +139,9 @@ def _rows(
 
 
 def _prepare_region(
-    region: SharedOffloadRegion, num_cpu_blocks: int, device: torch.device
+    region: SharedOffloadRegion,
+    num_cpu_blocks: int,
+    device: torch.device,
 ) -> None:
     """Check the number of rows of the shared memory, and register it with a GPU.
 

@@ -81,7 +81,10 @@ class HeadSlice:
 
 
 def head_slices(
-    kv_caches: CanonicalKVCaches, block_size_factor: int, rank: int, num_workers: int
+    kv_caches: CanonicalKVCaches,
+    block_size_factor: int,
+    rank: int,
+    num_workers: int,
 ) -> list[HeadSlice]:
     """Return the slices of one worker's pages in the head-sharded layout, by tensor.
 
@@ -228,7 +231,9 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
 
 
 def _check_tensor(
-    where: str, canonical: CanonicalKVCacheTensor, device: torch.device
+    where: str,
+    canonical: CanonicalKVCacheTensor,
+    device: torch.device,
 ) -> None:
     """Raise ConfigurationError unless a tensor is a table of bytes on the device, a row per
     block."""
@@ -252,7 +257,11 @@ def _check_tensor(
 
 
 def _check_number(
-    field: str, value: int, lowest: int, highest: int, unit: str = ""
+    field: str,
+    value: int,
+    lowest: int,
+    highest: int,
+    unit: str = "",
 ) -> None:
     """Raise ConfigurationError unless ``value`` is from ``lowest`` to ``highest``; ``unit`` ends
     the text of the error."""
@@ -322,7 +331,9 @@ class BlockPairs(NamedTuple):
 
 
 def plan_copies(
-    gpu: GPULoadStoreSpec, cpu: BlockIDsLoadStoreSpec, memory: KVMemory
+    gpu: GPULoadStoreSpec,
+    cpu: BlockIDsLoadStoreSpec,
+    memory: KVMemory,
 ) -> list[PageCopies]:
     """Plan a transfer: pair the GPU blocks of all groups with places in rows of the primary tier.
 
@@ -367,7 +378,9 @@ def plan_copies(
 
 
 def _pair_blocks(
-    gpu: GPULoadStoreSpec, rows: IntArray, factor: int
+    gpu: GPULoadStoreSpec,
+    rows: IntArray,
+    factor: int,
 ) -> tuple[list[BlockPairs], int]:
     """Return for each group its GPU blocks and their places in rows, and the number of rows that
     all groups need. If there are fewer rows, places are missing."""
@@ -392,7 +405,9 @@ def _pair_blocks(
 
 
 def compute_sub_block_ptrs(
-    sub_blocks: IntArray, block_size_factor: int, tensor: torch.Tensor
+    sub_blocks: IntArray,
+    block_size_factor: int,
+    tensor: torch.Tensor,
 ) -> IntArray:
     """Return the memory address of each sub-block of a tensor.
 

@@ -54,7 +54,10 @@ class CPUOffloadingManager(OffloadingManager):
     """
 
     def __init__(
-        self, num_blocks: int, cache_policy: str = "lru", enable_events: bool = False
+        self,
+        num_blocks: int,
+        cache_policy: str = "lru",
+        enable_events: bool = False,
     ) -> None:
         if num_blocks <= 0:
             raise ConfigurationError(
@@ -162,7 +165,9 @@ class CPUOffloadingManager(OffloadingManager):
         self._policy.release(keys)
 
     def prepare_store(
-        self, keys: Keys, req_context: ReqContext
+        self,
+        keys: Keys,
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted
         for them.
@@ -202,12 +207,17 @@ class CPUOffloadingManager(OffloadingManager):
         return CPULoadStoreSpec(rows)
 
     def complete_store(
-        self, keys: Keys, req_context: ReqContext, success: bool = True
+        self,
+        keys: Keys,
+        req_context: ReqContext,
+        success: bool = True,
     ) -> None:
         self.end_writes(keys, success)
 
     def end_writes(
-        self, keys: Keys, success: bool
+        self,
+        keys: Keys,
+        success: bool,
     ) -> tuple[list[OffloadKey], list[OffloadKey]]:
         """Do the work of ``complete_store`` and return the blocks whose writes ended.
 

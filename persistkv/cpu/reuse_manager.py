@@ -104,7 +104,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return new
 
     def prepare_store(
-        self, keys: Keys, req_context: ReqContext
+        self,
+        keys: Keys,
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """Pass on the blocks that were looked up often enough, and those that are held."""
         offered = []
@@ -119,7 +121,10 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.is_held(key)
 
     def complete_store(
-        self, keys: Keys, req_context: ReqContext, success: bool = True
+        self,
+        keys: Keys,
+        req_context: ReqContext,
+        success: bool = True,
     ) -> None:
         self.backing.complete_store(keys, req_context, success)
 

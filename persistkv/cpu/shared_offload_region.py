@@ -255,7 +255,8 @@ class SharedOffloadRegion:
 
 
 def pin_mmap_region(
-    region: SharedOffloadRegion, runtime: CudaRuntime | None = None
+    region: SharedOffloadRegion,
+    runtime: CudaRuntime | None = None,
 ) -> bool:
     """Register a region's mapping with CUDA, so that the GPU accesses it directly, until
     ``cleanup``.

@@ -177,7 +177,8 @@ class CPUOffloadingSpec(OffloadingSpec):
         )
 
     def get_handlers(
-        self, kv_caches: CanonicalKVCaches
+        self,
+        kv_caches: CanonicalKVCaches,
     ) -> Iterator[tuple[type[LoadStoreSpec], type[LoadStoreSpec], OffloadingHandler]]:
         """Yield the worker's handlers, the same at each call.
 

@@ -200,7 +200,10 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
 
 
 def _page_spans(
-    size: int, first: int, length: int, stride: int
+    size: int,
+    first: int,
+    length: int,
+    stride: int,
 ) -> list[tuple[int, int]]:
     """Return the whole pages that ``prefault`` makes resident: first byte, and byte after the last,
     of spans that do not overlap.

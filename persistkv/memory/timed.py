@@ -21,7 +21,10 @@ class TimedBlocks:
     Thread-safe."""
 
     def __init__(
-        self, pool: BufferPool, blocks: Sequence[Regions], block_bytes: int
+        self,
+        pool: BufferPool,
+        blocks: Sequence[Regions],
+        block_bytes: int,
     ) -> None:
         """:param blocks: the caller's memory, in use until ``revoke``.
         :raises OSError: no memory is left.

@@ -344,7 +344,9 @@ class Backend(ABC):
         """
 
     def manifest_keys(
-        self, namespace: bytes, manifest_ids: Sequence[str]
+        self,
+        namespace: bytes,
+        manifest_ids: Sequence[str],
     ) -> list[ManifestKeys | None]:
         """Return the keys of each manifest, in order; None for keys that are damaged or not
         held."""
@@ -490,7 +492,9 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def rebuild(
-        cls, url: StoreUrl, progress: Callable[[int, int], None]
+        cls,
+        url: StoreUrl,
+        progress: Callable[[int, int], None],
     ) -> Rebuilt | None:
         """Find the packs of a store whose catalogue is lost or damaged, by their traces in its
         payloads, and build a new catalogue of them.

@@ -77,7 +77,11 @@ class Blobs(ABC):
 
     @abstractmethod
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         """Read ``length`` bytes of a blob, from the byte ``offset`` on, into writable buffers, one
         after the other.

@@ -58,7 +58,11 @@ class CallsCheck:
     """
 
     def __init__(
-        self, blobs: Blobs, remedies: Mapping[str, str], *, writes: bool
+        self,
+        blobs: Blobs,
+        remedies: Mapping[str, str],
+        *,
+        writes: bool,
     ) -> None:
         self.answers = True
         """Whether the medium answered every call; if not, other calls would time out."""

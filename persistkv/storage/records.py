@@ -108,7 +108,10 @@ class StoreReport(msgspec.Struct, array_like=True, tag=True):
     again."""
 
     def add(
-        self, *, stored: Sequence[bytes] = (), removed: Sequence[bytes] = ()
+        self,
+        *,
+        stored: Sequence[bytes] = (),
+        removed: Sequence[bytes] = (),
     ) -> None:
         """Add keys to both lists. A key that was stored and then removed is only in ``removed``."""
         gone = set(removed)

@@ -34,7 +34,9 @@ class RequestUse:
     """Payload bytes of the packs that the manifest names, padding included."""
 
     def expires(
-        self, own_ttl_s: float | None, store_ttl_s: float | None
+        self,
+        own_ttl_s: float | None,
+        store_ttl_s: float | None,
     ) -> float | None:
         """Return when the request expires, unless it is used before: seconds since the epoch; None:
         never. The next commit to the store after this time deletes it.

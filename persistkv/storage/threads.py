@@ -71,7 +71,9 @@ class StoreThreads:
         return await _run_all(self._readers, calls)
 
     async def read_until(
-        self, calls: Sequence[AbandonableCall[T]], deadline: float | None
+        self,
+        calls: Sequence[AbandonableCall[T]],
+        deadline: float | None,
     ) -> list[T | None]:
         """Run calls concurrently, as ``read`` does. At the deadline, drop those that have not begun
         (their result is None), and abandon the others if they can be.

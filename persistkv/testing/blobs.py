@@ -67,7 +67,11 @@ class MemoryBlobs(Blobs):
         return now
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         """Fill the buffers one after the other from ``offset`` on; return the number of bytes."""
         check_name(name)
@@ -251,7 +255,11 @@ class FaultyBlobs(Blobs):
         return self._change("put", name, partial(self.inner.put, name, [data]))
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         self._begin("read", name)
         count = self.inner.read(name, offset, length, buffers)
@@ -277,7 +285,10 @@ class FaultyBlobs(Blobs):
         return self._finish_list(listed, prefix)
 
     def _list_halves(
-        self, prefix: str, after: str, between: Callable[[], object]
+        self,
+        prefix: str,
+        after: str,
+        between: Callable[[], object],
     ) -> Iterator[BlobInfo]:
         """Return a list of which one half is read before ``between``, the other half after it."""
         before_call = self.inner.list(prefix, after)
@@ -297,7 +308,9 @@ class FaultyBlobs(Blobs):
         return self.inner.state()
 
     def _finish_list(
-        self, listed: Iterator[BlobInfo], prefix: str
+        self,
+        listed: Iterator[BlobInfo],
+        prefix: str,
     ) -> Iterator[BlobInfo]:
         """Yield a list, and run the faults after it when the caller has read it to its end."""
         yield from listed

@@ -43,7 +43,11 @@ class MemoryBackend(SharedBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         if options:
             raise ConfigurationError(

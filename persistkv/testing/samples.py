@@ -19,7 +19,11 @@ from persistkv.tenants import DEFAULT_TENANT
 
 
 def sample_keys(
-    seed: int, count: int, *, group: int = 0, hash_bytes: int = 32
+    seed: int,
+    count: int,
+    *,
+    group: int = 0,
+    hash_bytes: int = 32,
 ) -> list[bytes]:
     """Return ``count`` block keys of one group; each contains ``hash_bytes`` random bytes in place
     of a hash."""

@@ -39,13 +39,19 @@ class TierRig:
         self._job_ids = itertools.count()
 
     def store(
-        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        block_ids: Sequence[int],
+        req: ReqContext,
     ) -> int:
         """Submit a store of the blocks in the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=False)
 
     def load(
-        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        block_ids: Sequence[int],
+        req: ReqContext,
     ) -> int:
         """Submit a load of blocks into the rows ``block_ids``; return the job's id."""
         return self._submit(keys, block_ids, req, is_promotion=True)
@@ -100,7 +106,11 @@ class TierRig:
             time.sleep(_POLL_S)
 
     def check_loaded(
-        self, key: OffloadKey, row: int, stored: npt.NDArray[np.uint8], source: int
+        self,
+        key: OffloadKey,
+        row: int,
+        stored: npt.NDArray[np.uint8],
+        source: int,
     ) -> None:
         """Assert that a row holds the key's block of another row.
 
@@ -110,7 +120,10 @@ class TierRig:
         assert loaded == block_bytes(stored, key, source)
 
     def store_until_held(
-        self, keys: Sequence[OffloadKey], block_ids: Sequence[int], req: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        block_ids: Sequence[int],
+        req: ReqContext,
     ) -> None:
         """Store blocks, end the request, and wait until lookups find them."""
         self.run(self.store(keys, block_ids, req))
@@ -143,7 +156,9 @@ class SecondaryTierConformance(ABC):
 
     @abstractmethod
     def open_tier(
-        self, config: OffloadingConfig, view: memoryview
+        self,
+        config: OffloadingConfig,
+        view: memoryview,
     ) -> SecondaryTierManager:
         """Return a new, empty tier that uses the primary tier's rows.
 
@@ -193,7 +208,9 @@ class SecondaryTierConformance(ABC):
         assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""
 
     def test_load_stored_blocks_writes_their_bytes_only(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
@@ -217,7 +234,9 @@ class SecondaryTierConformance(ABC):
         assert (rig.rows == _UNTOUCHED).all()
 
     def test_store_rows_overwritten_after_result_keeps_stored_bytes(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)[:3]
         stored = rig.rows[:3].copy()
@@ -231,7 +250,9 @@ class SecondaryTierConformance(ABC):
             rig.check_loaded(key, 5 + number, stored, number)
 
     def test_get_finished_jobs_returns_one_result_per_job(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
         jobs = [
@@ -245,7 +266,9 @@ class SecondaryTierConformance(ABC):
         assert not list(rig.tier.get_finished_jobs())
 
     def test_load_absent_block_fails_alone(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
         stored = rig.rows[:2].copy()
@@ -268,12 +291,16 @@ class SecondaryTierConformance(ABC):
         rig.store_until_held(keys, [0, 1], context)
 
     def test_touch_absent_blocks_does_not_raise(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         rig.tier.touch(self.keys_of(request_of), request_of)
 
     def test_reset_cache_changed_weights_makes_all_blocks_miss(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)[:3]
         rig.store_until_held(keys, [0, 1, 2], request_of)
@@ -289,7 +316,9 @@ class SecondaryTierConformance(ABC):
         rig.results(jobs)
 
     def test_drain_jobs_makes_results_available_at_once(
-        self, rig: TierRig, request_of: ReqContext
+        self,
+        rig: TierRig,
+        request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
         job = rig.store(keys, range(len(keys)), request_of)

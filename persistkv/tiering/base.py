@@ -163,7 +163,9 @@ class SecondaryTierManager(ABC):
         passed. The job still needs a result, which frees its rows."""
 
     def on_restored(  # noqa: B027
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
         """Learn that a request uses blocks that the tier has loaded, instead of computing them.
         Called before the request's end, at most once for each block and request."""

@@ -144,7 +144,12 @@ class LoadTimes:
         self._queued_bytes += num_bytes
 
     def end(
-        self, job_id: int, loaded_bytes: int, seconds: float, *, is_late: bool
+        self,
+        job_id: int,
+        loaded_bytes: int,
+        seconds: float,
+        *,
+        is_late: bool,
     ) -> None:
         """Learn from a load that ended.
 

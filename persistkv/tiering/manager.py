@@ -154,7 +154,9 @@ class TieringOffloadingManager(OffloadingManager):
         return self.primary_tier.is_held(key)
 
     def lookup_prefix(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> list[bool | None]:
         """See ``OffloadingManager``. From the first key on that is not readable in the primary
         tier, one call probes each secondary tier for all keys, if the tier has its own
@@ -178,7 +180,9 @@ class TieringOffloadingManager(OffloadingManager):
         return answers
 
     def _holders(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> dict[OffloadKey, IsolatedTier]:
         """Return, for each key in a prefix that secondary tiers hold, the tier to load it from. The
         first call that finds any decides whether the request loads them.
@@ -302,7 +306,10 @@ class TieringOffloadingManager(OffloadingManager):
         return self._lookup_secondary(key, req_context, holders.get(key))
 
     def _lookup_secondary(
-        self, key: OffloadKey, req_context: ReqContext, holder: IsolatedTier | None
+        self,
+        key: OffloadKey,
+        req_context: ReqContext,
+        holder: IsolatedTier | None,
     ) -> bool | None:
         """Queue the promotion of the block from ``holder``, or the first tier that holds it.
 
@@ -425,7 +432,9 @@ class TieringOffloadingManager(OffloadingManager):
     # Loads
 
     def prepare_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> LoadStoreSpec:
         """Prepare a load from the primary tier. The holds on promoted blocks end, because the load
         protects them now."""
@@ -439,7 +448,9 @@ class TieringOffloadingManager(OffloadingManager):
         return spec
 
     def _report_restored(
-        self, request: TieredRequest, keys: Sequence[OffloadKey]
+        self,
+        request: TieredRequest,
+        keys: Sequence[OffloadKey],
     ) -> None:
         """Report to the tiers which of their blocks the request loads. A block that arrives after
         the request has begun to compute it is none of them."""
@@ -450,7 +461,9 @@ class TieringOffloadingManager(OffloadingManager):
             tier.on_restored(restored, request.context)
 
     def complete_load(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> None:
         self.primary_tier.complete_load(keys, req_context)
 
@@ -460,7 +473,10 @@ class TieringOffloadingManager(OffloadingManager):
             tier.touch(keys, req_context)
 
     def _hold(
-        self, request: TieredRequest, keys: set[OffloadKey], source: IsolatedTier
+        self,
+        request: TieredRequest,
+        keys: set[OffloadKey],
+        source: IsolatedTier,
     ) -> None:
         """Keep readable blocks that ``source`` has loaded from eviction until the request loads
         them."""
@@ -469,7 +485,9 @@ class TieringOffloadingManager(OffloadingManager):
         request.held_until = time.monotonic() + self._hold_s
 
     def _release_held(
-        self, request: TieredRequest, keys: Collection[OffloadKey]
+        self,
+        request: TieredRequest,
+        keys: Collection[OffloadKey],
     ) -> None:
         """Allow the eviction of blocks that ``_hold`` kept for a request."""
         # a copy: ``keys`` may be ``request.held`` itself
@@ -492,7 +510,9 @@ class TieringOffloadingManager(OffloadingManager):
     # Stores and cascades
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """See ``OffloadingManager``. Rows of tier jobs that had ended before the first call of a
         step can be allocated.
@@ -535,7 +555,10 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascade(tier, new_to_tier, req_context)
 
     def complete_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
     ) -> None:
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
@@ -562,7 +585,10 @@ class TieringOffloadingManager(OffloadingManager):
                     self._end_if_done(request)
 
     def _cascade(
-        self, tier: IsolatedTier, readable: list[OffloadKey], req_context: ReqContext
+        self,
+        tier: IsolatedTier,
+        readable: list[OffloadKey],
+        req_context: ReqContext,
     ) -> bool:
         """Submit readable blocks to a tier for storing, once the tier's share of the rows permits
         it. Return False if the tier gets no jobs.
@@ -917,7 +943,10 @@ def _tell_slower_tiers(
 
 
 def _check_options(
-    cascade_share: float, hold_s: float, room_wait_s: float, prewarm_share: float
+    cascade_share: float,
+    hold_s: float,
+    room_wait_s: float,
+    prewarm_share: float,
 ) -> None:
     """Raise ConfigurationError if an option is out of range."""
     if not 0 < cascade_share <= 1:

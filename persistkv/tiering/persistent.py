@@ -175,7 +175,10 @@ class PersistentTier(SecondaryTierManager):
     """
 
     def __init__(
-        self, config: OffloadingConfig, primary_kv_view: memoryview, **options: Any
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        **options: Any,
     ) -> None:
         super().__init__(config, primary_kv_view)
         if not config.identity:
@@ -725,7 +728,8 @@ def _contains_nothing(key: bytes) -> bool:
 
 
 def _depths(
-    description: RequestDescription | None, keys: Sequence[OffloadKey]
+    description: RequestDescription | None,
+    keys: Sequence[OffloadKey],
 ) -> list[int] | None:
     """Return the depth of each block in its request; None if one is not known."""
     if description is None:

@@ -51,7 +51,9 @@ class TieredRequest:
         return self.decision is not None and not self.decision.num_runs
 
     def not_received(
-        self, tier: IsolatedTier, keys: Iterable[OffloadKey]
+        self,
+        tier: IsolatedTier,
+        keys: Iterable[OffloadKey],
     ) -> list[OffloadKey]:
         """Return the blocks that the tier did not receive when they were promoted."""
         received = self.received.get(tier, ())

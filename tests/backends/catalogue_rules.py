@@ -42,7 +42,8 @@ class CatalogueRules(BackendSuite):
     committed after it; None: cursors never become too old."""
 
     def test_open_namespace_twice_returns_same_namespace(
-        self, backend: Backend
+        self,
+        backend: Backend,
     ) -> None:
         assert list(backend.namespaces()) == [], "a new store is not empty"
         before = time.time()
@@ -55,7 +56,8 @@ class CatalogueRules(BackendSuite):
         assert list(backend.namespaces()) == [opened]
 
     def test_open_namespace_without_content_adds_nothing(
-        self, backend: Backend
+        self,
+        backend: Backend,
     ) -> None:
         self.need_ending_namespaces()
         names = [
@@ -75,7 +77,9 @@ class CatalogueRules(BackendSuite):
         assert list(backend.namespaces()) == []
 
     def test_changes_cursor_before_first_content_returns_all_content(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack, other = (sample_pack(namespace, seed) for seed in range(2))
@@ -111,7 +115,9 @@ class CatalogueRules(BackendSuite):
         check_totals(backend)
 
     def test_namespace_with_manifest_only_stays(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         pack = sample_pack(namespace, 1)
         manifest = sample_manifest("r")  # names no packs
@@ -122,7 +128,9 @@ class CatalogueRules(BackendSuite):
         assert not backend.changes(namespace, cursor).reset
 
     def test_namespace_last_pack_replaced_in_one_commit_goes_on(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         old, new = (sample_pack(namespace, seed) for seed in range(2))
         cursor = backend.commit(namespace, CommitBatch([old])).cursor
@@ -136,7 +144,9 @@ class CatalogueRules(BackendSuite):
         )
 
     def test_namespace_begun_again_rejects_positions_before_its_end(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         self.need_ending_namespaces()
         packs = [sample_pack(namespace, seed) for seed in range(3)]
@@ -238,7 +248,9 @@ class CatalogueRules(BackendSuite):
         assert backend.stats().packs
 
     def test_changes_without_cursor_returns_whole_catalogue(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         empty = backend.changes(namespace, None)
         assert empty.reset
@@ -254,7 +266,9 @@ class CatalogueRules(BackendSuite):
         }
 
     def test_changes_pack_committed_and_deleted_is_not_added(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         cursor = backend.changes(namespace, None).cursor
         pack = sample_pack(namespace, 1)
@@ -265,7 +279,9 @@ class CatalogueRules(BackendSuite):
         assert set(changes.removed) <= {pack.pack_id}
 
     def test_changes_commits_without_own_packs_keep_cursor_current(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         cursor = backend.changes(namespace, None).cursor
         other = backend.open_namespace(sample_identity(1)).id
@@ -277,7 +293,9 @@ class CatalogueRules(BackendSuite):
         ).stale
 
     def test_changes_too_old_cursor_resets(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         if self.changes_kept is None:
             pytest.skip("the driver keeps all changes")
@@ -294,7 +312,9 @@ class CatalogueRules(BackendSuite):
         assert len(list(backend.changes(namespace, recent).added)) >= len(rest)
 
     def test_read_into_array_rows_fills_only_their_bytes(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         pack = sample_pack(namespace, 1, blocks=40, block_bytes=65_536)
         backend.commit(namespace, CommitBatch([pack]))
@@ -330,7 +350,10 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("numbers", [range(6), [1, 2, 5], [4], []])
     def test_read_frames_passes_frames_in_order_through_one_buffer(
-        self, backend: Backend, namespace: bytes, numbers: Sequence[int]
+        self,
+        backend: Backend,
+        namespace: bytes,
+        numbers: Sequence[int],
     ) -> None:
         pack = sample_pack(
             namespace, 1, blocks=6, block_bytes=900_000, codec=ZstdCodec()
@@ -368,7 +391,9 @@ class CatalogueRules(BackendSuite):
         )
 
     def test_read_all_packs_in_one_call_returns_stored_bytes(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         """Reads all payloads into page-aligned memory, as ``verify`` does. One pack was deleted."""
         packs = [
@@ -396,7 +421,9 @@ class CatalogueRules(BackendSuite):
         ]
 
     def test_manifests_same_id_is_replaced(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         backend.commit(
             namespace,
@@ -415,7 +442,9 @@ class CatalogueRules(BackendSuite):
         assert check_totals(backend).requests == 2
 
     def test_uses_shared_pack_reports_reuse_hits_and_sizes(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         first, second = sample_pack(namespace, 1), sample_pack(namespace, 2, depth=4)
         before = time.time()
@@ -450,7 +479,8 @@ class CatalogueRules(BackendSuite):
         assert backend.catalogue(namespace).uses(["short", "long"]) == [None, None]
 
     def test_manifests_abandoned_iteration_blocks_neither_commit_nor_close(
-        self, url: str
+        self,
+        url: str,
     ) -> None:
         backend = self.open(url)
         namespace = backend.open_namespace(sample_identity()).id
@@ -466,7 +496,9 @@ class CatalogueRules(BackendSuite):
         backend.close()
 
     def test_commit_several_packs_and_manifests_stores_all(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         packs = [sample_pack(namespace, seed) for seed in range(5)]
         manifests = [sample_manifest(f"r{seed}", seed) for seed in range(3)]
@@ -485,7 +517,9 @@ class CatalogueRules(BackendSuite):
         }
 
     def test_manifests_commits_during_iteration_returns_all(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         writes = [sample_manifest(f"r{number}", number) for number in range(700)]
         backend.commit(namespace, CommitBatch(manifests=writes))
@@ -499,7 +533,10 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(1)], ids=str)
     def test_commit_pack_of_two_groups_stores_table_and_payload(
-        self, backend: Backend, namespace: bytes, codec: RawCodec | ZstdCodec
+        self,
+        backend: Backend,
+        namespace: bytes,
+        codec: RawCodec | ZstdCodec,
     ) -> None:
         segments = [
             sample_segment(1, group=0, blocks=20, block_bytes=100_000),
@@ -516,7 +553,10 @@ class CatalogueRules(BackendSuite):
 
     @pytest.mark.parametrize("manifest_id", ["engine-1/0", "größe ✓", "x" * 5000, " "])
     def test_manifests_round_trip_returns_manifest_and_keys(
-        self, backend: Backend, namespace: bytes, manifest_id: str
+        self,
+        backend: Backend,
+        namespace: bytes,
+        manifest_id: str,
     ) -> None:
         keys = (
             PackedKeys.of(sample_keys(1, 300)),

@@ -40,7 +40,8 @@ class EvictionRules(BackendSuite):
 
     @pytest.fixture
     def set_clocks(
-        self, monkeypatch: pytest.MonkeyPatch
+        self,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> Callable[[float, float], None]:
         """Return a function of two numbers: seconds by which it sets the wall clock (``time.time``)
         and the clock since boot (``time.clock_gettime``) ahead of their real values, until the test
@@ -57,7 +58,9 @@ class EvictionRules(BackendSuite):
         return set_clocks
 
     def test_eviction_least_recently_used_pack_is_evicted_first(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         rng = np.random.default_rng(3)
         seeds: dict[bytes, int] = {}
@@ -91,7 +94,9 @@ class EvictionRules(BackendSuite):
         assert evicted > 50
 
     def test_eviction_commits_without_uses_leave_order_unchanged(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
@@ -107,7 +112,9 @@ class EvictionRules(BackendSuite):
         assert [pack_id for pack_id in evicted_ids if pack_id in ids] == ids[::-1]
 
     def test_eviction_shared_prefix_is_evicted_after_dependent_pack(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         prefix, end = (large_pack(name, seed, depth=3 * seed) for seed in range(2))
         chain = [prefix.pack_id, end.pack_id]
@@ -128,7 +135,9 @@ class EvictionRules(BackendSuite):
         ]
 
     def test_eviction_equal_use_evicts_deeper_packs_first_and_manifest_last(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         depths = [0, 16, 8, UNKNOWN_DEPTH, 24]
         packs = [
@@ -142,7 +151,9 @@ class EvictionRules(BackendSuite):
         assert not list(small.catalogue(name).manifests())
 
     def test_commit_large_pack_evicts_many_small_packs(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         for seed in range(100, 130):
             small.commit(name, CommitBatch([large_pack(name, seed, blocks=1)]))
@@ -154,7 +165,9 @@ class EvictionRules(BackendSuite):
         assert large.pack_id not in tables(small, name)
 
     def test_eviction_packs_named_or_touched_by_batch_are_kept(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         held = [large_pack(name, seed) for seed in range(3)]
         for pack in held:
@@ -170,7 +183,9 @@ class EvictionRules(BackendSuite):
         assert [manifest.id for manifest in small.catalogue(name).manifests()] == ["r"]
 
     def test_eviction_all_packs_touched_in_batch_evicts_deepest_first(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(10)]
         for pack in packs:
@@ -185,7 +200,9 @@ class EvictionRules(BackendSuite):
         ][: len(evicted)]
 
     def test_eviction_evicted_pack_drops_manifests_naming_it(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(3)]
         ids = [pack.pack_id for pack in packs]
@@ -202,7 +219,9 @@ class EvictionRules(BackendSuite):
         assert ids[0] in tables(small, name)
 
     def test_eviction_old_manifest_is_dropped_while_its_pack_is_kept(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         used = large_pack(name, 1, blocks=1)
         small.commit(
@@ -218,7 +237,9 @@ class EvictionRules(BackendSuite):
         assert used.pack_id in tables(small, name)
 
     def test_commit_deletion_removes_packs_reachable_only_through_it(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         """A pin does not protect a manifest and its packs from deletions."""
         packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(5)]
@@ -247,7 +268,10 @@ class EvictionRules(BackendSuite):
 
     @pytest.mark.parametrize("kind", ["deletions", "bad"])
     def test_commit_deletion_of_pack_in_many_requests_drops_them_all(
-        self, backend: Backend, namespace: bytes, kind: str
+        self,
+        backend: Backend,
+        namespace: bytes,
+        kind: str,
     ) -> None:
         shared, other = (
             large_pack(namespace, 1, blocks=1),
@@ -277,7 +301,9 @@ class EvictionRules(BackendSuite):
         assert list(backend.changes(namespace, result.cursor).added) == []
 
     def test_commit_bad_pack_is_removed_without_later_packs(
-        self, backend: Backend, namespace: bytes
+        self,
+        backend: Backend,
+        namespace: bytes,
     ) -> None:
         packs = [large_pack(namespace, seed, depth=3 * seed) for seed in range(4)]
         ids = [pack.pack_id for pack in packs]
@@ -314,7 +340,9 @@ class EvictionRules(BackendSuite):
         assert backend.manifest_keys(namespace, ["long"])[0] == shorter.keys
 
     def test_eviction_pinned_request_is_kept_until_unpinned(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         packs = [large_pack(name, seed, depth=3 * seed) for seed in range(2)]
         ids = [pack.pack_id for pack in packs]
@@ -345,7 +373,9 @@ class EvictionRules(BackendSuite):
         assert not list(small.catalogue(name).manifests())
 
     def test_commit_store_full_of_pins_raises_full_and_evicts_nothing(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         packs = [large_pack(name, seed, blocks=8) for seed in range(3)]
         manifest = sample_manifest("r", packs=[pack.pack_id for pack in packs])
@@ -363,7 +393,9 @@ class EvictionRules(BackendSuite):
         assert check_totals(small).packs == 4
 
     def test_eviction_capacity_is_shared_by_all_namespaces(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         other = small.open_namespace(sample_identity(1)).id
         ours, theirs = large_pack(name, 1), large_pack(other, 1)
@@ -380,7 +412,9 @@ class EvictionRules(BackendSuite):
         assert [space.id for space in small.namespaces()] == [name]
 
     def test_eviction_other_namespaces_pack_is_in_its_changes(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         other = small.open_namespace(sample_identity(1)).id
         ours, theirs = large_pack(name, 1), large_pack(other, 1)
@@ -396,7 +430,9 @@ class EvictionRules(BackendSuite):
         assert {space.id for space in small.namespaces()} == {name, other}
 
     def test_ttl_expires_unpinned_pack_after_its_last_use(
-        self, aging: Backend, set_clocks: Callable[[float, float], None]
+        self,
+        aging: Backend,
+        set_clocks: Callable[[float, float], None],
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         used, idle, pinned = (large_pack(name, seed, blocks=1) for seed in range(3))
@@ -423,7 +459,9 @@ class EvictionRules(BackendSuite):
         assert set(tables(aging, name)) == {pinned.pack_id}
 
     def test_ttl_many_packs_and_requests_expire_after_several_commits(
-        self, aging: Backend, set_clocks: Callable[[float, float], None]
+        self,
+        aging: Backend,
+        set_clocks: Callable[[float, float], None],
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         packs = [
@@ -440,7 +478,9 @@ class EvictionRules(BackendSuite):
         assert list(aging.namespaces()) == []
 
     def test_ttl_of_request_expires_only_that_request(
-        self, aging: Backend, set_clocks: Callable[[float, float], None]
+        self,
+        aging: Backend,
+        set_clocks: Callable[[float, float], None],
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         shared, own, kept = (
@@ -479,7 +519,9 @@ class EvictionRules(BackendSuite):
         assert set(tables(aging, name)) == {kept.pack_id}
 
     def test_eviction_low_priority_pack_is_evicted_first(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         shared, normal, low, last = (
             large_pack(name, seed, depth=3 * seed) for seed in range(4)
@@ -506,7 +548,9 @@ class EvictionRules(BackendSuite):
         assert ours == [pack.pack_id for pack in (last, low, normal, shared)]
 
     def test_eviction_low_priority_ends_once_normal_request_names_pack(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         first, second = (large_pack(name, seed) for seed in range(2))
         for pack in (first, second):
@@ -530,7 +574,9 @@ class EvictionRules(BackendSuite):
         assert first.pack_id not in evicted_ids
 
     def test_ttl_low_priority_pack_expires_after_its_own_last_use(
-        self, aging: Backend, set_clocks: Callable[[float, float], None]
+        self,
+        aging: Backend,
+        set_clocks: Callable[[float, float], None],
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         normal, low = (large_pack(name, seed, blocks=1) for seed in range(2))
@@ -553,7 +599,9 @@ class EvictionRules(BackendSuite):
         assert not list(aging.catalogue(name).manifests())
 
     def test_commit_wall_clock_set_back_expires_nothing(
-        self, aging: Backend, set_clocks: Callable[[float, float], None]
+        self,
+        aging: Backend,
+        set_clocks: Callable[[float, float], None],
     ) -> None:
         name = aging.open_namespace(sample_identity()).id
         first, second = large_pack(name, 1, blocks=1), large_pack(name, 2, blocks=1)
@@ -565,7 +613,9 @@ class EvictionRules(BackendSuite):
         assert not aging.commit(name, CommitBatch()).evicted
 
     def test_commit_evicted_equals_packs_removed_from_catalogue(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         rng = np.random.default_rng(3)
         written: dict[bytes, PackWriter] = {}
@@ -611,7 +661,9 @@ class EvictionRules(BackendSuite):
         backend.close()
 
     def test_eviction_pack_of_two_pinned_requests_is_kept_until_both_unpinned(
-        self, small: Backend, name: bytes
+        self,
+        small: Backend,
+        name: bytes,
     ) -> None:
         pack = large_pack(name, 1)
         manifests = [sample_manifest(number, packs=[pack.pack_id]) for number in "ab"]
@@ -628,14 +680,22 @@ class EvictionRules(BackendSuite):
 
 
 def large_pack(
-    namespace: bytes, seed: int, *, blocks: int = 3, depth: int = 0
+    namespace: bytes,
+    seed: int,
+    *,
+    blocks: int = 3,
+    depth: int = 0,
 ) -> PackWriter:
     """Return a pack with blocks of 100,000 bytes, so that few packs fill a small store."""
     return sample_pack(namespace, seed, blocks=blocks, block_bytes=100_000, depth=depth)
 
 
 def write_until_evicted(
-    backend: Backend, namespace: bytes, *, until: bytes = b"", rounds: int = 100
+    backend: Backend,
+    namespace: bytes,
+    *,
+    until: bytes = b"",
+    rounds: int = 100,
 ) -> list[bytes]:
     """Write up to ``rounds`` new packs, one per commit; return the ids of the evicted packs, in
     order.

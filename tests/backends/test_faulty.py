@@ -29,7 +29,10 @@ class TestFaultyBackendWithoutFaults(BackendConformance):
         return "memory://test"
 
     def open(
-        self, url: str, *, read_only: bool = False
+        self,
+        url: str,
+        *,
+        read_only: bool = False,
     ) -> FaultyBackend[MemoryBackend]:
         return FaultyBackend.of(
             MemoryBackend.open(StoreUrl.parse(url), read_only=read_only)
@@ -59,7 +62,8 @@ def store_one(backend: Backend, namespace: bytes) -> tuple[ReadSpan, bytes]:
 
 
 def test_fail_with_times_raises_that_often_without_calling_method(
-    backend: FaultyBackend[MemoryBackend], namespace: bytes
+    backend: FaultyBackend[MemoryBackend],
+    namespace: bytes,
 ) -> None:
     backend.fail("commit", StoreFullError("no room"), times=2)
     for _ in range(2):
@@ -110,7 +114,8 @@ def test_fail_several_calls_raise_separate_copies_of_error(
 
 
 def test_before_several_callbacks_run_in_order_with_arguments(
-    backend: FaultyBackend[MemoryBackend], namespace: bytes
+    backend: FaultyBackend[MemoryBackend],
+    namespace: bytes,
 ) -> None:
     seen: list[object] = []
     backend.before("changes", lambda *arguments: seen.append(arguments))
@@ -120,7 +125,8 @@ def test_before_several_callbacks_run_in_order_with_arguments(
 
 
 def test_after_callback_replaces_result(
-    backend: FaultyBackend[MemoryBackend], namespace: bytes
+    backend: FaultyBackend[MemoryBackend],
+    namespace: bytes,
 ) -> None:
     span, payload = store_one(backend, namespace)
 
@@ -137,7 +143,8 @@ def test_after_callback_replaces_result(
 
 
 def test_after_method_raised_is_not_called(
-    backend: FaultyBackend[MemoryBackend], namespace: bytes
+    backend: FaultyBackend[MemoryBackend],
+    namespace: bytes,
 ) -> None:
     called: list[object] = []
     backend.after("stats", called.append)

@@ -109,7 +109,9 @@ def test_memory_handle_of_closed_medium_is_open(medium: MemoryBlobs) -> None:
 
 @pytest.mark.parametrize("method", ["put", "read", "delete", "list"])
 def test_fail_before_call_has_no_effect(
-    faulty: FaultyBlobs, medium: MemoryBlobs, method: str
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
+    method: str,
 ) -> None:
     medium.put("a/b", [b"old"])
     faulty.fail(method, RefusedError("forbidden"), times=1)
@@ -128,7 +130,8 @@ def test_fail_before_call_has_no_effect(
 
 
 def test_fail_after_put_has_taken_effect(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     faulty.fail("put", UnavailableError("no reply"), after=True, times=1)
     with pytest.raises(UnavailableError):
@@ -137,7 +140,8 @@ def test_fail_after_put_has_taken_effect(
 
 
 def test_fail_after_delete_has_taken_effect(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     medium.put("a", [b"data"])
     faulty.fail("delete", UnavailableError("no reply"), after=True)
@@ -148,7 +152,8 @@ def test_fail_after_delete_has_taken_effect(
 
 
 def test_fail_after_list_ends_iteration(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     medium.put("a", [b"data"])
     faulty.fail("list", UnavailableError("connection reset"), after=True)
@@ -177,7 +182,8 @@ def test_delay_lasts_as_long(faulty: FaultyBlobs) -> None:
 
 
 def test_postponed_put_takes_effect_later(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     faulty.postpone("put", times=1)
     piece = bytearray(b"data")
@@ -193,7 +199,8 @@ def test_postponed_put_takes_effect_later(
 
 
 def test_postponed_delete_takes_effect_later(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     medium.put("a", [b"data"])
     faulty.postpone("delete")
@@ -206,7 +213,8 @@ def test_postponed_delete_takes_effect_later(
 
 
 def test_split_list_shows_each_half_at_its_time(
-    faulty: FaultyBlobs, medium: MemoryBlobs
+    faulty: FaultyBlobs,
+    medium: MemoryBlobs,
 ) -> None:
     names = [f"{number:02}" for number in range(40)]
     early = [name for name in names if in_first_half(name)]

@@ -273,7 +273,8 @@ def plant_touch(patch: pytest.MonkeyPatch) -> None:
     "plant", [plant_decrement, plant_outside, plant_order, plant_touch]
 )
 def test_planted_bug_of_quotas_is_found(
-    monkeypatch: pytest.MonkeyPatch, plant: Callable[[pytest.MonkeyPatch], None]
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     plant(monkeypatch)
     with pytest.raises((AssertionError, ExceptionGroup, StoreError)):

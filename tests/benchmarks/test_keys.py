@@ -44,7 +44,8 @@ def test_count_recorded_counts_every_encryption(records: Path) -> None:
 
 
 def test_count_recorded_finds_repeated_salts(
-    records: Path, monkeypatch: pytest.MonkeyPatch
+    records: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = os.urandom(64)
     monkeypatch.setattr(os, "urandom", lambda length: drawn[:length])

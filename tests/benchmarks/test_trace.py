@@ -58,7 +58,8 @@ def best_by_trying_all(requests: list[Request], capacity: int) -> int:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4])
 def test_clairvoyant_hits_small_traces_equal_exhaustive_search(
-    seed: int, capacity: int
+    seed: int,
+    capacity: int,
 ) -> None:
     requests = chains(seed, 7)
     assert clairvoyant_hits(requests, capacity) == best_by_trying_all(

@@ -64,7 +64,9 @@ def test_measure_restores_profiler(tmp_path: Path) -> None:
 
 
 def test_main_json_prints_counts_and_routes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["trips", "--json", "--directory", str(tmp_path)])
     trips.main()
@@ -77,7 +79,9 @@ def test_main_json_prints_counts_and_routes(
 
 
 def test_main_no_options_prints_route_of_each_trip(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["trips", "--directory", str(tmp_path)])
     trips.main()

@@ -31,7 +31,9 @@ class WatchedManager(CPUOffloadingManager):
     """
 
     def __init__(
-        self, num_blocks: int, policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL
+        self,
+        num_blocks: int,
+        policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
     ) -> None:
         super().__init__(num_blocks)
         self.request_policy = policy
@@ -57,7 +59,9 @@ class WatchedManager(CPUOffloadingManager):
         super().touch(keys, req_context)
 
     def prepare_store(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         self.offered.append(list(keys))
         return super().prepare_store(keys, req_context)
@@ -100,7 +104,10 @@ def make_manager() -> type[WatchedManager]:
 @pytest.fixture
 def make_keys() -> MakeKeys:
     def keys(
-        count: int, group: int = 0, start: int = 0, chain: str = "a"
+        count: int,
+        group: int = 0,
+        start: int = 0,
+        chain: str = "a",
     ) -> list[OffloadKey]:
         return [
             make_offload_key(f"{chain}{index:07d}".encode(), group)
@@ -115,7 +122,8 @@ def finish() -> Finish:
     """Return a function that makes the results of all transfers of a step."""
 
     def results(
-        metadata: ConnectorMetadata, success: bool = True
+        metadata: ConnectorMetadata,
+        success: bool = True,
     ) -> list[TransferResult]:
         return [
             TransferResult(job.job_id, success, 64, 0.1)

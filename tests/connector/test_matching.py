@@ -123,7 +123,8 @@ def test_longest_match_any_context_equals_exhaustive_search(context: Context) ->
 @settings(max_examples=100, deadline=None)
 @given(contexts(), st.integers(1, 40))
 def test_longest_that_fits_any_limit_equals_exhaustive_search(
-    context: Context, max_blocks: int
+    context: Context,
+    max_blocks: int,
 ) -> None:
     groups, _, tokens, start = context
     unit = math.lcm(*(geometry.offloaded_tokens for geometry in groups))
@@ -150,7 +151,9 @@ def test_longest_that_fits_any_limit_equals_exhaustive_search(
     ],
 )
 def test_longest_match_sliding_window_probes_only_blocks_in_window(
-    missing: set[int], length: int, asked: list[int]
+    missing: set[int],
+    length: int,
+    asked: list[int],
 ) -> None:
     group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
     order = []

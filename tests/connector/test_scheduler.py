@@ -52,7 +52,10 @@ def begin(
 
 class TestSchedulerMatch:
     def test_whole_prompt_stored_leaves_one_token_to_compute(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(3)
         fill(scheduler, "first", keys, 4)
@@ -62,7 +65,10 @@ class TestSchedulerMatch:
         assert scheduler.get_num_new_matched_tokens("longer", 0) == 12
 
     def test_tokens_on_device_are_not_looked_up_or_counted(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
@@ -71,7 +77,10 @@ class TestSchedulerMatch:
         assert scheduler.manager.looked_up == keys[2:]
 
     def test_missing_block_ends_match(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         fill(scheduler, "first", make_keys(2), 4)
         fill(scheduler, "other", make_keys(1, start=3), 4)
@@ -79,7 +88,10 @@ class TestSchedulerMatch:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
     def test_pending_blocks_return_none_and_rest_is_probed(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
@@ -93,7 +105,10 @@ class TestSchedulerMatch:
         assert scheduler.manager.touched == [keys]
 
     def test_give_up_waiting_matches_only_ready_blocks(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
@@ -105,7 +120,10 @@ class TestSchedulerMatch:
         assert scheduler.stats.late_lookups == 1
 
     def test_pending_block_ready_later_is_counted_as_promoted(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
@@ -118,7 +136,10 @@ class TestSchedulerMatch:
         assert scheduler.num_promoted_tokens("second") == 4
 
     def test_two_groups_match_only_common_prefix(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
         small, large = make_keys(4), make_keys(2, group=1)
@@ -131,7 +152,9 @@ class TestSchedulerMatch:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 8
 
     def test_empty_or_unknown_prompt_matches_nothing(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
     ) -> None:
         scheduler.on_new_request("empty")
         assert scheduler.get_num_new_matched_tokens("empty", 0) == 0
@@ -187,7 +210,10 @@ class TestSchedulerLoad:
         assert scheduler.stats.dropped_blocks == 8
 
     def test_prefix_ending_inside_row_loads_rest_of_row(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=4)
         keys = make_keys(2)
@@ -203,7 +229,10 @@ class TestSchedulerLoad:
         assert (target.block_ids.tolist(), target.block_indices) == ([16, 17], (6,))
 
     def test_update_state_after_alloc_evicted_blocks_loads_nothing(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, fill: Fill
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         keys = make_keys(4)
         fill(scheduler, "first", keys, 4)
@@ -253,7 +282,10 @@ class TestSchedulerLoad:
 
 class TestSchedulerStore:
     def test_filled_blocks_are_offered_once(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         keys = make_keys(3)
         begin(scheduler, "request", keys[:2], 9)
@@ -274,7 +306,10 @@ class TestSchedulerStore:
         assert not scheduler.build_connector_meta().stores
 
     def test_held_blocks_are_not_copied(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        fill: Fill,
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4), block_size_factor=2)
         keys = make_keys(4)
@@ -317,7 +352,10 @@ class TestSchedulerStore:
         assert scheduler.manager.offered == [keys[offered]]
 
     def test_batch_larger_than_tier_stores_first_blocks(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         keys = make_keys(20)
         begin(scheduler, "request", keys, 80)
@@ -332,7 +370,10 @@ class TestSchedulerStore:
         assert not scheduler.build_connector_meta().stores
 
     def test_request_level_without_room_offers_rest_again(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         scheduler = WatchedScheduler(
             make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4)
@@ -364,7 +405,10 @@ class TestSchedulerStore:
         assert scheduler.manager.finished == ["request"]
 
     def test_request_level_two_groups_without_room_store_all_blocks(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         scheduler = WatchedScheduler(
             make_manager(5, OffloadPolicy.REQUEST_LEVEL), groups(4, 8)
@@ -386,7 +430,9 @@ class TestSchedulerStore:
         assert scheduler.stats.dropped_blocks == 0
 
     def test_request_level_without_room_after_end_drops_rest_at_deadline(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
     ) -> None:
         scheduler = WatchedScheduler(
             make_manager(4, OffloadPolicy.REQUEST_LEVEL), groups(4), store_wait_s=0.1
@@ -405,7 +451,10 @@ class TestSchedulerStore:
         assert scheduler.stats.dropped_blocks == 6
 
     def test_request_level_without_room_and_blocks_taken_stores_no_others(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         """A request that was preempted before its refused blocks found room has no device
         blocks."""
@@ -422,7 +471,9 @@ class TestSchedulerStore:
         assert scheduler.update_connector_output([]).released == ["request"]
 
     def test_request_level_refused_block_that_left_window_is_dropped(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
     ) -> None:
         spec = KVCacheGroupSpec(4, sliding_window=8)
         scheduler = WatchedScheduler(
@@ -440,7 +491,10 @@ class TestSchedulerStore:
         assert scheduler.stats.dropped_blocks == 1
 
     def test_failed_store_is_not_matched_later(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         keys = make_keys(2)
         begin(scheduler, "request", keys, 9)
@@ -453,7 +507,9 @@ class TestSchedulerStore:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 0
 
     def test_two_groups_are_stored_in_one_job(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
     ) -> None:
         scheduler = WatchedScheduler(make_manager(8), groups(4, 8))
         begin(scheduler, "request", make_keys(3), 16)
@@ -474,7 +530,10 @@ class TestSchedulerStore:
 
 class TestSchedulerRequestFinished:
     def test_pending_store_delays_release(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys, finish: Finish
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         begin(scheduler, "request", make_keys(2), 9)
         scheduler.update_computed_tokens("request", 8, [[0, 1]])
@@ -488,7 +547,8 @@ class TestSchedulerRequestFinished:
         assert scheduler.manager.finished == ["request"]
 
     def test_nothing_stored_releases_at_next_output(
-        self, scheduler: WatchedScheduler
+        self,
+        scheduler: WatchedScheduler,
     ) -> None:
         scheduler.on_new_request("request")
         scheduler.request_finished("request")
@@ -515,7 +575,9 @@ class TestSchedulerRequestFinished:
         assert scheduler.update_connector_output([]).released == ["second"]
 
     def test_no_device_blocks_stores_nothing_and_releases(
-        self, scheduler: WatchedScheduler, make_keys: MakeKeys
+        self,
+        scheduler: WatchedScheduler,
+        make_keys: MakeKeys,
     ) -> None:
         begin(scheduler, "request", make_keys(3), 13)
         scheduler.get_num_new_matched_tokens("request", 8)
@@ -524,7 +586,8 @@ class TestSchedulerRequestFinished:
         assert scheduler.update_connector_output([]).released == ["request"]
 
     def test_request_id_in_use_is_rejected_until_finished(
-        self, scheduler: WatchedScheduler
+        self,
+        scheduler: WatchedScheduler,
     ) -> None:
         scheduler.on_new_request("request")
         with pytest.raises(ValueError, match="already exists"):
@@ -583,7 +646,10 @@ def test_store_threshold_second_request_stores_whole_prompt(
 
 
 def test_on_new_request_without_store_loads_and_stores_nothing(
-    make_manager: type[WatchedManager], make_keys: MakeKeys, fill: Fill, finish: Finish
+    make_manager: type[WatchedManager],
+    make_keys: MakeKeys,
+    fill: Fill,
+    finish: Finish,
 ) -> None:
     scheduler = WatchedScheduler(
         make_manager(8, OffloadPolicy.REQUEST_LEVEL), groups(4)

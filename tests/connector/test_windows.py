@@ -88,7 +88,9 @@ def store(begin: Begin, finish: Finish) -> Begin:
 
 
 def load_all(
-    scheduler: WatchedScheduler, req_id: str, local: int = 0
+    scheduler: WatchedScheduler,
+    req_id: str,
+    local: int = 0,
 ) -> tuple[int, list[list[int | None]], ConnectorMetadata]:
     """Match a request and allocate the device blocks that its load needs.
 
@@ -111,7 +113,10 @@ def load_all(
 
 class TestSlidingWindowMatch:
     def test_looks_up_only_blocks_in_window(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
@@ -121,7 +126,10 @@ class TestSlidingWindowMatch:
         assert scheduler.manager.touched == [[*full, *sliding[6:]]]
 
     def test_missing_block_in_window_shortens_match(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         _, sliding = store(scheduler, "first", 8)
@@ -130,7 +138,10 @@ class TestSlidingWindowMatch:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
     def test_pending_blocks_are_all_probed_in_one_step(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
@@ -144,7 +155,10 @@ class TestSlidingWindowMatch:
         assert set(scheduler.manager.looked_up) == asked
 
     def test_pending_block_after_missing_one_does_not_delay_match(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
@@ -154,7 +168,10 @@ class TestSlidingWindowMatch:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 24
 
     def test_give_up_waiting_pending_window_shortens_match(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         _, sliding = store(scheduler, "first", 8)
@@ -165,7 +182,10 @@ class TestSlidingWindowMatch:
         assert scheduler.get_num_new_matched_tokens("second", 0) == 20
 
     def test_max_load_blocks_limits_match_and_lookups(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler(max_load_blocks=7)
         full, sliding = store(scheduler, "first", 8)
@@ -174,7 +194,10 @@ class TestSlidingWindowMatch:
         assert scheduler.manager.looked_up == [*full[:5], sliding[4], sliding[3]]
 
     def test_only_sliding_groups_skip_blocks_before_window(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler(groups=(SLIDING,))
         (sliding,) = store(scheduler, "first", 8, num_groups=1)
@@ -193,7 +216,11 @@ class TestSlidingWindowMatch:
 
 class TestSlidingWindowLoad:
     def test_loads_only_blocks_in_window(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin, finish: Finish
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
+        finish: Finish,
     ) -> None:
         scheduler = make_scheduler()
         full, sliding = store(scheduler, "first", 8)
@@ -216,7 +243,10 @@ class TestSlidingWindowLoad:
         )
 
     def test_tokens_on_device_are_not_loaded(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
@@ -230,7 +260,10 @@ class TestSlidingWindowLoad:
         )
 
     def test_window_starting_inside_row_loads_rest_of_row(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys, finish: Finish
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
+        finish: Finish,
     ) -> None:
         scheduler = WatchedScheduler(
             make_manager(16), (FULL, SLIDING), block_size_factor=4
@@ -255,7 +288,10 @@ class TestSlidingWindowLoad:
         assert source.block_ids.tolist() == rows
 
     def test_tables_without_window_blocks_raise(
-        self, make_scheduler: MakeScheduler, store: Begin, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        store: Begin,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         store(scheduler, "first", 8)
@@ -273,7 +309,9 @@ class TestSlidingWindowLoad:
 
 class TestSlidingWindowStore:
     def test_blocks_missing_on_device_are_not_offered(
-        self, make_scheduler: MakeScheduler, begin: Begin
+        self,
+        make_scheduler: MakeScheduler,
+        begin: Begin,
     ) -> None:
         scheduler = make_scheduler()
         full, sliding = begin(scheduler, "request", 20)
@@ -287,7 +325,9 @@ class TestSlidingWindowStore:
         assert (source.group_sizes, source.block_indices) == ((5, 3), (0, 2))
 
     def test_row_with_missing_device_block_is_not_offered(
-        self, make_manager: type[WatchedManager], make_keys: MakeKeys
+        self,
+        make_manager: type[WatchedManager],
+        make_keys: MakeKeys,
     ) -> None:
         scheduler = WatchedScheduler(make_manager(16), (SLIDING,), block_size_factor=2)
         keys = make_keys(3)
@@ -326,7 +366,10 @@ class TestSlidingWindowStore:
         ]
 
     def test_batch_larger_than_tier_stores_first_blocks_of_each_group(
-        self, make_scheduler: MakeScheduler, begin: Begin, finish: Finish
+        self,
+        make_scheduler: MakeScheduler,
+        begin: Begin,
+        finish: Finish,
     ) -> None:
         scheduler = make_scheduler(num_blocks=9)
         full, sliding = begin(scheduler, "request", 32)
@@ -340,7 +383,9 @@ class TestSlidingWindowStore:
 
 
 def test_scheduler_three_groups_load_in_one_job(
-    make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    make_scheduler: MakeScheduler,
+    store: Begin,
+    begin: Begin,
 ) -> None:
     scheduler = make_scheduler(
         groups=(FULL, SLIDING, KVCacheGroupSpec(BLOCK, sliding_window=2))
@@ -356,7 +401,9 @@ def test_scheduler_three_groups_load_in_one_job(
 
 
 def test_scheduler_window_of_one_token_loads_no_blocks(
-    make_scheduler: MakeScheduler, store: Begin, begin: Begin
+    make_scheduler: MakeScheduler,
+    store: Begin,
+    begin: Begin,
 ) -> None:
     scheduler = make_scheduler(groups=(FULL, KVCacheGroupSpec(BLOCK, sliding_window=1)))
     full, _ = store(scheduler, "first", 8)

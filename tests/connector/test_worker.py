@@ -76,14 +76,16 @@ METADATA = ConnectorMetadata(
 
 
 def test_start_load_and_store_reach_their_handlers(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
 ) -> None:
     worker.start(METADATA)
     assert [handler.started for handler in handlers] == [[1], [2]]
 
 
 def test_wait_one_of_two_jobs_reports_only_it_and_once(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
 ) -> None:
     worker.start(METADATA)
     worker.wait([2, 99])
@@ -95,7 +97,8 @@ def test_wait_one_of_two_jobs_reports_only_it_and_once(
 
 
 def test_start_handler_rejects_job_reports_failure(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
 ) -> None:
     handlers[0].accepts = False
     worker.start(METADATA)
@@ -103,7 +106,8 @@ def test_start_handler_rejects_job_reports_failure(
 
 
 def test_start_unknown_direction_starts_nothing(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
 ) -> None:
     with pytest.raises(KeyError, match="GPU"):
         worker.start(
@@ -153,7 +157,9 @@ def test_get_finished_handler_raises_others_are_reported_and_its_own_fail(
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_wait_handler_raises_other_handler_is_waited_for(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler], failing: int
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
+    failing: int,
 ) -> None:
     worker.start(METADATA)
     handlers[failing].failing.add("wait")
@@ -175,7 +181,8 @@ def test_shutdown_handler_raises_other_handler_is_shut_down(
 
 
 def test_shutdown_every_handler_is_shut_down_once(
-    worker: OffloadingConnectorWorker, handlers: tuple[Handler, Handler]
+    worker: OffloadingConnectorWorker,
+    handlers: tuple[Handler, Handler],
 ) -> None:
     worker.shutdown()
     assert [handler.shutdowns for handler in handlers] == [1, 1]

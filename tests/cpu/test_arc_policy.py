@@ -15,7 +15,9 @@ MakeKeys = Callable[[int], list[OffloadKey]]
 
 
 def store(
-    manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: list[OffloadKey],
+    context: ReqContext,
 ) -> list[OffloadKey]:
     output = manager.prepare_store(keys, context)
     assert output is not None
@@ -25,7 +27,8 @@ def store(
 
 
 def test_arc_scan_does_not_evict_reused_blocks(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held = {}
     for policy in ("lru", "arc"):
@@ -86,7 +89,9 @@ def test_insert_keys_evicted_before_adapts_target(keys: MakeKeys) -> None:
 
 @pytest.mark.parametrize(("used_again", "limit"), [(False, 4), (True, 8)])
 def test_evict_key_is_remembered_for_bounded_number_of_evictions(
-    keys: MakeKeys, used_again: bool, limit: int
+    keys: MakeKeys,
+    used_again: bool,
+    limit: int,
 ) -> None:
     for evictions, remembered in ((limit - 1, True), (limit, False)):
         policy = ARCCachePolicy(4, [0] * 4)

@@ -87,7 +87,9 @@ def make_caches(geometry: Geometry, device: str, slack: int = 0) -> CanonicalKVC
 
 @contextmanager
 def make_handlers(
-    caches: CanonicalKVCaches, factor: int, directory: str | None
+    caches: CanonicalKVCaches,
+    factor: int,
+    directory: str | None,
 ) -> Iterator[tuple[CpuGpuOffloadingHandlers, SharedOffloadRegion | None]]:
     region = None
     if directory is not None:
@@ -106,7 +108,9 @@ def make_handlers(
 
 
 def finish(
-    handler: OffloadingHandler, job_id: int, spec: TransferSpec
+    handler: OffloadingHandler,
+    job_id: int,
+    spec: TransferSpec,
 ) -> TransferResult:
     assert handler.transfer_async(job_id, spec)
     handler.wait({job_id})
@@ -126,7 +130,11 @@ class Job:
 
     @classmethod
     def random(
-        cls, chance: random.Random, num_groups: int, factor: int, scattered: bool
+        cls,
+        chance: random.Random,
+        num_groups: int,
+        factor: int,
+        scattered: bool,
     ) -> Job:
         sizes = [chance.randint(0, NUM_BLOCKS // num_groups) for _ in range(num_groups)]
         indices = [chance.randint(0, 3 * factor) for _ in range(num_groups)]
@@ -197,7 +205,9 @@ def test_handlers_store_then_load_restores_only_transferred_pages(
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
 def test_handlers_stored_rows_match_group_layouts(
-    factor: int, device: str, shared_memory: str
+    factor: int,
+    device: str,
+    shared_memory: str,
 ) -> None:
     geometry = GEOMETRIES["hybrid, shared tensor, padding"]
     caches = make_caches(geometry, device)
@@ -296,7 +306,8 @@ def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
     ],
 )
 def test_transfer_async_mismatched_specs_raise(
-    wrong: Callable[..., TransferSpec], device: str
+    wrong: Callable[..., TransferSpec],
+    device: str,
 ) -> None:
     with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (
         handlers,
@@ -312,7 +323,9 @@ def test_transfer_async_mismatched_specs_raise(
 
 
 def test_handlers_after_shutdown_reject_jobs_and_release_region(
-    device: str, shared_memory: str, caplog: pytest.LogCaptureFixture
+    device: str,
+    shared_memory: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caches = make_caches(GEOMETRIES["layers"], device)
     with make_handlers(caches, 1, shared_memory) as (handlers, _):
@@ -344,7 +357,9 @@ class RaisingEngine(CopyEngine):
 
 @pytest.mark.parametrize("direction", Direction)
 def test_handlers_shutdown_one_raises_other_is_released(
-    direction: Direction, shared_memory: str, caplog: pytest.LogCaptureFixture
+    direction: Direction,
+    shared_memory: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caches = make_caches(GEOMETRIES["one group"], "cpu")
     with make_handlers(caches, 1, shared_memory) as (handlers, _):
@@ -422,7 +437,9 @@ def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_handlers_head_sharded_two_workers_fill_rows_as_one(
-    device: str, shared_memory: str, factor: int
+    device: str,
+    shared_memory: str,
+    factor: int,
 ) -> None:
     parts, heads, head_bytes, num_rows = 4, 6, 16, 4
     whole = torch.randint(

@@ -50,7 +50,9 @@ def test_cell_bytes_several_groups_returns_size_of_widest() -> None:
     factor=st.integers(1, 3),
 )
 def test_tensor_offsets_tensors_of_one_group_do_not_overlap(
-    pages: list[int], groups: list[set[int]], factor: int
+    pages: list[int],
+    groups: list[set[int]],
+    factor: int,
 ) -> None:
     refs = [
         [(index % len(pages), pages[index % len(pages)]) for index in group]
@@ -85,7 +87,9 @@ def test_tensor_offsets_tensors_of_one_group_do_not_overlap(
     ],
 )
 def test_group_layouts_mixed_groups_return_ranges_and_block_bytes(
-    factor: int, workers: int, expected: list[tuple[tuple[int, int], ...]]
+    factor: int,
+    workers: int,
+    expected: list[tuple[tuple[int, int], ...]],
 ) -> None:
     kv_caches = caches([100, 40], [[(0, 100)], [(1, 40), (0, 60)], [(1, 40)]])
     layouts = group_layouts(kv_caches, factor, workers)
@@ -118,7 +122,9 @@ def test_group_layouts_tensor_listed_twice_counts_once() -> None:
     ],
 )
 def test_check_kv_caches_invalid_reference_raises_and_names_field(
-    pages: list[int], groups: list[list[tuple[int, int]]], field: str
+    pages: list[int],
+    groups: list[list[tuple[int, int]]],
+    field: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_kv_caches(caches(pages, groups), 1)
@@ -139,7 +145,9 @@ def test_check_kv_caches_invalid_reference_raises_and_names_field(
     ],
 )
 def test_check_kv_caches_tensor_without_byte_pages_raises(
-    tensor: torch.Tensor, page: int, field: str
+    tensor: torch.Tensor,
+    page: int,
+    field: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         check_kv_caches(
@@ -255,7 +263,9 @@ def test_compute_sub_block_ptrs_returns_addresses_of_sub_blocks(gap: int) -> Non
 
 
 def sharded(
-    pages: list[int], heads: HeadSharding | None, used: int | None = None
+    pages: list[int],
+    heads: HeadSharding | None,
+    used: int | None = None,
 ) -> CanonicalKVCaches:
     tensors = [
         CanonicalKVCacheTensor(torch.zeros((2, page), dtype=torch.int8), page, heads)
@@ -276,7 +286,12 @@ def sharded(
     factor=st.integers(1, 3),
 )
 def test_head_slices_of_all_workers_are_those_of_one_worker_with_all_heads(
-    layers: int, parts: int, heads: int, head_bytes: int, workers: int, factor: int
+    layers: int,
+    parts: int,
+    heads: int,
+    head_bytes: int,
+    workers: int,
+    factor: int,
 ) -> None:
     """Each byte of a page, by its part, head of the model and offset in the head, has one place for
     all numbers."""
@@ -325,7 +340,9 @@ def test_group_layouts_head_sharded_are_equal_for_all_numbers_of_workers() -> No
     ],
 )
 def test_head_slices_of_caches_that_do_not_fit_raise(
-    heads: HeadSharding | None, used: int | None, message: str
+    heads: HeadSharding | None,
+    used: int | None,
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         head_slices(sharded([16], heads, used), 1, 0, 2)

@@ -30,7 +30,9 @@ def manager(request: pytest.FixtureRequest) -> CPUOffloadingManager:
 
 
 def store(
-    manager: CPUOffloadingManager, keys: list[OffloadKey], context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: list[OffloadKey],
+    context: ReqContext,
 ) -> list[OffloadKey]:
     """Store blocks that must fit; return the evicted keys."""
     output = manager.prepare_store(keys, context)
@@ -40,7 +42,9 @@ def store(
 
 
 def test_manager_unfinished_store_is_not_readable_until_completed(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     (key,) = keys(1)
     assert manager.lookup(key, context) is False
@@ -64,7 +68,9 @@ def test_manager_unfinished_store_is_not_readable_until_completed(
 
 
 def test_prepare_store_held_or_repeated_keys_are_skipped(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     first, second, third = keys(3)
     store(manager, [first], context)
@@ -79,7 +85,9 @@ def test_prepare_store_held_or_repeated_keys_are_skipped(
 
 
 def test_prepare_store_too_few_evictable_rows_evicts_nothing(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held = keys(4)
     store(manager, held, context)
@@ -92,7 +100,9 @@ def test_prepare_store_too_few_evictable_rows_evicts_nothing(
 
 
 def test_prepare_store_held_key_in_batch_is_not_evicted(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held = keys(4)
     store(manager, held, context)
@@ -102,7 +112,9 @@ def test_prepare_store_held_key_in_batch_is_not_evicted(
 
 
 def test_complete_load_block_read_twice_stays_protected_until_last(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held = keys(4)
     store(manager, held, context)
@@ -119,7 +131,9 @@ def test_complete_load_block_read_twice_stays_protected_until_last(
 
 
 def test_manager_wrong_key_raises_and_changes_nothing(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held, writing = keys(2), keys(1)
     store(manager, held, context)
@@ -139,7 +153,10 @@ def test_manager_wrong_key_raises_and_changes_nothing(
 
 @pytest.mark.parametrize("success", [True, False])
 def test_complete_store_readable_keys_are_ignored(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext, success: bool
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
+    success: bool,
 ) -> None:
     idle, read, writing = keys(1), keys(1), keys(1)
     store(manager, idle + read, context)
@@ -163,7 +180,9 @@ def test_complete_store_readable_keys_are_ignored(
 
 
 def test_complete_store_failed_drops_blocks_without_events(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held, failing = keys(2), keys(2)
     store(manager, held, context)
@@ -177,7 +196,9 @@ def test_complete_store_failed_drops_blocks_without_events(
 
 
 def test_touch_prefix_and_suffix_evicts_suffix_first(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     prefix, suffix = keys(2), keys(2)
     store(manager, prefix, context)
@@ -189,7 +210,8 @@ def test_touch_prefix_and_suffix_evicts_suffix_first(
 
 
 def test_complete_store_after_touch_keeps_suffix_first_to_evict(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUOffloadingManager(3)
     prefix, suffix = keys(1), keys(1)
@@ -201,7 +223,8 @@ def test_complete_store_after_touch_keeps_suffix_first_to_evict(
 
 
 def test_complete_store_after_touch_counts_use_of_block_being_written(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUOffloadingManager(2)
     (written,), (other,) = keys(1), keys(1)
@@ -213,7 +236,8 @@ def test_complete_store_after_touch_counts_use_of_block_being_written(
 
 
 def test_prepare_load_without_touch_keeps_eviction_order(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     """A secondary tier that reads a suffix late must not keep the suffix longer than its prefix."""
     manager = CPUOffloadingManager(2)
@@ -226,7 +250,8 @@ def test_prepare_load_without_touch_keeps_eviction_order(
 
 
 def test_touch_block_that_an_eviction_skipped_makes_it_the_last_to_evict(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUOffloadingManager(3)
     read, second, third = keys(1), keys(1), keys(1)
@@ -240,7 +265,8 @@ def test_touch_block_that_an_eviction_skipped_makes_it_the_last_to_evict(
 
 
 def test_prepare_store_blocks_that_evictions_skipped_are_evicted_by_last_use(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUOffloadingManager(3)
     first, second, third = keys(1), keys(1), keys(1)
@@ -259,7 +285,9 @@ def test_prepare_store_blocks_that_evictions_skipped_are_evicted_by_last_use(
 
 
 def test_take_events_store_and_eviction_are_returned_once(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     held = keys(4)
     store(manager, held, context)
@@ -271,7 +299,8 @@ def test_take_events_store_and_eviction_are_returned_once(
 
 
 def test_take_events_not_enabled_returns_nothing(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUOffloadingManager(1)
     store(manager, keys(1), context)
@@ -279,7 +308,9 @@ def test_take_events_not_enabled_returns_nothing(
 
 
 def test_reset_cache_rows_in_use_miss_at_once_and_free_on_completion(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     read, written, idle = keys(1), keys(1), keys(1)
     store(manager, read + idle, context)
@@ -303,7 +334,9 @@ def test_reset_cache_rows_in_use_miss_at_once_and_free_on_completion(
 
 
 def test_prepare_store_key_in_use_since_before_reset_is_skipped(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     written, other = keys(1), keys(1)
     manager.prepare_store(written, context)
@@ -318,7 +351,9 @@ def test_prepare_store_key_in_use_since_before_reset_is_skipped(
 
 
 def test_reset_cache_wrong_completions_afterwards_raise(
-    manager: CPUOffloadingManager, keys: MakeKeys, context: ReqContext
+    manager: CPUOffloadingManager,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     read, written = keys(1), keys(1)
     store(manager, read, context)
@@ -525,7 +560,9 @@ def region(shared_memory: str) -> SharedOffloadRegion:
 
 
 def test_primary_tier_written_row_is_read_through_view(
-    region: SharedOffloadRegion, keys: MakeKeys, context: ReqContext
+    region: SharedOffloadRegion,
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
     held = keys(2)
@@ -559,7 +596,8 @@ def test_primary_tier_shutdown_twice_releases_view_and_region(
 
 
 def test_primary_tier_shutdown_view_in_use_warns_and_keeps_memory(
-    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+    region: SharedOffloadRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     manager = CPUPrimaryTierOffloadingManager(4, region)
     array = np.asarray(manager.get_kv_memoryview())

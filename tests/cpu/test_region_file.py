@@ -78,7 +78,8 @@ def test_open_eight_processes_race_one_creates_file(start: Start, path: str) -> 
 
 
 def test_open_eight_processes_replace_leftover_with_empty_file(
-    start: Start, path: str
+    start: Start,
+    path: str,
 ) -> None:
     killed = start(HOLD, path)
     assert line(killed) == "created"
@@ -94,7 +95,8 @@ def test_open_eight_processes_replace_leftover_with_empty_file(
 
 
 def test_open_creator_killed_while_allocating_creates_file(
-    start: Start, path: str
+    start: Start,
+    path: str,
 ) -> None:
     creator = start(
         """
@@ -123,7 +125,9 @@ def test_open_creator_killed_while_allocating_creates_file(
 
 
 def test_region_file_in_use_is_not_removed_or_resized(
-    start: Start, path: str, shared_memory: str
+    start: Start,
+    path: str,
+    shared_memory: str,
 ) -> None:
     owner = start(HOLD, path)
     line(owner)
@@ -140,7 +144,8 @@ def test_region_file_in_use_is_not_removed_or_resized(
 
 
 def test_remove_leftover_regions_killed_owner_removes_only_its_file(
-    start: Start, shared_memory: str
+    start: Start,
+    shared_memory: str,
 ) -> None:
     paths = [region_path(name, shared_memory) for name in ("killed", "live")]
     killed, live = (start(HOLD, path) for path in paths)
@@ -155,7 +160,9 @@ def test_remove_leftover_regions_killed_owner_removes_only_its_file(
 
 
 def test_remove_leftover_regions_child_inherited_descriptor_removes(
-    start: Start, path: str, shared_memory: str
+    start: Start,
+    path: str,
+    shared_memory: str,
 ) -> None:
     owner = start(
         """
@@ -205,7 +212,8 @@ def test_close_last_user_removes_file(path: str) -> None:
 
 
 def test_open_file_removed_before_lock_creates_it_again(
-    path: str, monkeypatch: pytest.MonkeyPatch
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A file that is removed between its creation and its lock is created again."""
     real_open = os.open
@@ -225,7 +233,8 @@ def test_open_file_removed_before_lock_creates_it_again(
 
 
 def test_open_too_little_memory_raises_and_leaves_nothing(
-    path: str, shared_memory: str
+    path: str,
+    shared_memory: str,
 ) -> None:
     filesystem = os.statvfs(shared_memory)
     too_much = filesystem.f_blocks * filesystem.f_frsize + 4096
@@ -251,7 +260,8 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_open_tmpfs_full_waits_until_old_host_process_exits(
-    small_tmpfs: Path, start: Start
+    small_tmpfs: Path,
+    start: Start,
 ) -> None:
     """The host process of a killed engine keeps an unlinked file mapped until it exits."""
     host = start(
@@ -318,7 +328,9 @@ def test_open_file_that_others_may_open_raises(path: str, mode: int) -> None:
 )
 @pytest.mark.parametrize("is_locked", [True, False])
 def test_open_file_of_another_user_raises_and_keeps_it(
-    path: str, shared_memory: str, is_locked: bool
+    path: str,
+    shared_memory: str,
+    is_locked: bool,
 ) -> None:
     fd = planted_file(path, 0o600)
     os.fchown(fd, 65534, 65534)

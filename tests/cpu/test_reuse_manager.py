@@ -21,7 +21,9 @@ MakeKeys = Callable[[int], list[OffloadKey]]
 
 
 def make_filter(
-    store_threshold: int = 2, max_tracker_size: int = 100, num_blocks: int = 4
+    store_threshold: int = 2,
+    max_tracker_size: int = 100,
+    num_blocks: int = 4,
 ) -> FilterReusedOffloadingManager:
     return FilterReusedOffloadingManager(
         CPUOffloadingManager(num_blocks), store_threshold, max_tracker_size
@@ -58,7 +60,9 @@ def described(req_id: str, *chains: Sequence[OffloadKey]) -> ReqContext:
 
 @pytest.mark.parametrize("threshold", [1, 2, 5])
 def test_prepare_store_block_is_stored_after_threshold_lookups(
-    keys: MakeKeys, context: ReqContext, threshold: int
+    keys: MakeKeys,
+    context: ReqContext,
+    threshold: int,
 ) -> None:
     manager = make_filter(threshold)
     (key,) = keys(1)
@@ -70,7 +74,8 @@ def test_prepare_store_block_is_stored_after_threshold_lookups(
 
 
 def test_prepare_store_mixed_blocks_stores_reused_ones_in_order(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = make_filter()
     first, second, third, fourth = keys(4)
@@ -79,7 +84,8 @@ def test_prepare_store_mixed_blocks_stores_reused_ones_in_order(
 
 
 def test_prepare_store_filtered_blocks_evict_nothing(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = make_filter(num_blocks=2)
     held = keys(2)
@@ -92,7 +98,8 @@ def test_prepare_store_filtered_blocks_evict_nothing(
 
 
 def test_prepare_store_without_room_for_reused_blocks_returns_none(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = make_filter(num_blocks=2)
     many = keys(3)
@@ -101,7 +108,8 @@ def test_prepare_store_without_room_for_reused_blocks_returns_none(
 
 
 def test_complete_store_filtered_block_raises_key_error(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = make_filter()
     (key,) = keys(1)
@@ -111,7 +119,8 @@ def test_complete_store_filtered_block_raises_key_error(
 
 
 def test_tracker_full_forgets_least_recently_looked_up_block(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     manager = make_filter(max_tracker_size=2)
     first, second, third = keys(3)
@@ -222,7 +231,8 @@ class RecordingManager(CPUOffloadingManager):
 
 
 def test_filter_other_calls_reach_backing_manager(
-    keys: MakeKeys, context: ReqContext
+    keys: MakeKeys,
+    context: ReqContext,
 ) -> None:
     backing = RecordingManager()
     manager = FilterReusedOffloadingManager(backing, 1, 10)
@@ -258,7 +268,9 @@ def test_filter_other_calls_reach_backing_manager(
     ],
 )
 def test_filter_number_out_of_range_raises_and_names_option(
-    threshold: int, size: int, message: str
+    threshold: int,
+    size: int,
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_filter(threshold, size)

@@ -34,7 +34,9 @@ MakeRegion = Callable[..., SharedOffloadRegion]
 @pytest.fixture
 def make_region(shared_memory: str) -> MakeRegion:
     def make(
-        rank: int | None = 0, num_workers: int = 2, total: int = ROWS * STRIDE
+        rank: int | None = 0,
+        num_workers: int = 2,
+        total: int = ROWS * STRIDE,
     ) -> SharedOffloadRegion:
         return SharedOffloadRegion(
             "engine",
@@ -145,7 +147,9 @@ def test_create_next_view_size_outside_rest_of_cell_raises(
     ("offset", "num_bytes"), [(-1, 4), (0, 0), (3000, 3001), (6001, 1)]
 )
 def test_create_row_view_outside_cells_raises(
-    make_region: MakeRegion, offset: int, num_bytes: int
+    make_region: MakeRegion,
+    offset: int,
+    num_bytes: int,
 ) -> None:
     region = make_region()
     with pytest.raises(ConfigurationError, match="offset"):
@@ -171,7 +175,9 @@ def test_create_next_view_scheduler_without_rank_raises(
     ],
 )
 def test_region_inconsistent_geometry_raises_and_names_field(
-    make_region: MakeRegion, wrong: dict[str, int], field: str
+    make_region: MakeRegion,
+    wrong: dict[str, int],
+    field: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"^{field}: "):
         make_region(**wrong)
@@ -189,7 +195,8 @@ def test_region_opened_again_keeps_written_bytes(make_region: MakeRegion) -> Non
 
 
 def test_region_written_by_other_process_shows_its_bytes(
-    make_region: MakeRegion, shared_memory: str
+    make_region: MakeRegion,
+    shared_memory: str,
 ) -> None:
     region = make_region(0)
     code = f"""if True:
@@ -228,7 +235,8 @@ def test_cleanup_called_twice_frees_all_and_later_use_raises(
 
 
 def test_cleanup_views_in_use_warns_and_keeps_memory_mapped(
-    make_region: MakeRegion, caplog: pytest.LogCaptureFixture
+    make_region: MakeRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     region = make_region()
     tensor, view = region.create_next_view(CELL), region.create_kv_memoryview()
@@ -247,7 +255,9 @@ def test_cleanup_views_in_use_warns_and_keeps_memory_mapped(
 
 
 def test_region_prefault_fails_leaves_no_file_or_descriptor(
-    make_region: MakeRegion, shared_memory: str, monkeypatch: pytest.MonkeyPatch
+    make_region: MakeRegion,
+    shared_memory: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise MemoryError("no more")
@@ -265,7 +275,8 @@ def test_region_prefault_fails_leaves_no_file_or_descriptor(
 
 
 def test_region_other_geometry_under_same_name_raises(
-    make_region: MakeRegion, shared_memory: str
+    make_region: MakeRegion,
+    shared_memory: str,
 ) -> None:
     region = make_region()
     with pytest.raises(RegionError, match="another geometry"):
@@ -358,7 +369,8 @@ def test_pin_large_region_registers_bounded_ranges_of_whole_rows(
 
 @pytest.mark.usefixtures("small_ranges")
 def test_pin_rejected_range_unregisters_all_and_warns_once(
-    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+    region: SharedOffloadRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = Runtime(refuse_from=3)
     assert not pin_mmap_region(region, runtime)
@@ -371,7 +383,8 @@ def test_pin_rejected_range_unregisters_all_and_warns_once(
 
 @pytest.mark.usefixtures("small_ranges")
 def test_cleanup_unregister_fails_logs_each_range(
-    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+    region: SharedOffloadRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = Runtime()
     pin_mmap_region(region, runtime)
@@ -383,7 +396,8 @@ def test_cleanup_unregister_fails_logs_each_range(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pin_no_gpu_returns_false_without_warning(
-    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+    region: SharedOffloadRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert not pin_mmap_region(region)
     assert not caplog.records
@@ -401,7 +415,8 @@ def test_pin_cuda_device_pins_views(region: SharedOffloadRegion) -> None:
 @pytest.mark.usefixtures("small_ranges")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pin_rejected_by_cuda_warns_and_cuda_stays_usable(
-    region: SharedOffloadRegion, caplog: pytest.LogCaptureFixture
+    region: SharedOffloadRegion,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address = region.address + 6 * STRIDE

@@ -163,7 +163,8 @@ def test_spec_without_store_threshold_stores_every_block(
     ],
 )
 def test_spec_filter_option_out_of_range_raises_and_names_option(
-    options: dict[str, Any], message: str
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(
@@ -194,7 +195,8 @@ def test_spec_unused_allocates_no_region() -> None:
     ],
 )
 def test_spec_malformed_option_raises_and_names_field(
-    options: dict[str, Any], field: str
+    options: dict[str, Any],
+    field: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(extra_config=options, geometry=geometry())

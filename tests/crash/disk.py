@@ -100,7 +100,12 @@ class _File:
         self.lengths.append(length)
 
     def write(
-        self, offset: int, data: memoryview, *, synced: bool, failed: bool = False
+        self,
+        offset: int,
+        data: memoryview,
+        *,
+        synced: bool,
+        failed: bool = False,
     ) -> None:
         end = offset + len(data)
         if end > len(self.now):

@@ -446,7 +446,11 @@ def _write_more(opened: BlockingStore, backend: LmdbBackend) -> None:
 
 
 def run_case(
-    directory: Path, placement: str, fault: Fault, k: int, host: str = THREAD
+    directory: Path,
+    placement: str,
+    fault: Fault,
+    k: int,
+    host: str = THREAD,
 ) -> Outcome:
     """Run an engine and check the store that it leaves.
 

@@ -228,7 +228,11 @@ def check(backend: LmdbBackend, expected: Expected) -> None:
 
 
 def run(
-    kills: int, seed: int, directory: Path, seconds: float, placement: str
+    kills: int,
+    seed: int,
+    directory: Path,
+    seconds: float,
+    placement: str,
 ) -> Expected:
     """Run and kill writers in ``kills`` rounds within the time limit, with a check after each.
 

@@ -155,7 +155,10 @@ def stop_some(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> N
 
 
 def run(
-    directory: Path, seconds: float, readers: int, placement: str
+    directory: Path,
+    seconds: float,
+    readers: int,
+    placement: str,
 ) -> list[list[int]]:
     """Run one writer and several readers.
 

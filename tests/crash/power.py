@@ -128,7 +128,9 @@ def _choose_faults(draw: random.Random) -> dict[str, str]:
 
 
 def _start(
-    arguments: Sequence[object], environment: dict[str, str], output: BinaryIO
+    arguments: Sequence[object],
+    environment: dict[str, str],
+    output: BinaryIO,
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.crash.writer", *map(str, arguments)]
     pipe = subprocess.PIPE
@@ -204,7 +206,9 @@ def _write_more(backend: LmdbBackend) -> None:
 
 
 def _choose_cuts(
-    records: Sequence[Record], cuts: int, draw: random.Random
+    records: Sequence[Record],
+    cuts: int,
+    draw: random.Random,
 ) -> list[int]:
     """Choose numbers of records after which the power fails.
 
@@ -247,7 +251,11 @@ def _lines(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def run(
-    cuts: int, seed: int, directory: Path, seconds: float, placement: str
+    cuts: int,
+    seed: int,
+    directory: Path,
+    seconds: float,
+    placement: str,
 ) -> tuple[int, int]:
     """Simulate up to ``cuts`` power losses within the time limit.
 

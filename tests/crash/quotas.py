@@ -223,7 +223,11 @@ def check(url: str, draw: random.Random) -> bool:
 
 
 def run(
-    kills: int, seed: int, directory: Path, seconds: float, placement: str
+    kills: int,
+    seed: int,
+    directory: Path,
+    seconds: float,
+    placement: str,
 ) -> Result:
     """Kill processes until ``kills`` are dead or the time is up; check the store after each
     round.

@@ -139,7 +139,11 @@ def is_stopped(process: subprocess.Popen[bytes]) -> bool:
 
 
 def stop_once(
-    directory: Path, neighbour: Neighbour, expected: Expected, call: int, stop_s: float
+    directory: Path,
+    neighbour: Neighbour,
+    expected: Expected,
+    call: int,
+    stop_s: float,
 ) -> bool:
     """Run a writer that is stopped before its ``call``-th call to the disk. Return False if it
     makes fewer calls."""
@@ -181,7 +185,10 @@ def stop_once(
 
 
 def run(
-    directory: Path, stop_s: float, placement: str, step: int = 1
+    directory: Path,
+    stop_s: float,
+    placement: str,
+    step: int = 1,
 ) -> tuple[int, Neighbour]:
     """Stop writers before every ``step``-th of their calls; return the number of stops, and the
     neighbour."""

@@ -15,7 +15,8 @@ from tests.crash.overwrites import BLOCKS, run
 @pytest.mark.timeout(170)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_readers_beside_overwriting_writer_get_right_bytes_or_misses(
-    tmp_path: Path, placement: str
+    tmp_path: Path,
+    placement: str,
 ) -> None:
     (requests, evicted), *readers = run(tmp_path, 6.0, 2, placement)
     assert evicted > BLOCKS

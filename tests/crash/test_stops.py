@@ -17,7 +17,8 @@ from tests.crash.stops import run
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_stopped_writer_delays_neighbours_for_bounded_time(
-    tmp_path: Path, placement: str
+    tmp_path: Path,
+    placement: str,
 ) -> None:
     stops, neighbour = run(tmp_path, 1.0, placement, step=4)
     assert stops > 3

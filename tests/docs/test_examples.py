@@ -133,7 +133,8 @@ def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
 
 
 def test_transformers_page_generate_second_run_restores_blocks(
-    adapt: Any, capsys: pytest.CaptureFixture[str]
+    adapt: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, example = examples("docs/transformers.md", "python")
     for restored in (0, 96):
@@ -145,7 +146,9 @@ def test_transformers_page_generate_second_run_restores_blocks(
 
 
 def test_operating_page_store_example_finds_no_problems(
-    adapt: Any, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+    adapt: Any,
+    checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     example = "".join(examples("docs/operating.md", "python"))
     with Engine.open(checkpoint, adapt("/var/cache/kv")) as engine:

@@ -56,7 +56,9 @@ def run(engine: Engine, mode: str) -> dict[str, Any]:
 
 
 def page_digests(
-    engine: Engine, group: int, block_hashes: Sequence[bytes]
+    engine: Engine,
+    group: int,
+    block_hashes: Sequence[bytes],
 ) -> dict[str, str]:
     """Return digests of the group's resident pages. With a sliding window, these are the pages
     inside the window."""

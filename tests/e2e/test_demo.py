@@ -59,7 +59,10 @@ def run_demo(
     ],
 )
 def test_demo_bad_option_exits_2_before_creating_model(
-    environment: dict[str, str], tmp_path: Path, arguments: tuple[str, ...], part: str
+    environment: dict[str, str],
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    part: str,
 ) -> None:
     done = run_demo(
         environment,
@@ -73,7 +76,8 @@ def test_demo_bad_option_exits_2_before_creating_model(
 
 
 def test_demo_help_imports_no_torch(
-    environment: dict[str, str], tmp_path: Path
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     done = run_demo(
         environment,
@@ -88,7 +92,8 @@ def test_demo_help_imports_no_torch(
 
 
 def test_demo_without_torch_exits_2_and_names_missing_extra(
-    environment: dict[str, str], tmp_path: Path
+    environment: dict[str, str],
+    tmp_path: Path,
 ) -> None:
     done = run_demo(environment, tmp_path, python=("-c", WITHOUT_TORCH))
     assert done.returncode == 2
@@ -98,7 +103,10 @@ def test_demo_without_torch_exits_2_and_names_missing_extra(
 
 @pytest.mark.slow
 def test_demo_json_reports_identical_warm_restart(
-    environment: dict[str, str], checkpoint: Path, tmp_path: Path, url: str
+    environment: dict[str, str],
+    checkpoint: Path,
+    tmp_path: Path,
+    url: str,
 ) -> None:
     done = run_demo(
         environment,
@@ -132,7 +140,9 @@ def test_demo_json_reports_identical_warm_restart(
 
 @pytest.mark.slow
 def test_demo_text_reports_identical_pages(
-    environment: dict[str, str], checkpoint: Path, tmp_path: Path
+    environment: dict[str, str],
+    checkpoint: Path,
+    tmp_path: Path,
 ) -> None:
     done = run_demo(
         environment, tmp_path, "--tokens", "600", "--model", str(checkpoint)

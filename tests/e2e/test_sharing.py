@@ -62,7 +62,11 @@ def restore(engine: Engine, expected: dict[str, Any]) -> int:
 
 
 def test_engines_on_one_bucket_hit_and_other_weights_miss(
-    checkpoint: Path, other_weights: Path, endpoint: str, bucket: str, tmp_path: Path
+    checkpoint: Path,
+    other_weights: Path,
+    endpoint: str,
+    bucket: str,
+    tmp_path: Path,
 ) -> None:
     shared = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
     stored = compute_and_kill(checkpoint, [near_url(tmp_path, "a"), shared])

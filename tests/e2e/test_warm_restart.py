@@ -69,7 +69,8 @@ def restart(checkpoint: Path, url: str) -> Restart:
 
 
 def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
-    run_and_kill: Kill, restart: Restart
+    run_and_kill: Kill,
+    restart: Restart,
 ) -> None:
     killed = run_and_kill("cold")
     assert killed["durable"]
@@ -81,7 +82,9 @@ def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
 
 @pytest.mark.slow
 def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
-    run_and_kill: Kill, restart: Restart, hybrid_checkpoint: Path
+    run_and_kill: Kill,
+    restart: Restart,
+    hybrid_checkpoint: Path,
 ) -> None:
     killed = run_and_kill("cold", hybrid_checkpoint)
     assert killed["durable"]
@@ -97,7 +100,8 @@ def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
 
 @pytest.mark.slow
 def test_engine_killed_without_wait_persisted_leaves_usable_store(
-    run_and_kill: Kill, restart: Restart
+    run_and_kill: Kill,
+    restart: Restart,
 ) -> None:
     killed = run_and_kill("unwaited")
     for _ in range(2):

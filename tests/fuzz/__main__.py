@@ -73,7 +73,10 @@ def _limit_memory() -> None:
 
 
 def fuzz(
-    targets: list[Target], cases: int, seed: int, seconds: float
+    targets: list[Target],
+    cases: int,
+    seed: int,
+    seconds: float,
 ) -> Counter[tuple[str, bool]]:
     """Generate and check ``cases`` cases, or as many as the time limit allows.
 

@@ -64,7 +64,8 @@ def load(loads: PrefixLoads, clock: Clock, loaded_bytes: int, seconds: float) ->
 
 
 def test_is_worth_compares_load_with_computing(
-    loads: PrefixLoads, clock: Clock
+    loads: PrefixLoads,
+    clock: Clock,
 ) -> None:
     assert loads.is_worth(BLOCK_BYTES, 100), "nothing is known of the store"
     load(loads, clock, BLOCK_BYTES, 0.5)
@@ -92,7 +93,8 @@ def test_is_worth_counts_loads_in_progress(loads: PrefixLoads, clock: Clock) -> 
 
 
 def test_is_worth_without_speed_loads_everything(
-    store: BlockStore, clock: Clock
+    store: BlockStore,
+    clock: Clock,
 ) -> None:
     loads = PrefixLoads(None, clock=clock)
     load(loads, clock, BLOCK_BYTES, 1000.0)
@@ -102,7 +104,8 @@ def test_is_worth_without_speed_loads_everything(
 
 
 def test_load_of_nothing_is_stall_only_if_it_took_long(
-    loads: PrefixLoads, clock: Clock
+    loads: PrefixLoads,
+    clock: Clock,
 ) -> None:
     load(loads, clock, 0, 0.001)
     assert loads.is_worth(BLOCK_BYTES, 100), "the blocks were evicted"
@@ -119,7 +122,8 @@ def test_load_that_ends_at_a_short_timeout_is_stall(clock: Clock) -> None:
 
 
 def test_load_that_hangs_is_stall_until_another_one_ends(
-    loads: PrefixLoads, clock: Clock
+    loads: PrefixLoads,
+    clock: Clock,
 ) -> None:
     load(loads, clock, BLOCK_BYTES, 1.0)
     hung = loads.begin_load(BLOCK_BYTES)
@@ -135,7 +139,9 @@ def test_load_that_hangs_is_stall_until_another_one_ends(
 
 
 def test_probe_shows_that_store_is_fast_again(
-    loads: PrefixLoads, clock: Clock, store: BlockStore
+    loads: PrefixLoads,
+    clock: Clock,
+    store: BlockStore,
 ) -> None:
     load(loads, clock, 0, 5.0)
     assert not loads.is_worth(BLOCK_BYTES, 100_000)
@@ -147,7 +153,10 @@ def test_probe_shows_that_store_is_fast_again(
 
 
 def test_probe_of_hung_store_delays_no_caller(
-    loads: PrefixLoads, clock: Clock, store: BlockStore, backend: FaultyBackend[Any]
+    loads: PrefixLoads,
+    clock: Clock,
+    store: BlockStore,
+    backend: FaultyBackend[Any],
 ) -> None:
     goes_on = threading.Event()
     backend.before("read", lambda *_: goes_on.wait(60))
@@ -162,7 +171,9 @@ def test_probe_of_hung_store_delays_no_caller(
 
 
 def test_probe_after_close_is_ignored(
-    loads: PrefixLoads, clock: Clock, store: BlockStore
+    loads: PrefixLoads,
+    clock: Clock,
+    store: BlockStore,
 ) -> None:
     """A late lookup, beside the end of the adapter."""
     load(loads, clock, 0, 5.0)

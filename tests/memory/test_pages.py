@@ -58,7 +58,8 @@ def bytes_of(memory: mmap.mmap) -> npt.NDArray[np.uint8]:
     [mmap.PAGESIZE, HUGE_PAGE_BYTES, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE, 40 << 20],
 )
 def test_use_huge_pages_any_size_keeps_bytes(
-    make_file: MakeFile, num_bytes: int
+    make_file: MakeFile,
+    num_bytes: int,
 ) -> None:
     fd, memory = make_file(num_bytes)
     before = bytes_of(memory).copy()
@@ -115,7 +116,8 @@ def test_use_huge_pages_regular_file_keeps_contents(tmp_path: Path) -> None:
     "num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE]
 )
 def test_map_aligned_file_starts_at_huge_page_and_is_shared(
-    make_file: MakeFile, num_bytes: int
+    make_file: MakeFile,
+    num_bytes: int,
 ) -> None:
     fd, memory = make_file(num_bytes)
     address = map_aligned([fd], num_bytes)
@@ -179,7 +181,8 @@ def test_prefer_huge_pages_of_other_memory_returns_false() -> None:
     "num_bytes", [mmap.PAGESIZE, 3 * HUGE_PAGE_BYTES + mmap.PAGESIZE]
 )
 def test_map_rows_shares_memory_and_closes_descriptor(
-    make_file: MakeFile, num_bytes: int
+    make_file: MakeFile,
+    num_bytes: int,
 ) -> None:
     fd, memory = make_file(num_bytes)
     given = os.dup(fd)
@@ -232,7 +235,9 @@ def test_prefault_cells_smaller_than_page_touches_all_pages(memory: memoryview) 
 
 @pytest.mark.parametrize("supported", [True, False])
 def test_prefault_with_or_without_kernel_support_keeps_bytes(
-    memory: memoryview, supported: bool, monkeypatch: pytest.MonkeyPatch
+    memory: memoryview,
+    supported: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not supported:
         monkeypatch.setattr(libc, "MADV_POPULATE_WRITE", 9999)

@@ -76,6 +76,7 @@ def test_docs_table_has_the_tested_ranges() -> None:
     ],
 )
 def test_tested_covers_releases_from_oldest_to_fixes_of_newest(
-    release: str, covered: bool
+    release: str,
+    covered: bool,
 ) -> None:
     assert TESTED["transformers"].covers(release) is covered

@@ -62,7 +62,10 @@ class Load:
         self._draw = random.Random(1)
 
     def run(
-        self, seconds: float, *, until: Callable[[], bool] = lambda: False
+        self,
+        seconds: float,
+        *,
+        until: Callable[[], bool] = lambda: False,
     ) -> list[float]:
         """Tick for a number of seconds. Return the duration of the client's calls in each tick, in
         seconds, without the time in which the thread waited for a processor: other programs cause

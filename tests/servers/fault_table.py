@@ -466,7 +466,10 @@ def problem_of(found: Outcome, fault: Fault) -> str:
 
 
 def try_all(
-    endpoint: str, seconds: float, only: Sequence[str], ceph: str | None
+    endpoint: str,
+    seconds: float,
+    only: Sequence[str],
+    ceph: str | None,
 ) -> list[Outcome]:
     """Run all faults. A run that raises is a row with a problem."""
     outcomes: list[Outcome] = []

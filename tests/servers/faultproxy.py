@@ -119,7 +119,11 @@ class FaultProxy:
             await reader.readexactly(rest)
 
     async def pump(
-        self, reader: Reader, writer: Writer, is_request: bool, client_writer: Writer
+        self,
+        reader: Reader,
+        writer: Writer,
+        is_request: bool,
+        client_writer: Writer,
     ) -> None:
         sent = 0
         while data := await reader.read(65536):
@@ -159,7 +163,11 @@ class FaultProxy:
         writer.close()
 
     async def answer(
-        self, reader: Reader, writer: Writer, status: bytes, body: bytes
+        self,
+        reader: Reader,
+        writer: Writer,
+        status: bytes,
+        body: bytes,
     ) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).lower()
         if b"100-continue" in head:

@@ -187,7 +187,10 @@ def stored_objects(client: object, bucket: str, prefix: str) -> list[str]:
 
 
 def problems_of(
-    url: str, bucket: str, client: object, reports: list[Report]
+    url: str,
+    bucket: str,
+    client: object,
+    reports: list[Report],
 ) -> list[str]:
     """Return descriptions of all violations in the store."""
     backend = S3Backend.open(StoreUrl.parse(url))

@@ -15,7 +15,10 @@ from persistkv.testing import FaultyBackend
 
 
 def end(
-    request: str, *chains: list[bytes], tokens: int | None = None, **more: Any
+    request: str,
+    *chains: list[bytes],
+    tokens: int | None = None,
+    **more: Any,
 ) -> RequestEnd:
     count = 16 * len(chains[0]) if tokens is None else tokens
     return RequestEnd(request, f"manifest-{request}", chains, count, 16, **more)
@@ -46,7 +49,9 @@ def flip_reads(backend: FaultyBackend[Backend], pack_id: bytes | None = None) ->
     """Flip a bit in the result of each read; with ``pack_id``, only in reads of this pack."""
 
     def flip(
-        filled: list[bool], namespace: bytes, spans: Sequence[ReadSpan]
+        filled: list[bool],
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
     ) -> list[bool]:
         for span in [span for span in spans if pack_id in (None, span.pack_id)][:1]:
             span.buffers[0][11] ^= 1

@@ -36,7 +36,8 @@ def store_threads() -> list[str]:
 
 
 def test_blocking_store_in_running_event_loop_stores_and_reads(
-    make_rows: Callable[..., Rows], keys: Callable[..., list[bytes]]
+    make_rows: Callable[..., Rows],
+    keys: Callable[..., list[bytes]],
 ) -> None:
     """As in a notebook, whose cells run in an event loop."""
 
@@ -78,7 +79,8 @@ def test_failed_open_leaves_no_threads(make_rows: Callable[..., Rows]) -> None:
 
 
 def test_close_after_interrupted_flush_waits_for_its_commits(
-    make_rows: Callable[..., Rows], keys: Callable[..., list[bytes]]
+    make_rows: Callable[..., Rows],
+    keys: Callable[..., list[bytes]],
 ) -> None:
     """A commit that fails is split into one for each pack; Ctrl-C must not end the store between
     them."""

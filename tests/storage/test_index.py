@@ -85,7 +85,9 @@ def check(
     ),
 )
 def test_index_random_adds_and_removals_match_dictionary(
-    length: int, packs: list[list[int]], removals: list[tuple[list[int], str]]
+    length: int,
+    packs: list[list[int]],
+    removals: list[tuple[list[int], str]],
 ) -> None:
     index = Index()
     reader = reader_of(index)

@@ -32,7 +32,9 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["", f"&key_env={KEY}"], ids=["plain", "key"])
 def url(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> str:
     monkeypatch.setenv(KEY, "k" * 32)
     return f"lmdb://{tmp_path}/store?capacity=256MiB{request.param}"
@@ -52,7 +54,8 @@ def packs(url: str) -> list[PackWriter]:
 
 @contextmanager
 def opened(
-    url: str, make_rows: Callable[..., Rows]
+    url: str,
+    make_rows: Callable[..., Rows],
 ) -> Iterator[tuple[BlockingStore, list[bytes | None]]]:
     """Open a store; yield it and the cursors of its calls of ``changes``. None reads the whole
     catalogue."""
@@ -112,7 +115,9 @@ def fill(url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]) -> N
 
 
 def test_index_file_unchanged_store_opens_without_catalogue_scan(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     fill(url, packs, make_rows)
     before = version(url)
@@ -127,7 +132,9 @@ def test_index_file_unchanged_store_opens_without_catalogue_scan(
 
 
 def test_index_file_changes_after_writing_are_applied(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     fill(url, packs, make_rows)
     commit(
@@ -143,7 +150,9 @@ def test_index_file_changes_after_writing_are_applied(
 
 
 def test_index_file_of_recreated_store_is_deleted(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     """Otherwise its position in the log of changes could become valid again, in a store restored
     from a copy."""
@@ -191,7 +200,9 @@ def damage_file(path: Path, damage: str, saved: bytes) -> None:
 
 
 def test_index_file_damaged_is_ignored(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     fill(url, packs, make_rows)
     path = index_file(url)
@@ -215,7 +226,9 @@ def test_index_file_damaged_is_ignored(
 
 
 def test_index_file_after_failed_pack_read_is_not_written(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     """Packs that could not be read are not in the index, but may still be in the store."""
     fill(url, packs, make_rows)
@@ -230,7 +243,9 @@ def test_index_file_after_failed_pack_read_is_not_written(
 
 
 def test_index_file_read_only_store_uses_but_does_not_write_it(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     fill(url, packs, make_rows)
     commit(url, CommitBatch(packs[PACKS:]))
@@ -245,7 +260,9 @@ def test_index_file_read_only_store_uses_but_does_not_write_it(
 
 
 def test_index_file_small_store_writes_none(
-    url: str, packs: list[PackWriter], make_rows: Callable[..., Rows]
+    url: str,
+    packs: list[PackWriter],
+    make_rows: Callable[..., Rows],
 ) -> None:
     commit(url, CommitBatch(packs[:1]))
     with opened(url, make_rows):

@@ -20,7 +20,8 @@ VARIABLE = "PERSISTKV_TEST_KEY"
 
 
 def test_key_options_each_source_gives_same_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     file = tmp_path / "key"
     file.write_text(f"{SECRET}\n")
@@ -45,7 +46,9 @@ def test_key_options_two_sources_raise() -> None:
 
 @pytest.mark.parametrize("content", ["hunter2", ""])
 def test_key_options_short_key_raises_without_showing_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: str,
 ) -> None:
     file = tmp_path / "key"
     file.write_text(content)
@@ -77,14 +80,17 @@ def test_key_options_short_key_raises_without_showing_it(
     ],
 )
 def test_key_options_unreadable_key_raises(
-    name: str, value: str, expected: str
+    name: str,
+    value: str,
+    expected: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         KeyOptions(**{name: value}).store_key()
 
 
 def test_key_options_key_that_is_no_text_is_the_same_from_each_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     secret = bytes(range(128, 192))
     file = tmp_path / "key"

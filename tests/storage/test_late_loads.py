@@ -42,7 +42,11 @@ class StallingBlobs(MemoryBlobs):
         self.num_ended = 0
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         if not (self.stalls and "/packs/" in f"/{name}"):
             return super().read(name, offset, length, buffers)
@@ -64,7 +68,9 @@ def remote(blobs: MemoryBlobs | FaultyBlobs) -> RemoteBackend:
 
 @asynccontextmanager
 async def opened(
-    backend: Backend, rows: Rows, keys: list[bytes]
+    backend: Backend,
+    rows: Rows,
+    keys: list[bytes],
 ) -> AsyncIterator[Store]:
     """Open a store that holds the content of the first rows under ``keys``."""
     options = StoreOptions()
@@ -92,7 +98,8 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
-    make_rows: MakeRows, keys: Keys
+    make_rows: MakeRows,
+    keys: Keys,
 ) -> None:
     """More loads hang than there are threads."""
     rows, names = make_rows(64), keys(8)
@@ -123,7 +130,9 @@ def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
 
 
 def test_read_of_pack_with_new_data_key_waits_for_no_keys(
-    make_rows: MakeRows, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    make_rows: MakeRows,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another engine has made the key since; the index is read with the keys of its packs."""
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "0123456789abcdef" * 4)
@@ -151,7 +160,8 @@ def test_read_of_pack_with_new_data_key_waits_for_no_keys(
 
 
 def test_read_from_stalling_medium_keeps_what_arrived_and_writes_nothing_later(
-    make_rows: MakeRows, keys: Keys
+    make_rows: MakeRows,
+    keys: Keys,
 ) -> None:
     rows, names = make_rows(128), keys(64)  # four frames
     blobs = StallingBlobs()
@@ -182,7 +192,8 @@ def test_read_from_stalling_medium_keeps_what_arrived_and_writes_nothing_later(
 
 
 def test_probe_of_hung_local_store_ends_at_deadline(
-    make_rows: MakeRows, keys: Keys
+    make_rows: MakeRows,
+    keys: Keys,
 ) -> None:
     rows, names = make_rows(64), keys(8)
     backend = FaultyBackend.of(MemoryBackend(MemoryBlobs()))

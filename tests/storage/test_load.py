@@ -55,7 +55,9 @@ def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
 @pytest.mark.parametrize("first", [0, 3, 8, 61])
 @pytest.mark.parametrize("count", [1, 5, 8, 9, 30])
 def test_plan_packs_shuffled_blocks_give_same_packs_as_chain(
-    rows: Rows, first: int, count: int
+    rows: Rows,
+    first: int,
+    count: int,
 ) -> None:
     blocks = chain(first, count)
     cut = blocks_per_pack(rows, MAX_BYTES)

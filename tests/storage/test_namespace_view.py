@@ -20,7 +20,10 @@ OpenStore = Callable[..., BlockingStore]
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
-    open_store: OpenStore, store_url: str, keys: Keys, bad: int
+    open_store: OpenStore,
+    store_url: str,
+    keys: Keys,
+    bad: int,
 ) -> None:
     store = open_store(store_url)
     names, rows = keys(12), range(12)
@@ -70,7 +73,9 @@ def replace(store: BlockingStore, names: list[bytes]) -> None:
 
 
 def test_read_damaged_pack_unreadable_catalogue_deletes_nothing(
-    open_store: OpenStore, store_url: str, keys: Keys
+    open_store: OpenStore,
+    store_url: str,
+    keys: Keys,
 ) -> None:
     """Without the catalogue, a damaged pack cannot be distinguished from a replaced one."""
     store = open_store(store_url)
@@ -87,7 +92,9 @@ def test_read_damaged_pack_unreadable_catalogue_deletes_nothing(
 
 
 def test_read_damaged_pack_replaced_before_deletion_is_kept(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
@@ -113,7 +120,10 @@ def test_read_damaged_pack_replaced_before_deletion_is_kept(
 
 
 def test_read_deleted_pack_misses_and_counts_no_damage(
-    open_store: OpenStore, keys: Keys, tmp_path: Any, caplog: pytest.LogCaptureFixture
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
@@ -133,7 +143,9 @@ def test_read_deleted_pack_misses_and_counts_no_damage(
 
 
 def test_commit_without_cursor_refresh_finds_blocks_of_others(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     """A commit without a cursor succeeds regardless of other commits; the handle must still apply
     them."""

@@ -30,7 +30,12 @@ def set_quota(store: BlockingStore, tenant: str, num_bytes: int) -> None:
 
 
 def put(
-    store: BlockingStore, tenant: str, keys: list[bytes], row: int, *, pin: bool = False
+    store: BlockingStore,
+    tenant: str,
+    keys: list[bytes],
+    row: int,
+    *,
+    pin: bool = False,
 ) -> list[bytes]:
     """Store blocks of a request, which ends; return their keys."""
     names = [tenant_key(tenant, key) for key in keys]
@@ -53,7 +58,9 @@ def used(store: BlockingStore, tenant: str) -> int:
 
 
 def test_blocks_of_tenant_whose_pins_fill_its_quota_are_dropped_and_counted(
-    store: BlockingStore, keys: Keys, caplog: pytest.LogCaptureFixture
+    store: BlockingStore,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     set_quota(store, "anna", 4 * BLOCK)
     pinned = put(store, "anna", keys(4), 0, pin=True)
@@ -77,7 +84,8 @@ def test_blocks_of_tenant_whose_pins_fill_its_quota_are_dropped_and_counted(
 
 
 def test_quota_failure_does_not_hide_failure_of_the_store_in_the_same_minute(
-    store: BlockingStore, caplog: pytest.LogCaptureFixture
+    store: BlockingStore,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(2):
         store.catalogue.log_failure(QuotaExceededError("anna", 2, 1))
@@ -92,7 +100,8 @@ def test_quota_failure_does_not_hide_failure_of_the_store_in_the_same_minute(
 
 
 def test_quota_evicts_oldest_requests_of_its_tenant_while_engine_runs(
-    store: BlockingStore, keys: Keys
+    store: BlockingStore,
+    keys: Keys,
 ) -> None:
     others = put(store, "berta", keys(3), 60)
     store.flush()

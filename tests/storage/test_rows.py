@@ -15,7 +15,9 @@ TWO_GROUPS = (((0, 4096), (8192, 100)), ((4096, 4096),))
 @pytest.mark.parametrize("block_ids", [[0], [1, 2, 3], [5, 4, 1, 2, 3, 7]])
 @pytest.mark.parametrize("group", [0, 1])
 def test_rows_pieces_equal_gathered_bytes_without_copy(
-    make_rows: Callable[..., Rows], block_ids: list[int], group: int
+    make_rows: Callable[..., Rows],
+    block_ids: list[int],
+    group: int,
 ) -> None:
     rows = make_rows(8, 8192, (((0, 8192),), ((0, 4096), (6144, 100))))
     pieces = rows.pieces(group, block_ids)
@@ -38,7 +40,8 @@ def test_rows_pieces_adjacent_whole_rows_are_joined(
 
 @pytest.mark.parametrize("block_ids", [[3], [3, 4, 5], [5, 3, 9], [9, 9]])
 def test_rows_gather_returns_valid_ranges_only(
-    make_rows: Callable[..., Rows], block_ids: list[int]
+    make_rows: Callable[..., Rows],
+    block_ids: list[int],
 ) -> None:
     rows = make_rows(16, 12288, TWO_GROUPS)
     gathered = rows.gather(0, block_ids)

@@ -84,7 +84,8 @@ def test_write_replaces_the_note_of_its_engine(store: Open) -> None:
 
 
 def test_write_without_news_writes_nothing(
-    store: Open, monkeypatch: pytest.MonkeyPatch
+    store: Open,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     recorder = record(store(), 10)
 
@@ -97,7 +98,8 @@ def test_write_without_news_writes_nothing(
 
 
 def test_failed_write_is_repeated_by_the_next(
-    store: Open, monkeypatch: pytest.MonkeyPatch
+    store: Open,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = store()
     recorder = SavingsRecorder(backend, ONE)
@@ -115,7 +117,8 @@ def test_failed_write_is_repeated_by_the_next(
 
 
 def test_days_are_folded_two_days_later_and_nothing_changes(
-    store: Open, day: Callable[[int], None]
+    store: Open,
+    day: Callable[[int], None],
 ) -> None:
     backend = store()
     for number in (20_000, 20_001):
@@ -137,7 +140,8 @@ def test_days_are_folded_two_days_later_and_nothing_changes(
 
 
 def test_engine_that_runs_over_midnight_begins_a_source(
-    store: Open, day: Callable[[int], None]
+    store: Open,
+    day: Callable[[int], None],
 ) -> None:
     backend = store()
     recorder = record(backend, 10)
@@ -149,7 +153,9 @@ def test_engine_that_runs_over_midnight_begins_a_source(
 
 
 def test_write_that_fails_over_midnight_loses_nothing(
-    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    store: Open,
+    day: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = store()
     recorder = SavingsRecorder(backend, ONE)
@@ -168,7 +174,9 @@ def test_write_that_fails_over_midnight_loses_nothing(
 
 
 def test_fold_beside_another_fold_loses_nothing(
-    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    store: Open,
+    day: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another engine folds the same day, between the list of the sources and their reads."""
     backend = store()
@@ -179,7 +187,10 @@ def test_fold_beside_another_fold_loses_nothing(
     put_note = type(backend).put_note
 
     def delete_one_and_stop(
-        own: Any, namespace: bytes, name: str, content: bytes | None
+        own: Any,
+        namespace: bytes,
+        name: str,
+        content: bytes | None,
     ) -> None:
         put_note(own, namespace, name, content)
         if content is None:
@@ -202,7 +213,9 @@ def test_fold_beside_another_fold_loses_nothing(
 
 
 def test_read_beside_a_fold_never_counts_less(
-    store: Open, day: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+    store: Open,
+    day: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A counter that falls and rises again would count as growth in Prometheus."""
     backend = store()

@@ -29,7 +29,11 @@ OpenStore = Callable[..., BlockingStore]
 @pytest.mark.parametrize("codec", ["raw", "zstd", "zstd:3"])
 @pytest.mark.parametrize("count", [1, 3, 16, 64])
 def test_store_round_trip_returns_stored_bytes(
-    store_url: str, open_store: OpenStore, keys: Keys, codec: str, count: int
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
+    codec: str,
+    count: int,
 ) -> None:
     store = open_store(store_url, codec=codec)
     store.rows.array[:, ::3] = 0  # so that zstd can compress the blocks
@@ -45,7 +49,10 @@ def test_store_round_trip_returns_stored_bytes(
 
 
 def test_read_blocks_of_several_groups_writes_only_their_ranges(
-    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
 ) -> None:
     rows = make_rows(64, 12288, (((0, 4096), (8192, 100)), ((4096, 4096),)))
     store = open_store(store_url, rows)
@@ -66,7 +73,9 @@ def test_read_blocks_of_several_groups_writes_only_their_ranges(
 
 
 def test_put_blocks_are_found_only_after_flush(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     small, large = keys(2), keys(64)
@@ -81,7 +90,9 @@ def test_put_blocks_are_found_only_after_flush(
 
 
 def test_put_staged_blocks_survive_overwritten_rows(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(3)
@@ -93,7 +104,9 @@ def test_put_staged_blocks_survive_overwritten_rows(
 
 
 def test_put_held_or_pending_block_is_not_written_again(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(64)
@@ -109,7 +122,9 @@ def test_put_held_or_pending_block_is_not_written_again(
 
 
 def test_put_single_blocks_of_request_become_one_frame(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(5)
@@ -123,7 +138,9 @@ def test_put_single_blocks_of_request_become_one_frame(
 
 
 def test_put_same_prefix_in_other_steps_gives_same_packs(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
 ) -> None:
     names = keys(96)
     cut = []
@@ -145,7 +162,9 @@ def test_put_same_prefix_in_other_steps_gives_same_packs(
 
 
 def test_end_request_manifest_names_whole_context(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(4)
@@ -172,7 +191,9 @@ def test_end_request_manifest_names_whole_context(
 
 
 def test_end_request_missing_block_shortens_manifest(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(4)
@@ -191,7 +212,8 @@ def test_end_request_missing_block_shortens_manifest(
 
 
 def test_wants_commit_age_or_staging_bound_makes_blocks_due(
-    open_store: OpenStore, keys: Keys
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     aged = open_store("memory://x", max_age_s=0.0)
     aged.put("r", keys(1), [0], None)
@@ -207,7 +229,8 @@ def test_wants_commit_age_or_staging_bound_makes_blocks_due(
 
 
 def test_put_and_read_invalid_arguments_raise_and_stage_nothing(
-    open_store: OpenStore, keys: Keys
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store("memory://x")
     with pytest.raises(ValueError, match="rows 0 to 64"):
@@ -224,7 +247,9 @@ def test_put_and_read_invalid_arguments_raise_and_stage_nothing(
 
 
 def test_store_reopened_finds_all_blocks(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     first = open_store(url)
@@ -241,7 +266,9 @@ def test_store_reopened_finds_all_blocks(
 
 
 def test_tick_applies_stores_and_deletions_of_other_handles(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     writer = open_store(url)
@@ -273,7 +300,9 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
 
 
 def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
@@ -304,7 +333,9 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
 
 
 def test_commit_blocks_stored_by_others_are_not_written_again(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     one, two = open_store(url), open_store(url)
@@ -319,7 +350,9 @@ def test_commit_blocks_stored_by_others_are_not_written_again(
 
 
 def test_commit_after_commits_of_others_finds_their_blocks(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     """The last retry commits regardless of other commits, so its cursor may be newer than commits
     not yet applied."""
@@ -342,7 +375,8 @@ def test_commit_after_commits_of_others_finds_their_blocks(
 
 
 def test_put_full_staging_leaves_blocks_in_their_rows(
-    open_store: OpenStore, keys: Keys
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store("memory://x", staging_bytes=8 * (64 << 10), max_age_s=1e6)
     names = [keys(4) for _ in range(3)]
@@ -359,7 +393,9 @@ def test_put_full_staging_leaves_blocks_in_their_rows(
 
 
 def test_store_of_another_model_notice_is_one_short_line(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     config = {f"field{number}": number for number in range(50)}
@@ -381,7 +417,9 @@ def test_store_of_another_model_notice_is_one_short_line(
 
 
 def test_store_other_identity_misses_and_notice_names_difference(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     store = open_store(url)
@@ -405,7 +443,8 @@ def test_store_other_identity_misses_and_notice_names_difference(
 
 
 def test_store_unknown_codec_raises_and_creates_no_namespace(
-    open_store: OpenStore, tmp_path: Any
+    open_store: OpenStore,
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):
@@ -427,7 +466,8 @@ def test_read_adjacent_frames_use_one_span(open_store: OpenStore, keys: Keys) ->
 
 
 def test_stored_pack_with_table_parses_without_catalogue(
-    open_store: OpenStore, keys: Keys
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store("memory://x", codec="zstd")
     names = keys(8)
@@ -443,7 +483,9 @@ def test_stored_pack_with_table_parses_without_catalogue(
 
 
 def test_durability_interval_copies_blocks_and_flush_commits_once(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     """Large jobs are copied, too: their rows are free at once, and their blocks become durable with
     the flush."""
@@ -470,7 +512,10 @@ def test_durability_interval_copies_blocks_and_flush_commits_once(
 
 @pytest.mark.parametrize("use", ["blocks", "request end"])
 def test_durability_interval_elapsed_tick_commits(
-    open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch, use: str
+    open_store: OpenStore,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
+    use: str,
 ) -> None:
     store = open_store("memory://x", durability="interval:1h")
     names = keys(2)
@@ -488,7 +533,9 @@ def test_durability_interval_elapsed_tick_commits(
 
 
 def test_durability_interval_full_staging_commits_early(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
 ) -> None:
     store = open_store(
         "memory://x",
@@ -511,7 +558,10 @@ def test_durability_interval_full_staging_commits_early(
 
 
 def test_begin_read_rows_do_not_match_distinct_keys_raises(
-    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
 ) -> None:
     store = open_store(store_url, make_rows(64, 16 << 10))
     names = keys(16)
@@ -532,7 +582,10 @@ def test_begin_read_rows_do_not_match_distinct_keys_raises(
 
 
 def test_read_any_blocks_into_any_rows_returns_stored_bytes(
-    store_url: str, open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows]
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
 ) -> None:
     """Read whole and partial frames into adjacent and scattered rows, from raw and encoded
     packs."""
@@ -578,7 +631,10 @@ def test_read_any_blocks_into_any_rows_returns_stored_bytes(
     "order", ["as stored", "packs in turn", "reversed", "shuffled", "packs swapped"]
 )
 def test_read_long_runs_in_any_order_fill_the_right_rows(
-    open_store: OpenStore, store_url: str, keys: Keys, order: str
+    open_store: OpenStore,
+    store_url: str,
+    keys: Keys,
+    order: str,
 ) -> None:
     """Keys of two packs, and four keys that no pack holds."""
     store, names = open_store(store_url), keys(52)

@@ -19,7 +19,10 @@ OpenStore = Callable[..., BlockingStore]
 
 
 def small_store(
-    tmp_path: Any, open_store: OpenStore, make_rows: Callable[..., Rows], **options: Any
+    tmp_path: Any,
+    open_store: OpenStore,
+    make_rows: Callable[..., Rows],
+    **options: Any,
 ) -> BlockingStore:
     """Open a store of 8 MiB on LMDB, with rows of 64 KiB."""
     return open_store(
@@ -28,7 +31,11 @@ def small_store(
 
 
 def store_request(
-    store: BlockingStore, request: str, names: list[bytes], *, close: bool = True
+    store: BlockingStore,
+    request: str,
+    names: list[bytes],
+    *,
+    close: bool = True,
 ) -> None:
     store.put(request, names, range(len(names)), range(len(names)))
     if close:
@@ -37,7 +44,10 @@ def store_request(
 
 
 def test_store_full_evicts_oldest_requests_first(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
     requests = [keys(16) for _ in range(20)]
@@ -88,7 +98,10 @@ def test_store_full_keeps_used_blocks(
 
 
 def test_store_full_growing_context_keeps_its_prefix(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
 ) -> None:
     """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that
     depend on it."""
@@ -112,7 +125,10 @@ def test_store_full_growing_context_keeps_its_prefix(
 
 
 def test_touch_without_stores_is_committed_when_due(
-    open_store: OpenStore, keys: Keys, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store", refresh_s=1e6)
     names = keys(16)
@@ -136,7 +152,10 @@ def test_touch_without_stores_is_committed_when_due(
 
 
 def test_tick_idle_store_expires_old_blocks(
-    open_store: OpenStore, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a local store: the background work of a shared one expires its content."""
     store = open_store(f"lmdb://{tmp_path}/store?ttl=1h")
@@ -153,7 +172,10 @@ def test_tick_idle_store_expires_old_blocks(
 
 
 def test_tick_blocks_evicted_by_another_handle_are_removed(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
 ) -> None:
     one = small_store(tmp_path, open_store, make_rows)
     two = small_store(tmp_path, open_store, make_rows, refresh_s=0.0)

@@ -30,7 +30,9 @@ def faulty_store(open_store: OpenStore, store_url: str) -> FaultyStore:
 
 
 def test_commit_store_full_drops_only_its_blocks(
-    faulty_store: FaultyStore, keys: Keys, caplog: pytest.LogCaptureFixture
+    faulty_store: FaultyStore,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, backend = faulty_store
     backend.fail("commit", StoreFullError("no room"), times=1)
@@ -52,7 +54,8 @@ def test_commit_store_full_drops_only_its_blocks(
 
 
 def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(
-    faulty_store: FaultyStore, keys: Keys
+    faulty_store: FaultyStore,
+    keys: Keys,
 ) -> None:
     store, backend = faulty_store
 
@@ -71,7 +74,8 @@ def test_commit_store_full_for_whole_batch_commits_packs_one_by_one(
 
 
 def test_read_backend_error_misses_and_deletes_nothing(
-    faulty_store: FaultyStore, keys: Keys
+    faulty_store: FaultyStore,
+    keys: Keys,
 ) -> None:
     store, backend = faulty_store
     names = keys(64)
@@ -114,7 +118,9 @@ def test_read_flipped_byte_misses_and_deletes_pack(
 
 
 def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
-    open_store: OpenStore, keys: Keys, tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    tmp_path: Any,
 ) -> None:
     """Equal keys give equal pack IDs; only the pack's table shows that the bytes differ."""
     url = f"lmdb://{tmp_path}/store"
@@ -143,7 +149,8 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
 
 
 def test_read_pack_without_payload_misses_and_can_be_stored_again(
-    open_store: OpenStore, keys: Keys
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store("memory://x")
     names = keys(64)
@@ -158,7 +165,9 @@ def test_read_pack_without_payload_misses_and_can_be_stored_again(
 
 
 def test_read_unknown_codec_misses_and_keeps_pack(
-    open_store: OpenStore, keys: Keys, monkeypatch: pytest.MonkeyPatch
+    open_store: OpenStore,
+    keys: Keys,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store("memory://x", codec="zstd")
     store.rows.array[:] = 0
@@ -177,7 +186,9 @@ def test_read_unknown_codec_misses_and_keeps_pack(
 
 
 def test_commit_store_full_repeatedly_warns_once(
-    faulty_store: FaultyStore, keys: Keys, caplog: pytest.LogCaptureFixture
+    faulty_store: FaultyStore,
+    keys: Keys,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store, backend = faulty_store
     backend.fail("commit", StoreFullError("no room"), times=10)
@@ -208,7 +219,10 @@ def test_read_swapped_payloads_miss(open_store: OpenStore, keys: Keys) -> None:
 
 
 def test_read_pack_of_other_block_size_misses(
-    open_store: OpenStore, keys: Keys, make_rows: Callable[..., Rows], tmp_path: Any
+    open_store: OpenStore,
+    keys: Keys,
+    make_rows: Callable[..., Rows],
+    tmp_path: Any,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     store = open_store(url)

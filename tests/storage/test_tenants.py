@@ -16,7 +16,9 @@ OpenStore = Callable[..., BlockingStore]
 
 
 def test_put_equal_prefixes_of_tenants_are_stored_apart(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     """Small blocks of one request id are staged together, and become packs of one tenant each."""
     store = open_store(store_url)
@@ -44,7 +46,9 @@ def test_put_equal_prefixes_of_tenants_are_stored_apart(
 
 
 def test_end_request_writes_only_packs_of_its_tenant(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url, max_age_s=100.0)
     first, second = keys(2), keys(2)
@@ -58,7 +62,9 @@ def test_end_request_writes_only_packs_of_its_tenant(
 
 
 def test_put_blocks_from_rows_make_pack_of_tenant(
-    store_url: str, open_store: OpenStore, keys: Keys
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
 ) -> None:
     store = open_store(store_url)
     names = keys(64)
@@ -71,7 +77,10 @@ def test_put_blocks_from_rows_make_pack_of_tenant(
 
 @pytest.mark.parametrize("tenant", ["", "a\nb", "x" * 129])
 def test_put_and_end_request_invalid_tenant_raise_and_store_nothing(
-    store_url: str, open_store: OpenStore, keys: Keys, tenant: str
+    store_url: str,
+    open_store: OpenStore,
+    keys: Keys,
+    tenant: str,
 ) -> None:
     store = open_store(store_url)
     names = keys(1)

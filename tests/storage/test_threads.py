@@ -258,7 +258,8 @@ def test_close_waits_for_running_call() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_ahead_returns_or_raises_as_its_call(
-    threads: StoreThreads, fails: bool
+    threads: StoreThreads,
+    fails: bool,
 ) -> None:
     def call() -> int:
         if fails:
@@ -275,7 +276,8 @@ def test_ahead_returns_or_raises_as_its_call(
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_failed_call_keeps_no_reference_to_arguments(
-    threads: StoreThreads, kind: str
+    threads: StoreThreads,
+    kind: str,
 ) -> None:
     """The arguments may include rows, and a remaining reference would keep the rows mapped."""
     memory = bytearray(8)
@@ -346,7 +348,8 @@ print("ended", flush=True)
     ids=["atexit", "hung"],
 )
 def test_thread_pool_interpreter_exit_serves_atexit_and_ignores_hung_call(
-    script: str, output: str
+    script: str,
+    output: str,
 ) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -163,7 +163,10 @@ def urls(tmp_path: Path) -> Iterator[Callable[[int], str]]:
 
 
 def run_histories(
-    urls: Callable[[int], str], first: int, count: int, caplog: pytest.LogCaptureFixture
+    urls: Callable[[int], str],
+    first: int,
+    count: int,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
         for seed in range(first, first + count):
@@ -175,7 +178,8 @@ def run_histories(
 
 
 def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
-    urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
+    urls: Callable[[int], str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run_histories(urls, 0, 25, caplog)
 
@@ -183,7 +187,8 @@ def test_persistent_tier_colliding_keys_serve_no_wrong_bytes(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_persistent_tier_colliding_keys_many_histories_no_wrong_bytes(
-    urls: Callable[[int], str], caplog: pytest.LogCaptureFixture
+    urls: Callable[[int], str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run_histories(urls, 1000, int(os.environ.get("PERSISTKV_HISTORIES", "300")), caplog)
 

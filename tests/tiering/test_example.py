@@ -19,14 +19,18 @@ from persistkv.tiering.example import ExampleSecondaryTier
 
 class TestExampleTier(SecondaryTierConformance):
     def open_tier(
-        self, config: OffloadingConfig, view: memoryview
+        self,
+        config: OffloadingConfig,
+        view: memoryview,
     ) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, view)
 
 
 class TestExampleTierAsynchronous(SecondaryTierConformance):
     def open_tier(
-        self, config: OffloadingConfig, view: memoryview
+        self,
+        config: OffloadingConfig,
+        view: memoryview,
     ) -> ExampleSecondaryTier:
         return ExampleSecondaryTier(config, view, max_blocks=16, simulate_async=True)
 

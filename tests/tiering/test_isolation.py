@@ -147,7 +147,9 @@ def test_take_events_tier_raises_other_tier_is_polled_and_reports(
 
 
 def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
     (faulty,) = stack.tiers
@@ -182,7 +184,9 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
 
 
 def test_manager_tier_cannot_be_polled_gets_no_jobs(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
     (faulty,) = stack.tiers
@@ -261,7 +265,8 @@ class RaisingContexts(RaisingTier):
 
 
 def test_prewarming_tier_raises_steps_continue(
-    make_stack: MakeStack, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, RaisingContexts, prewarm_share=0.5)
     assert isinstance(stack.tiers[0], RecentContexts)
@@ -270,7 +275,8 @@ def test_prewarming_tier_raises_steps_continue(
 
 
 def test_manager_tier_raises_in_each_step_is_reported_once(
-    make_stack: MakeStack, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier)
     stack.tiers[0].failing.add("get_finished_jobs")
@@ -280,7 +286,9 @@ def test_manager_tier_raises_in_each_step_is_reported_once(
 
 
 def test_manager_keyboard_interrupt_in_tier_is_raised(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
     stack.tiers[0].failing.add("submit_store")

@@ -93,7 +93,10 @@ def lookup(stack: Any, req: ReqContext, keys: Sequence[OffloadKey]) -> list[Any]
 
 @pytest.mark.parametrize("block_s", [0.05, 0.2])
 def test_lookup_prefix_loads_what_is_faster_than_computing(
-    make_stack: MakeStack, keys: Keys, described: Described, block_s: float
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    block_s: float,
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
@@ -121,7 +124,9 @@ def test_lookup_prefix_loads_what_is_faster_than_computing(
 
 
 def test_lookup_prefix_declined_request_asks_no_second_time(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """A request is not delayed by a load that it did not need at its beginning."""
     names = keys(8)
@@ -140,7 +145,8 @@ def test_lookup_prefix_declined_request_asks_no_second_time(
 
 
 def test_lookup_prefix_declined_request_loads_no_other_group(
-    make_stack: MakeStack, keys: Keys
+    make_stack: MakeStack,
+    keys: Keys,
 ) -> None:
     """A load under the refusal's deadline, 0 s, would be abandoned, and the store taken for
     stalled."""
@@ -163,7 +169,9 @@ def test_lookup_prefix_declined_request_loads_no_other_group(
 
 
 def test_lookup_prefix_fastest_tier_loads_what_both_hold(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
@@ -188,7 +196,9 @@ def test_lookup_prefix_fastest_tier_loads_what_both_hold(
 
 
 def test_lookup_prefix_near_tier_loads_without_slow_far_one(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
@@ -206,7 +216,9 @@ def test_lookup_prefix_near_tier_loads_without_slow_far_one(
 
 
 def test_lookup_prefix_unknown_speed_loads_everything(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     names = keys(4)
     stack = warm_stack(make_stack, names, described, TimedTier)
@@ -219,11 +231,15 @@ def test_lookup_prefix_unknown_speed_loads_everything(
 
 
 def test_lookup_prefix_tier_without_estimates_loads_without_deadline(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     class Simple(RecordingTier):
         def lookup_prefix(
-            self, keys: Sequence[OffloadKey], req_context: ReqContext
+            self,
+            keys: Sequence[OffloadKey],
+            req_context: ReqContext,
         ) -> int:
             return super().lookup_prefix(keys, req_context)
 
@@ -237,7 +253,9 @@ def test_lookup_prefix_tier_without_estimates_loads_without_deadline(
 
 
 def test_lookup_prefix_tier_that_raises_is_computed(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     class Broken(TimedTier):
         def expected_load_s(self, num_bytes: int) -> float:
@@ -251,7 +269,9 @@ def test_lookup_prefix_tier_that_raises_is_computed(
 
 
 def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
@@ -277,7 +297,9 @@ def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
 
 
 def test_on_new_request_reused_id_decides_again(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """The id is used again while a block of the first request is being written."""
     names = keys(8)
@@ -315,7 +337,10 @@ def test_prefill_speed_out_of_range_raises(value: float) -> None:
 
 
 def store_blocks(
-    make_stack: MakeStack, names: list[OffloadKey], req: ReqContext, *tiers: Any
+    make_stack: MakeStack,
+    names: list[OffloadKey],
+    req: ReqContext,
+    *tiers: Any,
 ) -> Any:
     """Return a stack with persistent tiers that hold the blocks; the primary tier is empty."""
     stack = make_stack(32, *tiers)
@@ -330,7 +355,10 @@ def store_blocks(
 
 
 def test_persistent_tier_stopped_host_is_computed_then_tried_again(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     """The store counts as stalled until a probe of its next host process ends."""
     names = keys(8)
@@ -414,7 +442,10 @@ def test_persistent_tier_load_policy_decides(
     ],
 )
 def test_persistent_tier_invalid_load_option_raises(
-    make_stack: MakeStack, tmp_path: Path, name: str, value: object
+    make_stack: MakeStack,
+    tmp_path: Path,
+    name: str,
+    value: object,
 ) -> None:
     options: dict[str, Any] = {"url": f"lmdb://{tmp_path}/store", name: value}
     tier = partial(PersistentTier, **options)
@@ -502,14 +533,17 @@ def test_lookup_prefix_counts_the_bytes_of_all_groups(
 
 @pytest.mark.parametrize("name", ["cascade_share", "hold_s", "room_wait_s"])
 def test_manager_option_that_is_no_number_raises(
-    make_stack: MakeStack, name: str
+    make_stack: MakeStack,
+    name: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=name):
         make_stack(4, TimedTier, **{name: math.nan})
 
 
 def test_lookup_prefix_tier_without_end_is_too_slow(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     names = keys(2)
     stack = warm_stack(make_stack, names, described, TimedTier)

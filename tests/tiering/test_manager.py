@@ -30,7 +30,9 @@ def announce(stack: Any, req: ReqContext) -> ReqContext:
 
 
 def store_only_in_tiers(
-    stack: Any, names: Sequence[OffloadKey], req: ReqContext
+    stack: Any,
+    names: Sequence[OffloadKey],
+    req: ReqContext,
 ) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.store(names, announce(stack, req))
@@ -39,7 +41,9 @@ def store_only_in_tiers(
 
 
 def test_complete_store_success_cascades_to_all_tiers(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, block_level)
     req = announce(stack, described("r"))
@@ -57,7 +61,9 @@ def test_complete_store_success_cascades_to_all_tiers(
 
 
 def test_complete_store_failure_cascades_nothing(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
@@ -69,7 +75,9 @@ def test_complete_store_failure_cascades_nothing(
 
 
 def test_manager_without_secondary_tiers_stores_and_loads(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4)
     req = described("r")
@@ -84,7 +92,9 @@ def test_manager_without_secondary_tiers_stores_and_loads(
 
 
 def test_promotion_three_groups_use_one_load_job(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(16, recording)
     chains = [keys(3, group) for group in range(3)]
@@ -104,7 +114,9 @@ def test_promotion_three_groups_use_one_load_job(
 
 
 def test_promotion_wanted_by_two_requests_loads_block_once(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -123,7 +135,9 @@ def test_promotion_wanted_by_two_requests_loads_block_once(
 
 
 def test_manager_polls_tier_jobs_once_per_step(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
@@ -136,7 +150,9 @@ def test_manager_polls_tier_jobs_once_per_step(
 
 
 def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     req = announce(stack, described("r"))
@@ -155,7 +171,9 @@ def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
 
 
 def test_promotion_failed_block_misses_and_is_not_retried(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(4)
@@ -174,7 +192,9 @@ def test_promotion_failed_block_misses_and_is_not_retried(
 
 
 def test_promotion_too_large_loads_prefix_that_fits(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(6, recording)
     chains = [keys(3, 0), keys(3, 1)]
@@ -194,7 +214,9 @@ def test_promotion_too_large_loads_prefix_that_fits(
 
 
 def test_promotion_full_primary_waits_for_free_rows(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(2)
@@ -210,7 +232,9 @@ def test_promotion_full_primary_waits_for_free_rows(
 
 
 def test_promotion_full_primary_past_room_wait_misses(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording, room_wait_s=0.0)
     names = keys(2)
@@ -223,7 +247,9 @@ def test_promotion_full_primary_past_room_wait_misses(
 
 
 def test_promotion_full_primary_by_default_misses_within_one_second(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(2)
@@ -239,7 +265,9 @@ def test_promotion_full_primary_by_default_misses_within_one_second(
 
 
 def test_promotion_full_primary_does_not_evict_own_prefix(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(6, recording)
     names = keys(6)
@@ -256,7 +284,9 @@ def test_promotion_full_primary_does_not_evict_own_prefix(
 
 
 def test_promotion_after_promoted_prefix_uses_remaining_rows(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """The request already references its promoted blocks, so they are not subtracted twice from the
     available rows."""
@@ -269,7 +299,9 @@ def test_promotion_after_promoted_prefix_uses_remaining_rows(
 
 
 def test_promotion_rows_are_held_until_loaded(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
@@ -285,7 +317,10 @@ def test_promotion_rows_are_held_until_loaded(
 
 @pytest.mark.parametrize("how", ["finished", "deadline"])
 def test_promotion_rows_not_loaded_are_released(
-    make_stack: MakeStack, keys: Keys, described: Described, how: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    how: str,
 ) -> None:
     stack = make_stack(4, recording, hold_s=30.0 if how == "finished" else 1e-9)
     names = keys(3)
@@ -303,7 +338,10 @@ def test_promotion_rows_not_loaded_are_released(
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
 def test_promotion_request_cancelled_releases_rows(
-    make_stack: MakeStack, keys: Keys, described: Described, when: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    when: str,
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
@@ -321,7 +359,9 @@ def test_promotion_request_cancelled_releases_rows(
 
 
 def test_promotion_one_of_two_requests_cancelled_other_loads(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     names = keys(3)
@@ -338,7 +378,9 @@ def test_promotion_one_of_two_requests_cancelled_other_loads(
 
 
 def test_prepare_store_request_level_tier_receives_existing_blocks(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(16, recording, block_level)
     prefix, suffix = keys(3), keys(2)
@@ -358,7 +400,9 @@ def test_prepare_store_request_level_tier_receives_existing_blocks(
 
 
 def test_prepare_store_block_level_tier_receives_new_blocks_only(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(16, block_level)
     names = keys(3)
@@ -370,7 +414,9 @@ def test_prepare_store_block_level_tier_receives_new_blocks_only(
 
 
 def test_on_request_finished_tiers_are_notified_after_last_store(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
@@ -384,7 +430,9 @@ def test_on_request_finished_tiers_are_notified_after_last_store(
 
 
 def test_on_request_finished_waits_for_blocks_of_another_writer(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """Otherwise the manifest is written before all blocks are submitted, and names only a part of
     the context."""
@@ -404,7 +452,9 @@ def test_on_request_finished_waits_for_blocks_of_another_writer(
 
 
 def test_prepare_store_uses_rows_of_ended_cascades(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(4, recording)
     req = announce(stack, described("r"))
@@ -415,7 +465,9 @@ def test_prepare_store_uses_rows_of_ended_cascades(
 
 
 def test_complete_store_readable_keys_are_ignored(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     req = announce(stack, described("r"))
@@ -437,7 +489,9 @@ def test_complete_store_readable_keys_are_ignored(
 
 
 def test_cascade_above_share_is_submitted_once_room_is_free(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(16, recording, block_level, cascade_share=0.5)
     for tier in stack.tiers:
@@ -469,7 +523,9 @@ def test_cascade_above_share_is_submitted_once_room_is_free(
 
 
 def test_cascade_above_share_evicted_while_it_waits_is_counted_and_ends_request(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, cascade_share=0.5)
     tier = stack.tiers[0]
@@ -491,7 +547,9 @@ def test_cascade_above_share_evicted_while_it_waits_is_counted_and_ends_request(
 
 
 def test_cascades_above_share_wait_in_bounded_queue(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """A tier that never ends a job leaves no more blocks waiting than there are rows."""
     stack = make_stack(8, recording, cascade_share=0.25)
@@ -507,7 +565,9 @@ def test_cascades_above_share_wait_in_bounded_queue(
 
 
 def test_cascades_above_share_of_reset_cache_are_not_submitted(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, cascade_share=0.25)
     tier = stack.tiers[0]
@@ -526,7 +586,9 @@ def test_cascades_above_share_of_reset_cache_are_not_submitted(
 
 
 def test_cascades_above_share_are_submitted_by_shutdown(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, cascade_share=0.25)
     req = announce(stack, described("r"))
@@ -541,7 +603,9 @@ def test_cascades_above_share_are_submitted_by_shutdown(
 
 
 def test_manager_asks_tiers_in_order_and_touches_all(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
     names = keys(2)
@@ -558,7 +622,9 @@ def test_manager_asks_tiers_in_order_and_touches_all(
 
 
 def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     tier = stack.tiers[0]
@@ -580,7 +646,9 @@ def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
 
 
 def test_reset_cache_during_promotion_frees_rows_and_tier_keeps_blocks(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -624,7 +692,9 @@ def test_manager_option_out_of_range_raises_and_names_it(make_stack: MakeStack) 
 
 
 def test_take_events_reports_stored_and_removed_keys(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(2, recording)
     req = announce(stack, described("r"))

@@ -89,7 +89,10 @@ def test_persistent_tier_without_descriptor_or_pidfds_uses_thread(
 
 
 def test_persistent_tier_restarted_stack_promotes_stored_blocks(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     chains = [keys(6, 0), keys(6, 1)]
     everything = chains[0] + chains[1]
@@ -118,7 +121,10 @@ def test_persistent_tier_restarted_stack_promotes_stored_blocks(
 
 
 def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
     (tier,) = stack.tiers
@@ -146,7 +152,10 @@ def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
 
 
 def test_persistent_tier_held_blocks_are_not_submitted_again(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
     (tier,) = stack.tiers
@@ -164,7 +173,10 @@ def test_persistent_tier_held_blocks_are_not_submitted_again(
 
 
 def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     """Rows are released, lookups miss, the host restarts, and durable blocks are found again."""
     stack = make_stack(16, lmdb(tmp_path))
@@ -244,14 +256,19 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
     ],
 )
 def test_persistent_tier_invalid_option_raises_and_names_it(
-    make_stack: MakeStack, options: dict[str, Any], message: str
+    make_stack: MakeStack,
+    options: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make_stack(4, partial(PersistentTier, **options))
 
 
 def test_persistent_tier_strict_identity_other_weights_raises(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
 ) -> None:
     stack = make_stack(4, lmdb(tmp_path))
     names = keys(1)
@@ -277,7 +294,11 @@ def test_persistent_tier_strict_identity_other_weights_raises(
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_unusable_store_starts_and_attaches_later(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    host: str,
 ) -> None:
     """A store costs time, never a start."""
     (tmp_path / "store").write_text("in the way")
@@ -307,7 +328,9 @@ def test_persistent_tier_unusable_store_starts_and_attaches_later(
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_required_unusable_store_raises(
-    make_stack: MakeStack, tmp_path: Path, host: str
+    make_stack: MakeStack,
+    tmp_path: Path,
+    host: str,
 ) -> None:
     (tmp_path / "store").write_text("in the way")
     with pytest.raises(StoreUnavailableError, match="is a file"):
@@ -316,7 +339,11 @@ def test_persistent_tier_required_unusable_store_raises(
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_persistent_tier_full_store_evicts_touched_blocks_last(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    host: str,
 ) -> None:
     stack = make_stack(
         16,
@@ -347,7 +374,9 @@ def test_persistent_tier_full_store_evicts_touched_blocks_last(
 
 
 def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(
-    make_stack: MakeStack, keys: Keys, tmp_path: Path
+    make_stack: MakeStack,
+    keys: Keys,
+    tmp_path: Path,
 ) -> None:
     stack = make_stack(32, lmdb(tmp_path))
     names, request = keys(24), ReqContext("a")
@@ -367,7 +396,9 @@ def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(
 
 
 def test_prefetch_text_without_encoding_is_ignored(
-    make_stack: MakeStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_stack: MakeStack,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Otherwise the request for its contexts would be repeated, and fail, in each step."""
     stack = make_stack(16, lmdb(tmp_path))
@@ -381,7 +412,8 @@ def test_prefetch_text_without_encoding_is_ignored(
 
 
 def test_prefetch_after_changed_weights_keeps_no_engine_awake(
-    make_stack: MakeStack, tmp_path: Path
+    make_stack: MakeStack,
+    tmp_path: Path,
 ) -> None:
     tier = make_stack(16, lmdb(tmp_path)).tiers[0]
     assert isinstance(tier, PersistentTier)

@@ -39,7 +39,9 @@ def cascades_failed_stores(manager: TieringOffloadingManager) -> None:
     complete = manager.complete_store
 
     def complete_as_stored(
-        keys: Sequence[OffloadKey], req_context: ReqContext, success: bool = True
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        success: bool = True,
     ) -> None:
         complete(keys, req_context, True)
 

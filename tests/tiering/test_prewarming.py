@@ -125,7 +125,11 @@ def two_contexts(
 
 @pytest.mark.parametrize("host", ["thread", "process"])
 def test_prewarming_restarted_stack_promotes_most_recent_context(
-    make_stack: MakeStack, keys: Keys, described: Described, tmp_path: Path, host: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+    host: str,
 ) -> None:
     tier = partial(
         PersistentTier, url=f"lmdb://{tmp_path}/store", host=host, max_age_s=0.01

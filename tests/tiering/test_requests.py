@@ -35,7 +35,9 @@ def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
 
 
 def test_lookup_unannounced_request_is_promoted(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -52,7 +54,9 @@ def test_lookup_unannounced_request_is_promoted(
 
 
 def test_lookup_unannounced_request_joins_promotion_in_flight(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -71,7 +75,9 @@ def test_lookup_unannounced_request_joins_promotion_in_flight(
 
 
 def test_unannounced_request_is_announced_to_tiers_once(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(2)
@@ -84,7 +90,9 @@ def test_unannounced_request_is_announced_to_tiers_once(
 
 
 def test_unannounced_request_that_stores_ends_after_its_last_store(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(2)
@@ -98,7 +106,9 @@ def test_unannounced_request_that_stores_ends_after_its_last_store(
 
 
 def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -121,7 +131,10 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
 def test_on_new_request_twice_during_promotion_still_waits(
-    make_stack: MakeStack, keys: Keys, described: Described, when: str
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    when: str,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(3)
@@ -142,7 +155,9 @@ def test_on_new_request_twice_during_promotion_still_waits(
 
 
 def test_on_new_request_twice_ends_with_newest_description(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording)
     names = keys(2)
@@ -154,7 +169,9 @@ def test_on_new_request_twice_ends_with_newest_description(
 
 
 def test_on_new_request_reused_id_during_stores_ends_once(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """The same id is used again before the stores of the first request have ended."""
     stack = make_stack(8, recording)
@@ -178,7 +195,9 @@ def test_on_new_request_reused_id_during_stores_ends_once(
 
 
 def test_promoted_block_reaches_request_level_tiers_once_readable(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
     near, far = stack.tiers
@@ -210,7 +229,9 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
 
 
 def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """A request computes a block during another request's promotion of it, and ends before that
     promotion."""
@@ -245,7 +266,9 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
 
 
 def test_promoted_block_does_not_reach_block_level_tiers(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, block_level, recording)
     near, _ = stack.tiers
@@ -259,7 +282,9 @@ def test_promoted_block_does_not_reach_block_level_tiers(
 
 
 def test_promoted_block_of_request_without_stores_stays_in_its_tier(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
     near, _ = stack.tiers
@@ -276,7 +301,9 @@ def test_promoted_block_of_request_without_stores_stays_in_its_tier(
 
 
 def test_store_threshold_held_blocks_reach_request_level_tiers(
-    make_stack: MakeStack, keys: Keys, described: Described
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     """The blocks were promoted, so they are held although no request has looked them up often
     enough."""

@@ -46,7 +46,10 @@ def names(keys: Keys) -> list[OffloadKey]:
 
 @pytest.fixture
 def stack(
-    make_stack: MakeStack, described: Described, names: list[OffloadKey], url: str
+    make_stack: MakeStack,
+    described: Described,
+    names: list[OffloadKey],
+    url: str,
 ) -> Stack:
     """Return a stack whose store holds the blocks of ``names``; the primary tier is empty."""
     made = make_stack(32, partial(WithholdingTier, url=url, host="thread"))
@@ -87,7 +90,10 @@ def saved(stack: Stack, url: str, ended: Iterable[ReqContext]) -> tuple[int, int
 
 
 def test_blocks_that_two_requests_waited_for_save_tokens_of_both(
-    stack: Stack, described: Described, names: list[OffloadKey], url: str
+    stack: Stack,
+    described: Described,
+    names: list[OffloadKey],
+    url: str,
 ) -> None:
     first, second = described("first", names), described("second", names[:4])
     assert begin(stack, first, names) == [None] * 8
@@ -99,7 +105,10 @@ def test_blocks_that_two_requests_waited_for_save_tokens_of_both(
 
 
 def test_blocks_that_arrive_after_their_deadline_save_nothing(
-    stack: Stack, described: Described, names: list[OffloadKey], url: str
+    stack: Stack,
+    described: Described,
+    names: list[OffloadKey],
+    url: str,
 ) -> None:
     (tier,) = stack.tiers
     tier.load_deadline_s = 0.05
@@ -119,7 +128,10 @@ def test_blocks_that_arrive_after_their_deadline_save_nothing(
 
 
 def test_blocks_that_request_did_not_wait_for_save_nothing(
-    stack: Stack, described: Described, names: list[OffloadKey], url: str
+    stack: Stack,
+    described: Described,
+    names: list[OffloadKey],
+    url: str,
 ) -> None:
     """The engine has a deadline of its own, after which it computes the whole prompt."""
     req = described("warm", names)
@@ -129,7 +141,9 @@ def test_blocks_that_request_did_not_wait_for_save_nothing(
 
 
 def test_request_without_stores_saves_tokens(
-    stack: Stack, names: list[OffloadKey], url: str
+    stack: Stack,
+    names: list[OffloadKey],
+    url: str,
 ) -> None:
     req = ReqContext("reader", store=False)
     assert begin(stack, req, names) == [None] * 8

@@ -74,7 +74,8 @@ def test_create_secondary_tier_known_type_returns_its_class(tmp_path: Path) -> N
     ],
 )
 def test_create_secondary_tier_invalid_option_raises_and_names_it(
-    config: dict[str, Any], message: str
+    config: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         create(**config)
@@ -203,7 +204,8 @@ def test_spec_default_has_no_secondary_tiers() -> None:
     ],
 )
 def test_spec_invalid_option_raises_and_names_it(
-    extra: dict[str, Any], message: str
+    extra: dict[str, Any],
+    message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         spec(**extra)

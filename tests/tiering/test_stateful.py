@@ -80,7 +80,10 @@ class ChaosTier(SecondaryTierManager):
     decides."""
 
     def __init__(
-        self, config: OffloadingConfig, view: memoryview, policy: OffloadPolicy
+        self,
+        config: OffloadingConfig,
+        view: memoryview,
+        policy: OffloadPolicy,
     ) -> None:
         super().__init__(config, view)
         self.policy = policy
@@ -269,7 +272,11 @@ class TieringMachine(RuleBasedStateMachine):
         flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     )
     def act(
-        self, action: str, number: int, other: int, flags: tuple[bool, bool, bool]
+        self,
+        action: str,
+        number: int,
+        other: int,
+        flags: tuple[bool, bool, bool],
     ) -> None:
         match action:
             case "new_request":

@@ -170,7 +170,9 @@ class TenantEngine:
             assert self._bytes(block, row).tobytes() == self._content(block)
 
     def _pairs(
-        self, device: GPULoadStoreSpec, rows: LoadStoreSpec
+        self,
+        device: GPULoadStoreSpec,
+        rows: LoadStoreSpec,
     ) -> Iterator[tuple[int, int]]:
         """Yield device block and row of each block of a job."""
         assert isinstance(rows, CPULoadStoreSpec)
@@ -199,7 +201,9 @@ OpenEngine = Callable[..., TenantEngine]
 
 @pytest.fixture
 def open_engine(
-    make_stack: MakeStack, chains: list[list[OffloadKey]], url: str
+    make_stack: MakeStack,
+    chains: list[list[OffloadKey]],
+    url: str,
 ) -> OpenEngine:
     """Return a function that starts engines on one store."""
 
@@ -251,7 +255,9 @@ def keys_of(tenant: str | None, chains: Sequence[Sequence[OffloadKey]]) -> set[b
 
 
 def test_restart_equal_prefixes_of_tenants_are_stored_and_served_apart(
-    open_engine: OpenEngine, chains: list[list[OffloadKey]], url: str
+    open_engine: OpenEngine,
+    chains: list[list[OffloadKey]],
+    url: str,
 ) -> None:
     first = open_engine()
     for number, tenant in enumerate(TENANTS):
@@ -274,7 +280,9 @@ def test_primary_tier_rows_of_other_tenant_miss(open_engine: OpenEngine) -> None
 
 
 def test_default_tenant_by_name_is_that_of_requests_without_one(
-    open_engine: OpenEngine, chains: list[list[OffloadKey]], url: str
+    open_engine: OpenEngine,
+    chains: list[list[OffloadKey]],
+    url: str,
 ) -> None:
     engine = open_engine()
     assert persist(engine, "unnamed", None, 4) == 0
@@ -318,7 +326,8 @@ def test_promotion_in_flight_of_one_tenant_does_not_answer_others(
 
 
 def test_abandoned_load_of_one_tenant_does_not_bar_blocks_of_another(
-    make_stack: MakeStack, chains: list[list[OffloadKey]]
+    make_stack: MakeStack,
+    chains: list[list[OffloadKey]],
 ) -> None:
     stack = make_stack(64, RecordingTier)
     (tier,) = stack.tiers
@@ -341,7 +350,9 @@ def test_abandoned_load_of_one_tenant_does_not_bar_blocks_of_another(
 
 
 def test_next_turn_of_another_tenant_shares_nothing_and_of_same_tenant_all(
-    open_engine: OpenEngine, chains: list[list[OffloadKey]], url: str
+    open_engine: OpenEngine,
+    chains: list[list[OffloadKey]],
+    url: str,
 ) -> None:
     engine = open_engine()
     assert persist(engine, "turn-1", "anna", 3) == 0
@@ -353,7 +364,8 @@ def test_next_turn_of_another_tenant_shares_nothing_and_of_same_tenant_all(
 
 
 def test_events_have_keys_of_engine(
-    open_engine: OpenEngine, chains: list[list[OffloadKey]]
+    open_engine: OpenEngine,
+    chains: list[list[OffloadKey]],
 ) -> None:
     engine = open_engine()
     persist(engine, "a", "anna", 6)
@@ -372,7 +384,9 @@ def test_events_have_keys_of_engine(
 
 
 def test_required_tenant_refuses_requests_without_one(
-    open_engine: OpenEngine, url: str, caplog: pytest.LogCaptureFixture
+    open_engine: OpenEngine,
+    url: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     lax = open_engine()
     persist(lax, "lax", None, 4)
@@ -407,7 +421,8 @@ def test_required_tenant_refuses_requests_without_one(
 
 
 def test_load_policy_never_stores_for_each_tenant_and_loads_for_none(
-    open_engine: OpenEngine, url: str
+    open_engine: OpenEngine,
+    url: str,
 ) -> None:
     first = open_engine(load_policy="never")
     for number, tenant in enumerate(TENANTS):
@@ -433,7 +448,8 @@ def recent(tier: PersistentTier, choice: Choice | StoredContext) -> list[StoredC
 
 
 def test_prefetch_selects_contexts_of_its_tenant_only(
-    open_engine: OpenEngine, chains: list[list[OffloadKey]]
+    open_engine: OpenEngine,
+    chains: list[list[OffloadKey]],
 ) -> None:
     engine = open_engine()
     for number, tenant in enumerate(TENANTS):
@@ -473,7 +489,8 @@ def test_prewarmed_rows_serve_only_their_tenant(
 
 
 def test_reused_request_id_of_another_tenant_stores_nothing_of_the_first(
-    make_stack: MakeStack, keys: Keys
+    make_stack: MakeStack,
+    keys: Keys,
 ) -> None:
     """A finished request awaits the promotion of its blocks, when its id is used again."""
     stack = make_stack(16, RecordingTier)
@@ -509,7 +526,9 @@ def test_reused_request_id_of_another_tenant_stores_nothing_of_the_first(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_interleavings_never_mix_tenants(
-    make_stack: MakeStack, chains: list[list[OffloadKey]], seed: int
+    make_stack: MakeStack,
+    chains: list[list[OffloadKey]],
+    seed: int,
 ) -> None:
     """Requests begin, wait, are preempted, resumed, abandoned and finished in any order, while
     blocks are evicted from a small primary tier."""

@@ -22,7 +22,9 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> Run:
     """Return a function that runs the command line in this process, which is faster than a new
     process."""
@@ -40,7 +42,8 @@ def run(
 
 @pytest.fixture
 def plug_ins(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Install a driver: the example ``sqlite``."""
     directory = tmp_path_factory.mktemp("plug-ins")
@@ -60,7 +63,9 @@ def start(tmp_path: Path) -> Run:
     interpreter has options."""
 
     def run_cli(
-        *arguments: str, python: tuple[str, ...] = (), **environment: str
+        *arguments: str,
+        python: tuple[str, ...] = (),
+        **environment: str,
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *python, "-m", "persistkv_tools", *arguments]
         run_program = subprocess.run if python else forked.run

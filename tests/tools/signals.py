@@ -42,7 +42,8 @@ def _mappings(pid: int) -> str:
 
 
 def interrupt(
-    process: subprocess.Popen[str], limit_s: float = 30.0
+    process: subprocess.Popen[str],
+    limit_s: float = 30.0,
 ) -> tuple[str, float]:
     """Send SIGINT; return the rest of standard error, and the seconds until the process ended.
 

@@ -52,7 +52,10 @@ class TestCliErrors:
         one_line_error(run("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
     def test_commands_directory_of_other_files_exit_3_and_keep_it(
-        self, run, filled, tmp_path
+        self,
+        run,
+        filled,
+        tmp_path,
     ):
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "notes.txt").touch()
@@ -131,7 +134,11 @@ class TestCliErrors:
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_command_bad_argument_prints_cause_and_remedy(
-    run, filled, tmp_path, arguments, sentence
+    run,
+    filled,
+    tmp_path,
+    arguments,
+    sentence,
 ):
     (tmp_path / "here").write_text("mine")
     done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
@@ -172,14 +179,20 @@ class TestStoreVariable:
         one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
 
     def test_command_without_store_or_variable_exits_2_naming_variable(
-        self, run, monkeypatch
+        self,
+        run,
+        monkeypatch,
     ):
         monkeypatch.delenv("PERSISTKV_STORE", raising=False)
         one_line_error(run("ls"), "ls requires a store", "PERSISTKV_STORE")
         one_line_error(run("show", "0c4d"), "'0c4d'", "scheme://")
 
     def test_ls_tilde_or_plain_path_opens_store(
-        self, run, filled, monkeypatch, tmp_path
+        self,
+        run,
+        filled,
+        monkeypatch,
+        tmp_path,
     ):
         monkeypatch.setenv("HOME", str(tmp_path))
         for store in (
@@ -191,7 +204,11 @@ class TestStoreVariable:
             assert "3 requests" in run("ls", store).stdout
 
     def test_relative_path_opens_store_in_working_directory(
-        self, run, filled, tmp_path, monkeypatch
+        self,
+        run,
+        filled,
+        tmp_path,
+        monkeypatch,
     ):
         assert "3 requests" in run("ls", "./store").stdout
         assert "3 requests" in run("ls", "./store?capacity=1GiB").stdout

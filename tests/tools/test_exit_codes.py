@@ -166,7 +166,10 @@ def filled_in(text: str, made: Path, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("case", [*FINDINGS, *SUCCESSES], ids=name_of)
 def test_command_completed_writes_documented_json(
-    run: Run, made: Path, tmp_path: Path, case: Case
+    run: Run,
+    made: Path,
+    tmp_path: Path,
+    case: Case,
 ) -> None:
     done = run(*(filled_in(text, made, tmp_path) for text in case.arguments), "--json")
     assert (done.returncode, done.stderr) == (case.code, "")
@@ -176,7 +179,11 @@ def test_command_completed_writes_documented_json(
 
 @pytest.mark.parametrize("case", REFUSALS, ids=name_of)
 def test_command_refused_prints_error_and_writes_no_files(
-    run: Run, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: Case
+    run: Run,
+    made: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
 ) -> None:
     monkeypatch.delenv("PERSISTKV_STORE", raising=False)
     before = files_below(made, tmp_path)
@@ -232,7 +239,10 @@ def test_doctor_exits_1_only_for_warning_or_problem(run: Run, made: Path) -> Non
     ids=lambda arguments: arguments[0],
 )
 def test_command_json_has_every_documented_field(
-    run: Run, made: Path, tmp_path: Path, arguments: tuple[str, ...]
+    run: Run,
+    made: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
 ) -> None:
     if arguments[0] == "serve-metrics":
         pytest.importorskip("prometheus_client")

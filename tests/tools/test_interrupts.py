@@ -22,7 +22,10 @@ from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_waiting_command_interrupted_exits_130_at_once(
-    contexts, tmp_path, command, code
+    contexts,
+    tmp_path,
+    command,
+    code,
 ):
     url, writer = contexts
     writer.add("one", "a b c")

@@ -78,7 +78,9 @@ def busy(tmp_path: Path) -> Iterator[tuple[str, Writer]]:
 
 
 def test_commands_succeed_while_store_is_written_and_evicts(
-    start: Run, busy: tuple[str, Writer], tmp_path: Path
+    start: Run,
+    busy: tuple[str, Writer],
+    tmp_path: Path,
 ) -> None:
     url, writer = busy
     commands = [

@@ -32,14 +32,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, filled: str) -> Path
     ids=" ".join,
 )
 def test_command_name_of_store_opens_it(
-    run: Run, config: Path, arguments: tuple[str, ...]
+    run: Run,
+    config: Path,
+    arguments: tuple[str, ...],
 ) -> None:
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
 
 
 def test_variable_may_contain_a_name(
-    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PERSISTKV_STORE", "prod")
     assert "3 requests" in run("ls").stdout
@@ -60,7 +64,10 @@ def test_unknown_name_exits_2_listing_known_ones(run: Run, config: Path) -> None
     ],
 )
 def test_invalid_file_exits_2_naming_it(
-    run: Run, config: Path, text: str, part: str
+    run: Run,
+    config: Path,
+    text: str,
+    part: str,
 ) -> None:
     config.write_text(text)
     done = run("ls", "prod")
@@ -70,7 +77,9 @@ def test_invalid_file_exits_2_naming_it(
 
 
 def test_completion_returns_names_and_requests_of_a_named_store(
-    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PERSISTKV_COMPLETE", "1")
     assert run("ls", "pr").stdout.split() == ["prod"]

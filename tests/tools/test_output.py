@@ -43,7 +43,8 @@ def run_into(output: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     ids=" ".join,
 )
 def test_command_full_output_exits_3_with_one_line(
-    filled: str, arguments: tuple[str, ...]
+    filled: str,
+    arguments: tuple[str, ...],
 ) -> None:
     done = run_into(f">{FULL}", *(part.format(url=filled) for part in arguments))
     assert done.returncode == 3
@@ -66,7 +67,8 @@ def test_report_to_device_writes_it_and_keeps_it(filled: str, run: Run) -> None:
 
 
 def test_manual_page_has_each_command_and_formats_without_warning(
-    run: Run, tmp_path: Path
+    run: Run,
+    tmp_path: Path,
 ) -> None:
     done = run("--man")
     assert done.returncode == 0

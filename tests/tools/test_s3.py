@@ -138,7 +138,10 @@ def test_copy_from_and_to_s3_store_keeps_requests(run, store, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "lmdb"])
 def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
-    run, store, tmp_path, scheme
+    run,
+    store,
+    tmp_path,
+    scheme,
 ):
     places = {
         "s3": store.replace("/kv?", "/other?"),

@@ -81,7 +81,10 @@ ASKING = ("prune", "forget")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 160])
 def test_commands_on_terminal_fit_width_and_keep_ids_whole(
-    terminal, store, width, tmp_path
+    terminal,
+    store,
+    width,
+    tmp_path,
 ):
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
     (tmp_path / "key").write_text("0123456789abcdef" * 4)
@@ -105,7 +108,11 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(
 
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
 def test_verify_repair_on_terminal_deletes_only_after_yes(
-    terminal, run, url, answer, left
+    terminal,
+    run,
+    url,
+    answer,
+    left,
 ):
     store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")

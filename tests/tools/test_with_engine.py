@@ -58,7 +58,11 @@ def open_engine(checkpoint, url, **options):
 
 @pytest.mark.parametrize("scheme", ["lmdb", "file"])
 def test_engine_copied_context_is_restored_exactly(
-    start, url, checkpoint, tmp_path, scheme
+    start,
+    url,
+    checkpoint,
+    tmp_path,
+    scheme,
 ):
     with open_engine(checkpoint, url) as first:
         cold = first.generate(PROMPT, 8)
@@ -122,7 +126,10 @@ def test_restore_of_killed_engine_counts_as_hit_and_as_saved(run, url, checkpoin
 
 
 def test_why_against_checkpoint_matches_store_of_engine(
-    start, url, checkpoint, tmp_path
+    start,
+    url,
+    checkpoint,
+    tmp_path,
 ):
     with open_engine(checkpoint, url) as engine:
         assert engine.wait_persisted(engine.generate(PROMPT, 4))

@@ -226,7 +226,8 @@ def _usage(positional: Positional) -> str:
 
 
 def _description(
-    function: Callable[..., None], positionals: Sequence[Positional]
+    function: Callable[..., None],
+    positionals: Sequence[Positional],
 ) -> str:
     """Return the help of a command, filled to the width of the terminal: the paragraphs of its
     docstring, then its positional arguments, which argparse does not know."""
@@ -247,7 +248,9 @@ def _description(
 
 
 def _assigned(
-    command: str, positionals: Sequence[Positional], words: list[str]
+    command: str,
+    positionals: Sequence[Positional],
+    words: list[str],
 ) -> Mapping[str, Any]:
     """Return the values of the positional arguments. A store that was left out is the one that the
     variable ``PERSISTKV_STORE`` names."""
@@ -271,7 +274,8 @@ def _assigned(
 
 
 def _with_default_store(
-    positionals: Sequence[Positional], words: list[str]
+    positionals: Sequence[Positional],
+    words: list[str],
 ) -> list[str]:
     """Return the words with each store's name or relative path replaced by its URL or absolute
     path. If fewer stores are given than the command takes, the store of the environment comes

@@ -25,7 +25,9 @@ _MOST = 100  # more would fill the terminal
 
 
 def completions(
-    arguments: Sequence[str], commands: Sequence[str], command: Command | None
+    arguments: Sequence[str],
+    commands: Sequence[str],
+    command: Command | None,
 ) -> list[str]:
     """Return the words that the last argument may become.
 

@@ -30,7 +30,8 @@ _FILES = {
 
 
 def manual(
-    commands: Mapping[str, Callable[[], Command]], options: ArgumentParser
+    commands: Mapping[str, Callable[[], Command]],
+    options: ArgumentParser,
 ) -> str:
     """Return the page in the format of man(1).
 

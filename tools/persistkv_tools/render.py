@@ -309,7 +309,10 @@ def is_wide() -> bool:
 
 
 def table(
-    headers: Iterable[str], rows: Sequence[Sequence[str]], *, left: str = ""
+    headers: Iterable[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: str = "",
 ) -> Table:
     """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken
     over lines."""

@@ -155,7 +155,12 @@ class BotoClient(Transport):
         return time.time() if date is None else date
 
     def get(
-        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        sink: Sink,
+        deadline: Deadline,
     ) -> None:
         """See ``Transport.get``. The range, length and ETag of the answer are checked before its
         body is received."""
@@ -193,7 +198,12 @@ class BotoClient(Transport):
             self._client.head_object(**self._target, Key=key)
 
     def list(
-        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+        self,
+        prefix: str,
+        page: str | None,
+        deadline: Deadline,
+        *,
+        after: str = "",
     ) -> ListPage:
         """See ``Transport.list``."""
         # ``after`` is for the first page: the token of a page continues behind it
@@ -236,7 +246,10 @@ class BotoClient(Transport):
         self._check_deleted(answer.get("Errors", ()))
 
     def versions(
-        self, prefix: str, after: ObjectVersion | None, deadline: Deadline
+        self,
+        prefix: str,
+        after: ObjectVersion | None,
+        deadline: Deadline,
     ) -> VersionPage:
         """See ``Transport.versions``. The markers of deletions are versions, too."""
         more: dict[str, str] = {}
@@ -254,7 +267,9 @@ class BotoClient(Transport):
         return VersionPage(found, last)
 
     def delete_versions(
-        self, versions: Sequence[ObjectVersion], deadline: Deadline
+        self,
+        versions: Sequence[ObjectVersion],
+        deadline: Deadline,
     ) -> None:
         """See ``Transport.delete_versions``."""
         objects: list[dict[str, str]] = []

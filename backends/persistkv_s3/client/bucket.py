@@ -204,7 +204,11 @@ class Bucket:
         return self._run(attempt, lambda: num_bytes)
 
     def read(
-        self, key: str, start: int, length: int, buffers: Iterable[memoryview]
+        self,
+        key: str,
+        start: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         """Download ``length`` bytes from byte ``start`` on into buffers; see ``Sink``. A retry
         fetches only the missing bytes. Return the number of bytes that arrived: fewer only if the
@@ -317,7 +321,9 @@ class Bucket:
         return refusal
 
     def _run(
-        self, attempt: Callable[[Deadline], R], num_bytes: Callable[[], int] = int
+        self,
+        attempt: Callable[[Deadline], R],
+        num_bytes: Callable[[], int] = int,
     ) -> R:
         """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is
         left.

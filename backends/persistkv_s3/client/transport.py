@@ -326,7 +326,12 @@ class Transport(ABC):
 
     @abstractmethod
     def get(
-        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        sink: Sink,
+        deadline: Deadline,
     ) -> None:
         """Download bytes ``start`` to ``stop`` (exclusive) of an object into the sink: fewer if the
         object ends. After a failure, the bytes of the sink up to its position are valid.
@@ -341,7 +346,12 @@ class Transport(ABC):
 
     @abstractmethod
     def list(
-        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+        self,
+        prefix: str,
+        page: str | None,
+        deadline: Deadline,
+        *,
+        after: str = "",
     ) -> ListPage:
         """Return a page of the objects whose keys start with ``prefix``, sorted by key.
 
@@ -360,7 +370,10 @@ class Transport(ABC):
         """
 
     def versions(
-        self, prefix: str, after: ObjectVersion | None, deadline: Deadline
+        self,
+        prefix: str,
+        after: ObjectVersion | None,
+        deadline: Deadline,
     ) -> VersionPage:
         """Return a page of all versions of the objects whose keys start with ``prefix``, also of
         deleted ones.
@@ -371,7 +384,9 @@ class Transport(ABC):
         raise RequestRefusedError("versions are not known")
 
     def delete_versions(
-        self, versions: Sequence[ObjectVersion], deadline: Deadline
+        self,
+        versions: Sequence[ObjectVersion],
+        deadline: Deadline,
     ) -> None:
         """Delete at most ``MOST_DELETED`` versions for good; errors as in ``delete``."""
         raise RequestRefusedError("versions are not known")

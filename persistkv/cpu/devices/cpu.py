@@ -204,7 +204,11 @@ def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:
 
 
 def _move(
-    indexed: torch.Tensor, index: IndexTensors, plain: torch.Tensor, *, gathers: bool
+    indexed: torch.Tensor,
+    index: IndexTensors,
+    plain: torch.Tensor,
+    *,
+    gathers: bool,
 ) -> None:
     """Copy ``indexed[index]`` to ``plain`` if ``gathers``, else the other way."""
     if gathers:
@@ -226,7 +230,8 @@ def _scatter(source: torch.Tensor, target: torch.Tensor, index: IndexTensors) ->
 
 
 def _rectangles(
-    sub_blocks: IntArray, rows: torch.Tensor
+    sub_blocks: IntArray,
+    rows: torch.Tensor,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Cut consecutive sub-blocks into a part of the first row, whole rows, and a part of the last
     row.

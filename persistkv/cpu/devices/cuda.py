@@ -57,7 +57,10 @@ class CUDACopyEngine(CopyEngine):
     """
 
     def __init__(
-        self, memory: KVMemory, direction: Direction, copier: PageCopier | None = None
+        self,
+        memory: KVMemory,
+        direction: Direction,
+        copier: PageCopier | None = None,
     ) -> None:
         super().__init__(memory, direction)
         self._device = memory.pages[0].device

@@ -75,7 +75,10 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """
 
     def __init__(
-        self, params: Mapping[str, Any], l1_memory_desc: Any = None, **_: Any
+        self,
+        params: Mapping[str, Any],
+        l1_memory_desc: Any = None,
+        **_: Any,
     ) -> None:
         """:param params: ``adapter_params`` of the configuration (``LMCacheOptions``).
         :param l1_memory_desc: LMCache's ``L1MemoryDesc`` of the memory that all objects are in.
@@ -170,7 +173,9 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     # Lookups
 
     def submit_lookup_and_lock_task(
-        self, keys: ObjectKeys, group_layout_descs: Mapping[int, Any]
+        self,
+        keys: ObjectKeys,
+        group_layout_descs: Mapping[int, Any],
     ) -> int:
         """Begin to look keys up; return the number of the task.
 

@@ -53,7 +53,10 @@ class ObjectLayout(NamedTuple):
 
     @classmethod
     def _of_arrays(
-        cls, shapes: Iterable[Iterable[int]], dtypes: Iterable[Any], num_bytes: int
+        cls,
+        shapes: Iterable[Iterable[int]],
+        dtypes: Iterable[Any],
+        num_bytes: int,
     ) -> ObjectLayout:
         plain_shapes: list[Shape] = []
         for shape in shapes:

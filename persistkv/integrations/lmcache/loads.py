@@ -33,7 +33,9 @@ class ObjectLoads:
     """Decides about the hits of lookups, and learns from loads. Thread-safe."""
 
     def __init__(
-        self, stores: LayoutStores, prefill_tokens_per_s: float | None
+        self,
+        stores: LayoutStores,
+        prefill_tokens_per_s: float | None,
     ) -> None:
         """:param prefill_tokens_per_s: see ``LMCacheOptions``."""
         self._stores = stores
@@ -42,7 +44,10 @@ class ObjectLoads:
         """Loads in progress by LMCache's task."""
 
     def hits(
-        self, keys: ObjectKeys, parts: Collection[Part], results: Sequence[bool]
+        self,
+        keys: ObjectKeys,
+        parts: Collection[Part],
+        results: Sequence[bool],
     ) -> list[bool]:
         """Return which keys of a lookup are hits: those that are held, or none if computing them is
         expected to be faster.

@@ -83,7 +83,10 @@ def _part_at(place: Place, parts: dict[Place, P], kind: type[P]) -> P:
 
 
 def parts_of_objects(
-    kind: type[P], keys: ObjectKeys, objects: MemoryObjects, rules: SaltRules
+    kind: type[P],
+    keys: ObjectKeys,
+    objects: MemoryObjects,
+    rules: SaltRules,
 ) -> Collection[P]:
     """Return a part for each model and layout of objects, without the keys that ``rules`` refuses:
     these fail."""

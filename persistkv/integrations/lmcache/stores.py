@@ -40,7 +40,10 @@ class LayoutStores:
     call ``open`` and ``open_stored``, which block."""
 
     def __init__(
-        self, options: LMCacheOptions, weights: Mapping[str, str], release: str
+        self,
+        options: LMCacheOptions,
+        weights: Mapping[str, str],
+        release: str,
     ) -> None:
         """:param weights: for each model name, the fingerprint or name of its weights.
         :param release: release of LMCache.
@@ -162,7 +165,8 @@ class LayoutStores:
                 self.open(place)
 
     def _place_of(
-        self, decoded: tuple[BlockIdentity, list[int]] | None
+        self,
+        decoded: tuple[BlockIdentity, list[int]] | None,
     ) -> Place | None:
         """Return the place of a namespace; None if it is not this adapter's."""
         if decoded is None:

@@ -127,13 +127,19 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return 0
 
     def batch_get_v1(
-        self, keys: PageKeys, host_indices: Any, extra_info: Any = None
+        self,
+        keys: PageKeys,
+        host_indices: Any,
+        extra_info: Any = None,
     ) -> list[bool]:
         """Read pages into the main pool; return for each whether the pool holds it."""
         return self._pools[MAIN_POOL].read(keys, host_indices)
 
     def batch_set_v1(
-        self, keys: PageKeys, host_indices: Any, extra_info: Any = None
+        self,
+        keys: PageKeys,
+        host_indices: Any,
+        extra_info: Any = None,
     ) -> list[bool]:
         """Store pages of the main pool; return for each whether it is durable."""
         depth = _depth(extra_info)
@@ -181,14 +187,18 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return trailing_pages(held, max(1, num_trailing))
 
     def batch_get_v2(
-        self, transfers: Sequence[Any], extra_info: Any = None
+        self,
+        transfers: Sequence[Any],
+        extra_info: Any = None,
     ) -> dict[Any, list[bool]]:
         """Read pages into their pools; return for each pool, and each of its pages, whether the
         pool holds it."""
         return self._transfer(transfers, PoolStore.read)
 
     def batch_set_v2(
-        self, transfers: Sequence[Any], extra_info: Any = None
+        self,
+        transfers: Sequence[Any],
+        extra_info: Any = None,
     ) -> dict[Any, list[bool]]:
         """Store pages of pools; return for each pool, and each of its pages, whether it is
         durable."""
@@ -196,7 +206,9 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return self._transfer(transfers, write)
 
     def _transfer(
-        self, transfers: Sequence[Any], call: Callable[..., list[bool]]
+        self,
+        transfers: Sequence[Any],
+        call: Callable[..., list[bool]],
     ) -> dict[Any, list[bool]]:
         """Make a call for the store, the keys and the host indices of each transfer; return the
         results by pool."""
@@ -229,7 +241,10 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return is_held
 
     def get(
-        self, key: str, target_location: Any = None, target_sizes: Any = None
+        self,
+        key: str,
+        target_location: Any = None,
+        target_sizes: Any = None,
     ) -> Any:
         """Read a page into a tensor; return the tensor, or None."""
         (tensor,) = self.batch_get([key], [target_location])

@@ -149,7 +149,10 @@ class PoolStore:
         return self._get(keys, pages)
 
     def write_tensors(
-        self, keys: PageKeys, tensors: Sequence[Any], depth: int | None
+        self,
+        keys: PageKeys,
+        tensors: Sequence[Any],
+        depth: int | None,
     ) -> list[bool]:
         """Store pages in tensors; return for each whether it is durable."""
         # SGLang's views of a pool are not contiguous
@@ -182,7 +185,10 @@ class PoolStore:
         return found
 
     def _put(
-        self, keys: PageKeys, pages: Sequence[Page], depth: int | None
+        self,
+        keys: PageKeys,
+        pages: Sequence[Page],
+        depth: int | None,
     ) -> list[bool]:
         """Store pages, and count the write and its time."""
         timeout_s = self._options.timeout_s

@@ -282,7 +282,10 @@ class Engine:
         return TokenStream(request, start, self._tiers, self._lock, self._tokenizer)
 
     def _begin(
-        self, request: Request, checked: RequestArguments, num_tokens: int
+        self,
+        request: Request,
+        checked: RequestArguments,
+        num_tokens: int,
     ) -> None:
         """Begin a request in the tiers.
 
@@ -307,7 +310,9 @@ class Engine:
         self._tiers.begin(request.req_id, request.release, num_blocks)
 
     def wait_persisted(
-        self, request: GenerateResult | str, timeout_s: float = 60.0
+        self,
+        request: GenerateResult | str,
+        timeout_s: float = 60.0,
     ) -> bool:
         """Wait until the whole context of a request is durable in every store. Return False if the
         timeout passed first, a store dropped part of the context, or the engine has no store.

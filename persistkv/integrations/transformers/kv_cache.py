@@ -288,7 +288,10 @@ class GroupPages:
     """
 
     def __init__(
-        self, geometry: KVGroupGeometry, num_blocks: int, block_size: int
+        self,
+        geometry: KVGroupGeometry,
+        num_blocks: int,
+        block_size: int,
     ) -> None:
         self.block_size = block_size
         self.page_bytes = geometry.token_bytes * block_size
@@ -305,7 +308,10 @@ class GroupPages:
         self.pages = torch.zeros(shape, dtype=geometry.dtype, device=geometry.device)
 
     def gather(
-        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+        self,
+        buffer: torch.Tensor,
+        positions: Sequence[int],
+        block_ids: Sequence[int],
     ) -> None:
         """Copy pages to a request's contiguous buffer.
 
@@ -317,7 +323,10 @@ class GroupPages:
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
     def scatter(
-        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+        self,
+        buffer: torch.Tensor,
+        positions: Sequence[int],
+        block_ids: Sequence[int],
     ) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
         for paged, pages in self._runs(buffer, positions, block_ids):
@@ -325,7 +334,10 @@ class GroupPages:
             pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
 
     def _runs(
-        self, buffer: torch.Tensor, positions: Sequence[int], block_ids: Sequence[int]
+        self,
+        buffer: torch.Tensor,
+        positions: Sequence[int],
+        block_ids: Sequence[int],
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield a pair of views for each run of blocks that are consecutive both in the buffer and
         in ``pages``: shape (layers, 2, kv_heads, blocks, block_size, head_dim), and a part of

@@ -139,7 +139,9 @@ def _is_cached(name: str) -> bool:
 
 
 def _load_error(
-    error: Exception, source: str | Path, attn_implementation: str | None
+    error: Exception,
+    source: str | Path,
+    attn_implementation: str | None,
 ) -> ConfigurationError:
     """Return an error of transformers in the words of the options of ``load_model``."""
     reason = first_line(error)
@@ -437,7 +439,10 @@ def _kind_of(where: str, layer: DynamicLayer) -> _Kind:
 
 
 def model_identity(
-    model: Any, checkpoint: Path | None, geometry: KVGeometry, block_size: int
+    model: Any,
+    checkpoint: Path | None,
+    geometry: KVGeometry,
+    block_size: int,
 ) -> dict[str, Any]:
     """Return everything that must match for this model's KV bytes to be valid, as JSON values.
 

@@ -77,7 +77,10 @@ class ForwardRecord:
     _UNSEEN = -1  # equal to no token
 
     def __init__(
-        self, cache: RequestCache, model: Any, restored: Sequence[int]
+        self,
+        cache: RequestCache,
+        model: Any,
+        restored: Sequence[int],
     ) -> None:
         self.problem = ""
         self.prefill_tokens = 0

@@ -46,7 +46,10 @@ class BlockHashChain:
     """
 
     def __init__(
-        self, block_size: int, salt: str | None = None, tenant: str | None = None
+        self,
+        block_size: int,
+        salt: str | None = None,
+        tenant: str | None = None,
     ) -> None:
         self.hashes: list[bytes] = []
         """Hashes of all full blocks so far, in order."""

@@ -122,7 +122,10 @@ class Tiers:
             time.sleep(_POLL_S)
 
     def begin(
-        self, req_id: str, on_released: Callable[[], None], num_blocks: int
+        self,
+        req_id: str,
+        on_released: Callable[[], None],
+        num_blocks: int,
     ) -> None:
         """Register a request of the scheduler that may use ``num_blocks`` device blocks of each
         group; ``on_released`` is called when they are no longer read after its end."""
@@ -188,7 +191,10 @@ class Tiers:
                 time.sleep(_POLL_S)
 
     def load(
-        self, req_id: str, tables: Sequence[BlockTable], num_tokens: int
+        self,
+        req_id: str,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
     ) -> LoadProgress:
         """Load ``num_tokens``, a result of ``match``, into the device blocks of ``tables``, and
         wait for the load. If it fails, the content of the device blocks is undefined.

@@ -184,7 +184,10 @@ class PrefixLoads:
     """Decides about the loads of one store."""
 
     def __init__(
-        self, offloading: Any, group_tokens: Sequence[int], prefill: PrefillSpeed
+        self,
+        offloading: Any,
+        group_tokens: Sequence[int],
+        prefill: PrefillSpeed,
     ) -> None:
         """:param offloading: vLLM's ``OffloadingConfig``.
         :param group_tokens: for each KV cache group, the tokens of one chunk.
@@ -198,7 +201,11 @@ class PrefixLoads:
         self._chooser = LoadChooser(prefill)
 
     def chunks(
-        self, request: Any, tenant: str | None, key: OffloadKey, end: int
+        self,
+        request: Any,
+        tenant: str | None,
+        key: OffloadKey,
+        end: int,
     ) -> WaitingChunks:
         """Return the chunks of a request from one on.
 

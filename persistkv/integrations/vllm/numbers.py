@@ -33,7 +33,11 @@ length, because RoPE rotates only its end."""
 
 
 def number_layout(
-    engine: Any, spec: Any, kv_cache: Any, *, device: str
+    engine: Any,
+    spec: Any,
+    kv_cache: Any,
+    *,
+    device: str,
 ) -> NumberLayout | None:
     """Return the layout of the numbers in a row. Return None if it is not known for certain, or if
     equal contexts may have different numbers because of scales that are calculated at run time, a

@@ -151,7 +151,9 @@ def ready(rows: memoryview) -> None:
 
 
 def remove_leftovers(
-    directory: str = SHARED_MEMORY_DIRECTORY, *, sees_all_processes: bool | None = None
+    directory: str = SHARED_MEMORY_DIRECTORY,
+    *,
+    sees_all_processes: bool | None = None,
 ) -> list[str]:
     """Remove the files of vLLM's primary tiers and of ``WeightsWord`` that no process uses, and
     return their paths.

@@ -80,7 +80,9 @@ class GivenOptions(NamedTuple):
 
 
 def request_options(
-    req_id: str, parameters: Mapping[str, Any] | None, actions: Sequence[Any] = ()
+    req_id: str,
+    parameters: Mapping[str, Any] | None,
+    actions: Sequence[Any] = (),
 ) -> GivenOptions:
     """Return a request's options, and the contexts to promote for later requests.
 
@@ -339,7 +341,9 @@ class LiveRequest(RequestDescription):
         return False
 
     def learn(
-        self, keys: Sequence[OffloadKey], store_keys: Sequence[OffloadKey]
+        self,
+        keys: Sequence[OffloadKey],
+        store_keys: Sequence[OffloadKey],
     ) -> ReqContext:
         """Record that the chunks of ``keys`` are being stored; return the context with all keys
         recorded so far. From the first key without a known position on, the context has no

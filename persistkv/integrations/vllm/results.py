@@ -40,7 +40,10 @@ class JobResults:
         return bool(self._passed_over)
 
     def begin_load(
-        self, job_id: int, request: LiveRequest, keys: Sequence[OffloadKey]
+        self,
+        job_id: int,
+        request: LiveRequest,
+        keys: Sequence[OffloadKey],
     ) -> None:
         """Register a load that is submitted now."""
         self._loads[job_id] = _Load(request, keys)

@@ -113,13 +113,21 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         return self._submit(Direction.STORE, job_id, src_spec, dst_spec)
 
     def submit_load(
-        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+        self,
+        job_id: int,
+        src_spec: Any,
+        dst_spec: Any,
+        expedited: bool = False,
     ) -> bool:
         # ``_submit`` takes the device's blocks first, which are the destination of a load
         return self._submit(Direction.LOAD, job_id, dst_spec, src_spec)
 
     def _submit(
-        self, direction: Direction, job_id: int, blocks: Any, chunks: Any
+        self,
+        direction: Direction,
+        job_id: int,
+        blocks: Any,
+        chunks: Any,
     ) -> bool:
         """Copy between device blocks and chunks now, and keep the result for ``get_finished``.
         Return False after ``shutdown``: nothing was copied."""
@@ -157,7 +165,10 @@ class _CanonicalCopyEngine(CPUCopyEngine):
     """
 
     def __init__(
-        self, memory: KVMemory, direction: Direction, mappings: Mappings
+        self,
+        memory: KVMemory,
+        direction: Direction,
+        mappings: Mappings,
     ) -> None:
         super().__init__(memory, direction)
         self._mappings = mappings

@@ -204,7 +204,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return self._guard.tier
 
     def _tier_config(
-        self, engine: Any, spec: Any, rows: memoryview
+        self,
+        engine: Any,
+        spec: Any,
+        rows: memoryview,
     ) -> OffloadingConfig:
         """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
@@ -577,7 +580,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     @classmethod
     def build_metric_definitions(
-        cls, extra_config: dict[str, Any]
+        cls,
+        extra_config: dict[str, Any],
     ) -> dict[str, OffloadingMetricMetadata]:
         return metric_definitions()
 
@@ -676,7 +680,9 @@ def _options_of(context: ReqContext) -> GivenOptions:
 
 
 def _job(
-    job: TransferJob, keys: list[OffloadKey], context: ours.ReqContext
+    job: TransferJob,
+    keys: list[OffloadKey],
+    context: ours.ReqContext,
 ) -> JobMetadata:
     """Return vLLM's job as one of the persistent tier; ``keys`` are those of the store, in the
     order of the job's."""

@@ -18,7 +18,10 @@ Block: TypeAlias = "Memory | Sequence[Memory]"
 
 
 def regions_of(
-    blocks: Sequence[Block], block_bytes: int, *, writable: bool = False
+    blocks: Sequence[Block],
+    block_bytes: int,
+    *,
+    writable: bool = False,
 ) -> list[list[memoryview]]:
     """Return the regions of each block.
 

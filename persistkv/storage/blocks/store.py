@@ -565,7 +565,10 @@ class BlockStore:
             raise StoreError("the store has failed: see the log") from None
 
     def _result(
-        self, call: Future[list[bool]], num_keys: int, deadline: float | None
+        self,
+        call: Future[list[bool]],
+        num_keys: int,
+        deadline: float | None,
     ) -> list[bool]:
         """Wait for the results of a call; all keys are False after the deadline."""
         left_s = None
@@ -663,7 +666,10 @@ def _deadline(timeout_s: float | None) -> float | None:
 
 
 def _complete(
-    call: Future[list[bool]], number: int, num_keys: int, completions: CompletionQueue
+    call: Future[list[bool]],
+    number: int,
+    num_keys: int,
+    completions: CompletionQueue,
 ) -> None:
     """Add a completion when a call has ended."""
 

@@ -96,7 +96,9 @@ class Catalogue:
         return Changes(state.cursor, added, reset=True, blocks=blocks)
 
     def _all(
-        self, table: str, decode: Callable[[Buffer, Buffer], T | None]
+        self,
+        table: str,
+        decode: Callable[[Buffer, Buffer], T | None],
     ) -> Iterator[T]:
         """Yield the decoded rows of the namespace, a bounded number per transaction; skip those for
         which ``decode`` returns None.
@@ -193,7 +195,9 @@ class Catalogue:
         ]
 
     def _each(
-        self, names: Sequence[bytes], read: Callable[[TableRows, bytes], T]
+        self,
+        names: Sequence[bytes],
+        read: Callable[[TableRows, bytes], T],
     ) -> list[T]:
         """Return what ``read`` returns for each name, in order. Up to 256 names share a read
         transaction, so that none lasts long."""
@@ -216,7 +220,9 @@ def _keys_at(rows: TableRows, name: bytes) -> ManifestKeys | None:
 
 
 def totals(
-    states: Sequence[NamespaceState], disk_bytes: int, capacity: int | None
+    states: Sequence[NamespaceState],
+    disk_bytes: int,
+    capacity: int | None,
 ) -> BackendStats:
     """Return the totals of a store from those of its namespaces; the other parameters are as in
     ``BackendStats``."""
@@ -258,7 +264,10 @@ def tenants_of(batch: CommitBatch) -> set[str]:
 
 
 def _changes_since(
-    rows: TableRows, namespace: bytes, since: int, state: NamespaceState
+    rows: TableRows,
+    namespace: bytes,
+    since: int,
+    state: NamespaceState,
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them, or one does not read."""

@@ -314,7 +314,11 @@ class EvictionOrder:
             self._rows.delete(USES, name)
 
     def add_manifest(
-        self, name: bytes, flags: int, ttl_s: float, packs: tuple[bytes, ...]
+        self,
+        name: bytes,
+        flags: int,
+        ttl_s: float,
+        packs: tuple[bytes, ...],
     ) -> None:
         """List a new manifest as written now; parameters as in ``Chain``."""
         expires = self.time + ttl_s if ttl_s else 0.0
@@ -371,7 +375,10 @@ class EvictionOrder:
         return self._listed(TENANT_ORDER, tenant)
 
     def _listed(
-        self, table: str, tenant: bytes, priority: bytes = b""
+        self,
+        table: str,
+        tenant: bytes,
+        priority: bytes = b"",
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows that a table lists, and delete damaged entries.
 
@@ -409,7 +416,10 @@ class EvictionOrder:
             write_clock(self._rows, self.moment, self._clock)
 
     def put(
-        self, name: bytes, row: Use | Chain, before: Use | Chain | None = None
+        self,
+        name: bytes,
+        row: Use | Chain,
+        before: Use | Chain | None = None,
     ) -> None:
         """Write the row of a pack or manifest, in place of ``before``, and list it in the tables of
         the order. Without ``before``, it must not be listed yet."""

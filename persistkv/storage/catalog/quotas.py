@@ -233,7 +233,9 @@ def write_quotas(rows: TableRows, quotas: Mapping[str, int]) -> None:
 
 
 def with_default(
-    tenants: Iterable[TenantTotals], packs: int, stored_bytes: int
+    tenants: Iterable[TenantTotals],
+    packs: int,
+    stored_bytes: int,
 ) -> list[TenantTotals]:
     """Return the totals of all tenants with packs or a quota, the default one included, by name.
 

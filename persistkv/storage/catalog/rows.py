@@ -162,7 +162,9 @@ class TableRows:
             yield key, self._opened(table, key, value)
 
     def starting_with(
-        self, table: str, prefix: bytes
+        self,
+        table: str,
+        prefix: bytes,
     ) -> Iterator[tuple[Buffer, Buffer]]:
         """Iterate over the rows whose keys start with ``prefix``, ascending. Do not change rows
         meanwhile."""

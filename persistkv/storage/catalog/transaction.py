@@ -217,7 +217,10 @@ class CatalogTransaction:
         return self._evict(candidates, is_enough, at_most)
 
     def evict_of(
-        self, tenant: bytes, is_enough: Callable[[], bool], at_most: int
+        self,
+        tenant: bytes,
+        is_enough: Callable[[], bool],
+        at_most: int,
     ) -> EvictionEnd:
         """Evict packs of one tenant as ``evict`` does; ``tenant`` is the digest of its name."""
         return self._evict(self._order.oldest_of(tenant), is_enough, at_most)
@@ -291,7 +294,10 @@ class CatalogTransaction:
         self._evict(concatenated(low, others), lambda: False, num_left)
 
     def _unused_for(
-        self, ttl_s: float, *, low: bool
+        self,
+        ttl_s: float,
+        *,
+        low: bool,
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Yield the packs and manifests of one priority that were unused for ``ttl_s``, in eviction
         order."""
@@ -323,7 +329,11 @@ class CatalogTransaction:
         self._delete_pack(self._namespace + pack_id)
 
     def drop_manifests_of(
-        self, pack_id: bytes, at_most: int, *, keep_later: bool = False
+        self,
+        pack_id: bytes,
+        at_most: int,
+        *,
+        keep_later: bool = False,
     ) -> bool:
         """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before
         the deletion of a pack that many requests share, so that no transaction gets too large.
@@ -425,7 +435,11 @@ class CatalogTransaction:
         self._delete_pack(name)
 
     def _drop_all(
-        self, manifests: list[bytes], pack: bytes, *, keep_later: bool
+        self,
+        manifests: list[bytes],
+        pack: bytes,
+        *,
+        keep_later: bool,
     ) -> None:
         """Delete manifests that name a pack, not the pack itself; unless ``keep_later``, also packs
         that follow it in them and that no manifest names now."""
@@ -573,7 +587,10 @@ class CatalogTransaction:
         return self._states[namespace]
 
     def _begin(
-        self, name: bytes, state: NamespaceState, opened: Mapping[bytes, Namespace]
+        self,
+        name: bytes,
+        state: NamespaceState,
+        opened: Mapping[bytes, Namespace],
     ) -> None:
         """Write the identity of a namespace with its first content, and give it a random
         generation, so that cursors of an earlier namespace of this identity are not valid.

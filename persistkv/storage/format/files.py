@@ -14,7 +14,8 @@ _LEFTOVER_S = 3600.0  # 1 h: no write takes that long
 
 
 def replace_file(
-    target: Path, pieces: Iterable[bytes | bytearray | memoryview]
+    target: Path,
+    pieces: Iterable[bytes | bytearray | memoryview],
 ) -> None:
     """Replace a file atomically: readers see the whole old or the whole new content. Missing
     directories are created.

@@ -223,7 +223,10 @@ def align(length: int) -> int:
 
 
 def pack_id(
-    namespace: bytes, keys: PackedKeys, codec: str, tenant: str = DEFAULT_TENANT
+    namespace: bytes,
+    keys: PackedKeys,
+    codec: str,
+    tenant: str = DEFAULT_TENANT,
 ) -> bytes:
     """Return a pack's id: 16 bytes, the digest of namespace, ordered keys, text form of the codec
     and tenant."""
@@ -264,7 +267,10 @@ def _tenant_of(stored: bytes) -> str:
 
 
 def encoded_length(
-    codec: str, frame_count: int, keys: PackedKeys, tenant: str = DEFAULT_TENANT
+    codec: str,
+    frame_count: int,
+    keys: PackedKeys,
+    tenant: str = DEFAULT_TENANT,
 ) -> int:
     """Return the bytes of an encoded table with its trailer."""
     fixed_bytes = _HEADER.size + TRAILER_BYTES

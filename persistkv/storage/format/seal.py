@@ -90,7 +90,9 @@ class FrameSeal(ABC):
 
     @abstractmethod
     def seal(
-        self, placed: PlacedFrame, pieces: Sequence[Buffer]
+        self,
+        placed: PlacedFrame,
+        pieces: Sequence[Buffer],
     ) -> tuple[Sequence[Buffer], bytes]:
         """Return the bytes of a frame as stored, and its tag.
 
@@ -135,7 +137,11 @@ class Seal(ABC):
 
     @abstractmethod
     def new_pack_id(
-        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+        self,
+        namespace: bytes,
+        keys: PackedKeys,
+        codec: str,
+        tenant: str,
     ) -> bytes:
         """Return the id of a new pack, 16 bytes."""
 
@@ -223,7 +229,9 @@ class _PlainFrames(FrameSeal):
         self._namespace = namespace
 
     def seal(
-        self, placed: PlacedFrame, pieces: Sequence[Buffer]
+        self,
+        placed: PlacedFrame,
+        pieces: Sequence[Buffer],
     ) -> tuple[Sequence[Buffer], bytes]:
         return pieces, self._checksum(placed.keys, pieces)
 
@@ -257,7 +265,11 @@ class PlainSeal(Seal):
         return []
 
     def new_pack_id(
-        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+        self,
+        namespace: bytes,
+        keys: PackedKeys,
+        codec: str,
+        tenant: str,
     ) -> bytes:
         """Return the digest of namespace, keys, codec and tenant: engines that store the same
         blocks at once store one pack."""
@@ -363,7 +375,11 @@ class _KeyFrames(FrameSeal):
     encrypts = True
 
     def __init__(
-        self, key: DataKey, salt: bytes, namespace: bytes, buffers: _Buffers
+        self,
+        key: DataKey,
+        salt: bytes,
+        namespace: bytes,
+        buffers: _Buffers,
     ) -> None:
         self.key_id = key.id
         self.salt = salt
@@ -374,7 +390,9 @@ class _KeyFrames(FrameSeal):
         self._key = derive(key.secret, salt, _PACK_PURPOSE)
 
     def seal(
-        self, placed: PlacedFrame, pieces: Sequence[Buffer]
+        self,
+        placed: PlacedFrame,
+        pieces: Sequence[Buffer],
     ) -> tuple[Sequence[Buffer], bytes]:
         # not in place: ``pieces`` may be rows, which the engine still uses
         stored = self._buffers.take(placed.frame.stored_length)
@@ -458,7 +476,11 @@ class KeySeal(Seal):
         return self._keyring().lacking(tenants)
 
     def new_pack_id(
-        self, namespace: bytes, keys: PackedKeys, codec: str, tenant: str
+        self,
+        namespace: bytes,
+        keys: PackedKeys,
+        codec: str,
+        tenant: str,
     ) -> bytes:
         """Return random bytes: a digest of the keys would confirm a guess of the prompt."""
         return os.urandom(ID_BYTES)

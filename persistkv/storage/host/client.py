@@ -256,7 +256,10 @@ class StoreClient:
         self.idle.start()
 
     def _try_to_open(
-        self, timeout_s: float, *, may_continue: bool
+        self,
+        timeout_s: float,
+        *,
+        may_continue: bool,
     ) -> PersistKVError | None:
         """Start hosts until one has opened the store; return the last error if none has.
 

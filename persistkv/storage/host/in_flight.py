@@ -100,7 +100,10 @@ class InFlight:
         self.queued_bytes += num_bytes
 
     def add_load(
-        self, job_id: int, keys: Sequence[bytes], deadline: float | None
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        deadline: float | None,
     ) -> None:
         """Add a load job that is sent to the host."""
         ends_at = math.inf if deadline is None else deadline

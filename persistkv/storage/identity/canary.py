@@ -259,7 +259,9 @@ class OtherNamespace(NamespaceView):
         return await super().holders(keys)
 
     def suspect(
-        self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
+        self,
+        packs: Sequence[HeldPack],
+        bad_frames: Mapping[bytes, int],
     ) -> None:
         """Stop the use of packs of which a read failed, in this view and in lookups.
 
@@ -579,7 +581,9 @@ class Canary:
         return True
 
     async def _read_theirs(
-        self, other: OtherNamespace, batch: Sequence[tuple[Block, HeldPack]]
+        self,
+        other: OtherNamespace,
+        batch: Sequence[tuple[Block, HeldPack]],
     ) -> tuple[Rows, set[bytes]]:
         """Read blocks of the other namespace; return rows with them, in order, and the keys that
         failed."""
@@ -608,7 +612,8 @@ class Canary:
         return theirs, failed
 
     def _agreements(
-        self, pairs: Iterable[tuple[int, ByteArray, ByteArray]]
+        self,
+        pairs: Iterable[tuple[int, ByteArray, ByteArray]],
     ) -> list[Agreement]:
         """Compare blocks of two namespaces, given as (KV cache group, our bytes, their bytes)."""
         number_layout = self._rows.layout.numbers
@@ -659,7 +664,10 @@ class Canary:
         other.use(depths)
 
     def _refuse(
-        self, other: OtherNamespace, block: Block, agreement: Agreement
+        self,
+        other: OtherNamespace,
+        block: Block,
+        agreement: Agreement,
     ) -> None:
         """Refuse the candidate, and continue with the next one. After an adoption, keep it and end
         the growth of the depths."""

@@ -105,7 +105,10 @@ def _stride_of(axis: tuple[int, int]) -> tuple[int, int]:
 
 
 def compare(
-    numbers: NumberLayout, group: int, ours: ByteArray, theirs: ByteArray
+    numbers: NumberLayout,
+    group: int,
+    ours: ByteArray,
+    theirs: ByteArray,
 ) -> Agreement:
     """Compare two blocks of one key and group, given as whole rows. ``fits`` must be True for the
     layout."""
@@ -148,7 +151,10 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
 
 
 def _errors(
-    ours: ByteArray, theirs: ByteArray, layout: VectorLayout, dtype: str
+    ours: ByteArray,
+    theirs: ByteArray,
+    layout: VectorLayout,
+    dtype: str,
 ) -> tuple[Floats, Floats]:
     """Return for each cell the error that 90 % of its tokens do not exceed, infinite if numbers are
     not finite, and the median over its tokens of the length of the longer vector.

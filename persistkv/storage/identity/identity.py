@@ -307,7 +307,11 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
 
 
 def _hash_span(
-    path: Path, descriptor: int, start: int, stop: int, buffer: memoryview
+    path: Path,
+    descriptor: int,
+    start: int,
+    stop: int,
+    buffer: memoryview,
 ) -> str:
     """Return the xxh3-128 of bytes ``start`` to ``stop`` (exclusive) of an open file, hexadecimal.
 
@@ -404,7 +408,9 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
 
 
 def _save_entries(
-    path: Path, status: os.stat_result, entries: list[_TensorEntry]
+    path: Path,
+    status: os.stat_result,
+    entries: list[_TensorEntry],
 ) -> None:
     """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be
     written."""
@@ -432,7 +438,9 @@ class _Tensor(msgspec.Struct, frozen=True):
 
 
 def _read_header(
-    path: Path, descriptor: int, size: int
+    path: Path,
+    descriptor: int,
+    size: int,
 ) -> tuple[int, dict[str, _Tensor]]:
     """Return the byte offset of the end of a file's header, and the tensors by name, in the order
     of their bytes, which cover the rest of the file without gaps; raise ConfigurationError if it is

@@ -59,7 +59,10 @@ def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None
 
 
 def write_verdict(
-    backend: Backend, ours: bytes, theirs: bytes, verdict: Verdict
+    backend: Backend,
+    ours: bytes,
+    theirs: bytes,
+    verdict: Verdict,
 ) -> None:
     """Record the verdict of namespace ``ours`` about ``theirs``. If the medium fails, the previous
     one is kept."""
@@ -68,7 +71,8 @@ def write_verdict(
 
 
 def verdicts(
-    backend: Backend, namespaces: Sequence[Namespace]
+    backend: Backend,
+    namespaces: Sequence[Namespace],
 ) -> dict[tuple[bytes, bytes], Verdict]:
     """Return all recorded verdicts of namespaces about each other: (id of ours, id of theirs) →
     verdict."""
@@ -82,7 +86,9 @@ def verdicts(
 
 
 def candidates(
-    backend: Backend, identity: Identity, others: Iterable[Namespace]
+    backend: Backend,
+    identity: Identity,
+    others: Iterable[Namespace],
 ) -> list[Namespace]:
     """Return the namespaces of ``others`` that differ from an identity in the release alone, latest
     written first: by the latest manifest, or by their creation if they have none that can be read.

@@ -127,7 +127,11 @@ class StoreHandle:
         return store_totals(self.url, self.backend)
 
     def pin(
-        self, request: str, *, namespace: str | None = None, pinned: bool = True
+        self,
+        request: str,
+        *,
+        namespace: str | None = None,
+        pinned: bool = True,
     ) -> RequestView:
         """Pin a request or unpin it; return the request. A pinned request and its packs are not
         evicted, and expire only by the request's own ttl.

@@ -114,7 +114,9 @@ class NamespacePacks(Packs):
 
 
 def keys_of(
-    backend: Backend, namespace: bytes, requests: Iterable[str]
+    backend: Backend,
+    namespace: bytes,
+    requests: Iterable[str],
 ) -> Iterator[tuple[str, ManifestKeys | None]]:
     """Yield request ids with their keys, read in batches; None instead of keys that are gone or
     damaged."""

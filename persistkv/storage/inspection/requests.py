@@ -151,7 +151,9 @@ class RequestView(msgspec.Struct, frozen=True):
         return view.with_use(use, store_ttl_s)
 
     def with_use(
-        self, use: RequestUse | None, store_ttl_s: float | None
+        self,
+        use: RequestUse | None,
+        store_ttl_s: float | None,
     ) -> RequestView:
         """Return a copy with ``stored_bytes``, ``expires`` and the fields of the use set from
         ``use``; None: return this view."""
@@ -219,7 +221,9 @@ class FoundRequest(NamedTuple):
 
 
 def chosen_namespaces(
-    backend: Backend, wanted: str | None, otherwise: str = ""
+    backend: Backend,
+    wanted: str | None,
+    otherwise: str = "",
 ) -> list[Namespace]:
     """Return the only namespace whose id begins with ``wanted``, in a list; None: all namespaces,
     oldest first.
@@ -247,7 +251,8 @@ def request_ids(backend: Backend, namespace: bytes) -> list[str]:
 
 
 def stored_requests(
-    backend: Backend, namespace: str | None = None
+    backend: Backend,
+    namespace: str | None = None,
 ) -> Iterator[FoundRequest]:
     """Yield the requests of the namespaces that ``chosen_namespaces`` returns."""
     for space in chosen_namespaces(backend, namespace):
@@ -256,7 +261,9 @@ def stored_requests(
 
 
 def find_request(
-    backend: Backend, wanted: str, namespace: str | None = None
+    backend: Backend,
+    wanted: str,
+    namespace: str | None = None,
 ) -> FoundRequest:
     """Return the request with this id, or else the only one whose id begins with ``wanted``.
 
@@ -289,7 +296,10 @@ def find_request(
 
 
 def chosen_requests(
-    backend: Backend, names: Iterable[str], selection: Selection, namespace: str | None
+    backend: Backend,
+    names: Iterable[str],
+    selection: Selection,
+    namespace: str | None,
 ) -> list[FoundRequest]:
     """Return the requests with these ids, each once; without ids, all requests that fulfil
     ``selection``.

@@ -105,7 +105,9 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 def _has_expired(
-    manifest: RequestManifest, use: RequestUse | None, store_ttl_s: float | None
+    manifest: RequestManifest,
+    use: RequestUse | None,
+    store_ttl_s: float | None,
 ) -> bool:
     """Return whether the request's own ttl or the store's has passed; False if its use is
     unknown."""

@@ -225,7 +225,9 @@ def _model_totals(spaces: Sequence[NamespaceTotals]) -> list[ModelTotals]:
 
 
 def _namespace_totals(
-    backend: Backend, namespace: Namespace, histograms: _Histograms
+    backend: Backend,
+    namespace: Namespace,
+    histograms: _Histograms,
 ) -> NamespaceTotals:
     """Return totals of a namespace; add its requests to the histograms."""
     totals = NamespaceTotals(

@@ -158,7 +158,11 @@ class SharedBackend(Backend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         """Return the medium of a store; a driver of URLs implements this.
 
@@ -213,7 +217,9 @@ class SharedBackend(Backend):
 
     @classmethod
     def rebuild(
-        cls, url: StoreUrl, progress: Callable[[int, int], None]
+        cls,
+        url: StoreUrl,
+        progress: Callable[[int, int], None],
     ) -> Rebuilt | None:
         """See ``Backend``. Engines may use the store meanwhile."""
         with closing(cls.open(url)) as backend:
@@ -546,7 +552,9 @@ class SharedBackend(Backend):
         return self._searched(namespace, pack_ids).replica.catalogue.tables(pack_ids)
 
     def manifest_keys(
-        self, namespace: bytes, manifest_ids: Sequence[str]
+        self,
+        namespace: bytes,
+        manifest_ids: Sequence[str],
     ) -> list[ManifestKeys | None]:
         packs = self._open(namespace).packs
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)

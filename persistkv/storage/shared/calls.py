@@ -59,7 +59,9 @@ class Calls:
         return [future.result() for future in futures]
 
     def each(
-        self, call: Callable[[A], R], things: Sequence[A]
+        self,
+        call: Callable[[A], R],
+        things: Sequence[A],
     ) -> Iterator[tuple[A, R]]:
         """Yield each thing with the result of ``call``, in order. The results of ``connections``
         things at a time are in memory."""
@@ -156,7 +158,10 @@ class Medium:
         return content
 
     def sealed(
-        self, name: str, namespace: bytes, limit: int = MAX_SMALL_BYTES
+        self,
+        name: str,
+        namespace: bytes,
+        limit: int = MAX_SMALL_BYTES,
     ) -> bytes:
         """Return the body of a sealed object.
 

@@ -285,7 +285,9 @@ def encode(content: ArrayStruct | Sequence[ArrayStruct]) -> bytes:
 
 
 def decode(
-    decoder: msgspec.msgpack.Decoder[Content], body: bytes, what: str
+    decoder: msgspec.msgpack.Decoder[Content],
+    body: bytes,
+    what: str,
 ) -> Content:
     """Decode the body of an object or record.
 

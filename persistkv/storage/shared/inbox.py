@@ -233,7 +233,9 @@ class Inbox:
         return cursors
 
     def _forget_published(
-        self, uses: Mapping[bytes, float], lost: Mapping[bytes, float]
+        self,
+        uses: Mapping[bytes, float],
+        lost: Mapping[bytes, float],
     ) -> None:
         """Remove published uses and lost packs from those that wait; a pack that was used again
         since has a later time, and keeps waiting."""
@@ -298,7 +300,11 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
 
 
 def _manifest_entry(
-    write: ManifestWrite, place: KeysPlace, digest: bytes, version: int, time: float
+    write: ManifestWrite,
+    place: KeysPlace,
+    digest: bytes,
+    version: int,
+    time: float,
 ) -> ManifestEntry:
     """Return a request as a commit lists it."""
     packs = dict.fromkeys(write.packs)

@@ -264,7 +264,8 @@ class SharedNamespace:
         return self._sweeper.sweep()
 
     def rebuild(
-        self, progress: Callable[[int, int], None]
+        self,
+        progress: Callable[[int, int], None],
     ) -> tuple[list[PackTable], Counter[str]]:
         """Commit packs again that the index does not name; return their tables, and the number of
         skipped blobs by reason.

@@ -84,7 +84,8 @@ SHARED_NAMES = frozenset(
 
 
 def parse_shared(
-    options: Mapping[str, str], where: str
+    options: Mapping[str, str],
+    where: str,
 ) -> tuple[SharedOptions, dict[str, str]]:
     """Return the options of the store, and the others, which are those of its medium.
 

@@ -103,7 +103,10 @@ class PackBlobs:
     # Uploads
 
     def upload(
-        self, packs: Sequence[NewPack], writes: Sequence[ManifestWrite], memory: int
+        self,
+        packs: Sequence[NewPack],
+        writes: Sequence[ManifestWrite],
+        memory: int,
     ) -> Upload:
         """Upload packs, and one blob with the keys of requests. Nothing names them yet: after a
         failure, the sweep deletes them.
@@ -200,7 +203,11 @@ class PackBlobs:
         return any(blob.nonce != before[pack_id] for pack_id, blob in blobs)
 
     def read_frames(
-        self, pack_id: bytes, frames: Sequence[Frame], buffer: memoryview, take: Take
+        self,
+        pack_id: bytes,
+        frames: Sequence[Frame],
+        buffer: memoryview,
+        take: Take,
     ) -> None:
         """Read frames of a pack into ``buffer``, one after another, and pass each to ``take``.
         Frames that cannot be read are left out.

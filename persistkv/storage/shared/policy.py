@@ -66,7 +66,12 @@ class RecordedPolicy:
     """
 
     def __init__(
-        self, medium: Medium, wanted: Policy, place: str, *, creates: bool
+        self,
+        medium: Medium,
+        wanted: Policy,
+        place: str,
+        *,
+        creates: bool,
     ) -> None:
         self._medium = medium
         self._wanted = wanted

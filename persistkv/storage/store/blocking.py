@@ -100,7 +100,9 @@ class BlockingStore:
         return self._wait(self._read(keys, block_ids))
 
     async def _read(
-        self, keys: Sequence[bytes], block_ids: Sequence[int]
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
     ) -> list[bytes]:
         outcome = await self.store.read(keys, block_ids)
         # no task runs ``Committer.run`` here, which would delete the bad packs later

@@ -244,7 +244,9 @@ class Transaction(NamedTuple):
 
 
 def divide(
-    writers: Iterable[PackWriter], ends: Sequence[RequestEnd], max_bytes: int
+    writers: Iterable[PackWriter],
+    ends: Sequence[RequestEnd],
+    max_bytes: int,
 ) -> deque[Transaction]:
     """Divide packs in order into transactions, each of at most ``max_bytes`` raw bytes or one
     larger pack. The last one also commits the ends of requests.
@@ -311,7 +313,9 @@ def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> in
 
 
 def plan_packs(
-    rows: BlockMemory, blocks: Blocks, max_bytes: int = MAX_PACK_BYTES
+    rows: BlockMemory,
+    blocks: Blocks,
+    max_bytes: int = MAX_PACK_BYTES,
 ) -> list[list[Segment]]:
     """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the
     segments of each pack.
@@ -356,7 +360,9 @@ def _parts(blocks: Blocks, cut: int) -> Iterator[Blocks]:
 
 
 def _segments(
-    rows: BlockMemory, blocks: Blocks, places: Sequence[int]
+    rows: BlockMemory,
+    blocks: Blocks,
+    places: Sequence[int],
 ) -> list[Segment]:
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
     frames require. Blocks of unknown depth are one run for each group."""

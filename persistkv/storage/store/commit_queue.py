@@ -142,7 +142,10 @@ class CommitQueue:
     # Blocks
 
     def add(
-        self, tenant: str, request: str, segments: Sequence[Segment]
+        self,
+        tenant: str,
+        request: str,
+        segments: Sequence[Segment],
     ) -> asyncio.Future[bool] | None:
         """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if
         there is room; return None. Otherwise queue it to be written from its rows, at once; return

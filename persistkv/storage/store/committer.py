@@ -184,7 +184,10 @@ class Committer:
             resolve(flushed, None)
 
     def _after_failure(
-        self, failed: Transaction, error: StoreError, waiting: deque[Transaction]
+        self,
+        failed: Transaction,
+        error: StoreError,
+        waiting: deque[Transaction],
     ) -> deque[Transaction]:
         """Return the transactions to try next: the parts of the failed one, then those that wait. A
         single pack or end of a request has no parts: it is dropped."""
@@ -199,7 +202,9 @@ class Committer:
         return waiting
 
     async def _try_commit(
-        self, transaction: Transaction, uses: Sequence[bytes]
+        self,
+        transaction: Transaction,
+        uses: Sequence[bytes],
     ) -> StoreError | None:
         """Commit, and apply the result. Return why the commit failed, which is logged; None: it did
         not."""
@@ -235,7 +240,9 @@ class Committer:
         self.changed.set()
 
     def _without(
-        self, tenants: Collection[str], waiting: Iterable[Transaction]
+        self,
+        tenants: Collection[str],
+        waiting: Iterable[Transaction],
     ) -> deque[Transaction]:
         """Drop all accepted content of tenants that were forgotten; return the transactions without
         it."""
@@ -277,7 +284,9 @@ class Committer:
         self.changed.set()
 
     async def _commit_current(
-        self, transaction: Transaction, uses: Sequence[bytes]
+        self,
+        transaction: Transaction,
+        uses: Sequence[bytes],
     ) -> _Attempt:
         """Commit; if other processes have committed since the last refresh, refresh and repeat.
 
@@ -294,7 +303,10 @@ class Committer:
         return await self._attempt(transaction, uses, None)
 
     async def _attempt(
-        self, transaction: Transaction, uses: Sequence[bytes], seen: bytes | None
+        self,
+        transaction: Transaction,
+        uses: Sequence[bytes],
+        seen: bytes | None,
     ) -> _Attempt:
         """Commit a transaction once.
 
@@ -331,7 +343,8 @@ class Committer:
         return _Attempt(batch, persisted, result)
 
     async def _without_held(
-        self, packs: Iterable[PackWriter]
+        self,
+        packs: Iterable[PackWriter],
     ) -> tuple[list[PackWriter], set[bytes]]:
         """Return the packs to write, which have a block that the store lacks; and the ids of the
         held packs with the blocks of all others, which need not be written.
@@ -353,7 +366,9 @@ class Committer:
         return lacking, holding
 
     async def _pack_of(
-        self, writers: Iterable[PackWriter], ends: Sequence[RequestEnd]
+        self,
+        writers: Iterable[PackWriter],
+        ends: Sequence[RequestEnd],
     ) -> dict[bytes, bytes]:
         """Return the id of a pack for each key that is held or that ``writers`` add, at least for
         all such keys of the ended requests. A held pack takes precedence over a new one.

@@ -138,7 +138,9 @@ class Deleter:
                 writer.release()
 
     async def _kept_segments(
-        self, pack: HeldPack, keys: Collection[bytes]
+        self,
+        pack: HeldPack,
+        keys: Collection[bytes],
     ) -> list[Segment]:
         """Read the blocks of a pack that are kept; return them as copies, in segments.
 
@@ -231,7 +233,9 @@ class Deleter:
         return result
 
     async def _are_held(
-        self, packs: Iterable[bytes], keys: Collection[bytes]
+        self,
+        packs: Iterable[bytes],
+        keys: Collection[bytes],
     ) -> tuple[bool, bytes | None]:
         """Refresh the index. Return whether the store still holds all these packs, or may hold
         them, and the position in the change log up to which this is known (None: it is not known).
@@ -252,7 +256,9 @@ class Deleter:
         return held.issuperset(packs), position
 
     async def _manifests_without(
-        self, replaced: Mapping[bytes, bytes], keys: Collection[bytes]
+        self,
+        replaced: Mapping[bytes, bytes],
+        keys: Collection[bytes],
     ) -> list[CommitBatch]:
         """Return the commits that replace packs: they rewrite the manifests that name these packs,
         without the deleted keys, and the last one deletes the packs.
@@ -290,7 +296,9 @@ class Deleter:
         return batches
 
     async def _packs_after(
-        self, replaced: Mapping[bytes, bytes], keys: Sequence[bytes]
+        self,
+        replaced: Mapping[bytes, bytes],
+        keys: Sequence[bytes],
     ) -> dict[bytes, bytes]:
         """Return, for each key that is held after the replacement, the id of its pack; see
         ``_manifests_without``."""
@@ -303,7 +311,9 @@ class Deleter:
         return pack_of
 
     async def _commit(
-        self, batch: CommitBatch, writers: Sequence[PackWriter]
+        self,
+        batch: CommitBatch,
+        writers: Sequence[PackWriter],
     ) -> CommitResult:
         """Commit, and apply the result to the index, unless it is stale.
 

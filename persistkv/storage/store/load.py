@@ -215,7 +215,9 @@ def plan_reads(
 
 
 def _streamed_runs(
-    reads: Iterable[FrameRead], *, is_timed: bool
+    reads: Iterable[FrameRead],
+    *,
+    is_timed: bool,
 ) -> tuple[list[list[FrameRead]], list[FrameRead]]:
     """Divide the frames of one pack of a remote store into runs of neighbours. Return the runs to
     stream, and the frames of the other runs.
@@ -292,7 +294,9 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
 
 
 def _parts(
-    reads: Iterable[FrameRead], part_bytes: int, scratch_bytes: int
+    reads: Iterable[FrameRead],
+    part_bytes: int,
+    scratch_bytes: int,
 ) -> Iterator[list[FrameRead]]:
     """Divide frames that are not streamed into parts; parameters as in ``plan_reads``."""
     part: list[FrameRead] = []
@@ -567,7 +571,10 @@ def _span(
 
 
 def _decode(
-    read: FrameRead, stored: memoryview, rows: BlockMemory, raw: memoryview
+    read: FrameRead,
+    stored: memoryview,
+    rows: BlockMemory,
+    raw: memoryview,
 ) -> None:
     """Put the blocks of a frame into their rows.
 

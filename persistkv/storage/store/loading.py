@@ -166,7 +166,9 @@ class Loader:
         return reads, missing
 
     def _record_uses(
-        self, source: NamespaceView, parts: Iterable[Sequence[FrameRead]]
+        self,
+        source: NamespaceView,
+        parts: Iterable[Sequence[FrameRead]],
     ) -> None:
         """Record a use of the packs to read, if they are in the store's own namespace: the blocks
         of another one are stored again in the own one."""

@@ -540,7 +540,11 @@ class NamespaceView:
             self.report.collisions.update(changes)
 
     async def committed(
-        self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool
+        self,
+        writers: Sequence[NewPack],
+        result: CommitResult,
+        *,
+        followed: bool,
     ) -> None:
         """Apply the result of this store's own commit of these packs to the index, the counters and
         the report.
@@ -558,7 +562,11 @@ class NamespaceView:
             await self.refresh_or_log()
 
     def _apply_commit(
-        self, writers: Sequence[NewPack], result: CommitResult, *, followed: bool
+        self,
+        writers: Sequence[NewPack],
+        result: CommitResult,
+        *,
+        followed: bool,
     ) -> bool:
         """Apply the result of a commit, see ``committed``; return whether the index is complete
         without a refresh."""
@@ -599,7 +607,9 @@ class NamespaceView:
         self._forget(evicted)
 
     def suspect(
-        self, packs: Sequence[HeldPack], bad_frames: Mapping[bytes, int]
+        self,
+        packs: Sequence[HeldPack],
+        bad_frames: Mapping[bytes, int],
     ) -> None:
         """Remove from the index the packs of which a read failed; ``repair`` decides about them. A
         pack that was replaced since that read is kept.
@@ -821,7 +831,9 @@ class NamedRequest(NamedTuple):
 
 
 def read_requests(
-    backend: Backend, namespace: bytes, heads: Sequence[RequestManifest]
+    backend: Backend,
+    namespace: bytes,
+    heads: Sequence[RequestManifest],
 ) -> list[NamedRequest]:
     """Read the keys and pins of these requests; leave out requests whose keys are missing or
     damaged.

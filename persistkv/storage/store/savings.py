@@ -212,7 +212,10 @@ class SavingsRecorder:
 
 
 def add_savings(
-    backend: Backend, identity: Identity, source: str, part: Savings
+    backend: Backend,
+    identity: Identity,
+    source: str,
+    part: Savings,
 ) -> None:
     """Add savings to the note of a source of this day; a failure is logged. Blocks. A read-only
     store records nothing.

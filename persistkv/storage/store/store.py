@@ -473,7 +473,10 @@ def start_threads(backend: Backend, options: StoreOptions) -> StoreThreads:
 
 
 def _notice(
-    backend: Backend, identity: Identity, options: StoreOptions, url: str
+    backend: Backend,
+    identity: Identity,
+    options: StoreOptions,
+    url: str,
 ) -> str:
     """Return the notice of a new store object (``Store.notice``).
 

@@ -106,7 +106,8 @@ class BackendConformance(BackendSuite):
         again.close()
 
     def test_open_read_only_missing_store_raises_and_creates_nothing(
-        self, url: str
+        self,
+        url: str,
     ) -> None:
         # twice: the first attempt creates nothing
         for _ in range(2):
@@ -132,7 +133,8 @@ class BackendConformance(BackendSuite):
         reader.close()
 
     def test_open_read_only_absent_namespace_is_empty_until_another_process_begins_it(
-        self, url: str
+        self,
+        url: str,
     ) -> None:
         self.need_sharing()
         self.need_ending_namespaces()
@@ -213,7 +215,9 @@ class BackendConformance(BackendSuite):
         [1, 4095, _MIB - 1, _MIB, _MIB + 1, 3 * _MIB + 5],
     )
     def test_commit_any_block_size_stores_payload(
-        self, rig: NamespaceRig, block_bytes: int
+        self,
+        rig: NamespaceRig,
+        block_bytes: int,
     ) -> None:
         pack = rig.pack(1, blocks=3, block_bytes=block_bytes)
         rig.commit(pack)
@@ -269,7 +273,8 @@ class BackendConformance(BackendSuite):
         rig.check_read(good)
 
     def test_commit_too_large_pack_raises_full_and_changes_nothing(
-        self, small_rig: NamespaceRig
+        self,
+        small_rig: NamespaceRig,
     ) -> None:
         held = small_rig.pack(1, blocks=8, block_bytes=1 << 18)
         cursor = small_rig.commit(held).cursor
@@ -287,7 +292,8 @@ class BackendConformance(BackendSuite):
         small_rig.check_read(fits)
 
     def test_commit_emptied_store_can_be_refilled(
-        self, small_rig: NamespaceRig
+        self,
+        small_rig: NamespaceRig,
     ) -> None:
         for round_number in range(3):
             for number in range(60):
@@ -322,7 +328,8 @@ class BackendConformance(BackendSuite):
         assert small_rig.manifest_ids() == {"r"}
 
     def test_eviction_reports_each_pack_that_it_removes(
-        self, small_rig: NamespaceRig
+        self,
+        small_rig: NamespaceRig,
     ) -> None:
         stored: set[bytes] = set()
         for pack in small_rig.packs(30, blocks=3, block_bytes=100_000):
@@ -332,7 +339,8 @@ class BackendConformance(BackendSuite):
             assert set(small_rig.tables()) == stored
 
     def test_commit_deletion_removes_pack_and_reports_it(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         kept = rig.pack(1)
         deleted = rig.pack(2, blocks=30, block_bytes=70_000)
@@ -373,7 +381,8 @@ class BackendConformance(BackendSuite):
         assert rig.check_totals().requests == 0
 
     def test_commit_deletion_and_same_pack_id_replaces_pack(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         bad = rig.pack(1, content=10)
         good = rig.pack(1, content=20)
@@ -418,7 +427,8 @@ class BackendConformance(BackendSuite):
         assert set(rig.tables()) == {kept.pack_id}
 
     def test_commit_after_others_needed_packs_held_reports_interleaved_or_stale(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         needed, others, pack, last = rig.packs(4)
         cursor = rig.commit(needed).cursor
@@ -437,7 +447,8 @@ class BackendConformance(BackendSuite):
         assert not again.interleaved
 
     def test_changes_with_cursor_returns_later_changes_only(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         first, second, third = rig.packs(3)
         rig.commit(first)
@@ -461,7 +472,9 @@ class BackendConformance(BackendSuite):
         "cursor", [b"", b"x", bytes(15), b"\xff" * 16, bytes(15) + b"\1", b"\xff" * 64]
     )
     def test_changes_unknown_cursor_resets(
-        self, rig: NamespaceRig, cursor: bytes
+        self,
+        rig: NamespaceRig,
+        cursor: bytes,
     ) -> None:
         pack, other = rig.packs(2)
         rig.commit(pack)
@@ -472,7 +485,9 @@ class BackendConformance(BackendSuite):
         assert rig.commit(other, seen=cursor).stale
 
     def test_changes_damaged_table_is_omitted_until_rewritten_or_deleted(
-        self, rig: NamespaceRig, raw: RawStore
+        self,
+        rig: NamespaceRig,
+        raw: RawStore,
     ) -> None:
         self.need_plain(rig)
         rewritten, deleted, good = rig.packs(3)
@@ -508,7 +523,10 @@ class BackendConformance(BackendSuite):
         ],
     )
     def test_read_span_of_several_buffers_returns_stored_bytes(
-        self, rig: NamespaceRig, offset: int, lengths: list[int]
+        self,
+        rig: NamespaceRig,
+        offset: int,
+        lengths: list[int],
     ) -> None:
         self.need_plain(rig)
         pack = rig.pack(1, blocks=9, block_bytes=500_000)
@@ -519,7 +537,8 @@ class BackendConformance(BackendSuite):
         assert b"".join(span.buffers) == payload_of(pack)[offset:end]
 
     def test_read_random_spans_of_several_packs_returns_stored_bytes(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         self.need_plain(rig)
         packs = rig.packs(4, blocks=5, block_bytes=300_001)
@@ -541,7 +560,8 @@ class BackendConformance(BackendSuite):
         assert [b"".join(span.buffers) for span in spans] == expected
 
     def test_read_hits_and_misses_in_one_call_are_reported_per_span(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         self.need_plain(rig)
         pack, deleted = rig.packs(2)
@@ -563,7 +583,9 @@ class BackendConformance(BackendSuite):
         assert b"".join(hit.buffers) == payload
 
     def test_read_damaged_payload_returns_raw_bytes_or_misses(
-        self, rig: NamespaceRig, raw: RawStore
+        self,
+        rig: NamespaceRig,
+        raw: RawStore,
     ) -> None:
         self.need_plain(rig)
         pack = rig.pack(1, blocks=30, block_bytes=70_000)
@@ -577,7 +599,9 @@ class BackendConformance(BackendSuite):
         assert rig.read(pack) == bytes(expected)
 
     def test_manifests_damaged_row_is_omitted_until_rewritten(
-        self, rig: NamespaceRig, raw: RawStore
+        self,
+        rig: NamespaceRig,
+        raw: RawStore,
     ) -> None:
         ids = ["r0", "r1", "r2"]
         writes = [sample_manifest(name, seed) for seed, name in enumerate(ids)]
@@ -594,7 +618,8 @@ class BackendConformance(BackendSuite):
         assert rig.manifest_keys(ids) == keys
 
     def test_holds_namespace_with_content_is_true_others_false(
-        self, rig: NamespaceRig
+        self,
+        rig: NamespaceRig,
     ) -> None:
         other = sample_identity(7).digest
         assert not rig.backend.holds(other)
@@ -615,7 +640,8 @@ class BackendConformance(BackendSuite):
         check_totals(backend)
 
     def test_publish_status_adds_replaces_and_removes_row(
-        self, backend: Backend
+        self,
+        backend: Backend,
     ) -> None:
         backend.publish_status("one", b"first")
         backend.publish_status("other", b"theirs")
@@ -627,7 +653,9 @@ class BackendConformance(BackendSuite):
         assert backend.statuses() == {"other": b"theirs"}
 
     def test_statuses_read_only_handle_reads_but_cannot_publish(
-        self, backend: Backend, url: str
+        self,
+        backend: Backend,
+        url: str,
     ) -> None:
         self.need_sharing()
         reader = self.open(url, read_only=True)
@@ -730,7 +758,10 @@ def _receive(connection: Connection) -> int:
 
 
 def _commit_all(
-    driver: type[Backend], url: str, numbers: range, returned: Connection
+    driver: type[Backend],
+    url: str,
+    numbers: range,
+    returned: Connection,
 ) -> None:
     """Commit one batch per number; send the number when the commit has returned."""
     backend = driver.open(StoreUrl.parse(url))

@@ -135,7 +135,10 @@ class BlobsConformance:
         "pieces", [[], [b""], [b"", b""]], ids=["none", "empty", "two-empty"]
     )
     def test_put_empty_blob_exists(
-        self, blobs: Blobs, raw: RawBlobs, pieces: list[bytes]
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
+        pieces: list[bytes],
     ) -> None:
         blobs.put("empty", pieces)
         assert raw.get("empty") == b""
@@ -143,7 +146,9 @@ class BlobsConformance:
         assert _sizes(blobs) == {"empty": 0}
 
     def test_put_many_small_pieces_stores_all(
-        self, blobs: Blobs, raw: RawBlobs
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
     ) -> None:
         pieces = [number.to_bytes(3, "little") for number in range(5000)]
         blobs.put("many", pieces)
@@ -178,7 +183,10 @@ class BlobsConformance:
 
     @pytest.mark.parametrize("name", _INVALID, ids=repr)
     def test_methods_invalid_name_raises_value_error(
-        self, blobs: Blobs, raw: RawBlobs, name: str
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
+        name: str,
     ) -> None:
         with pytest.raises(ValueError, match="name"):
             _put(blobs, name)
@@ -192,13 +200,17 @@ class BlobsConformance:
 
     @pytest.mark.parametrize("prefix", ["a", "/", "a//", "/a/", "A/", "../", "a/b"])
     def test_list_invalid_prefix_raises_value_error(
-        self, blobs: Blobs, prefix: str
+        self,
+        blobs: Blobs,
+        prefix: str,
     ) -> None:
         with pytest.raises(ValueError, match="prefix"):
             list(blobs.list(prefix))
 
     def test_put_is_visible_to_another_handle(
-        self, blobs: Blobs, opener: Opener
+        self,
+        blobs: Blobs,
+        opener: Opener,
     ) -> None:
         with closing(opener()) as other:
             _check_missing(other, "a/b")
@@ -215,7 +227,9 @@ class BlobsConformance:
             _check_missing(blobs, "a/b")
 
     def test_put_is_visible_to_another_process(
-        self, blobs: Blobs, opener: Opener
+        self,
+        blobs: Blobs,
+        opener: Opener,
     ) -> None:
         if not self.crosses_processes:
             pytest.skip("the medium belongs to one process")
@@ -280,7 +294,10 @@ class BlobsConformance:
         ("offset", "length"), [(0, 10), (0, 1000), (1, 1), (990, 10), (3, 500)]
     )
     def test_read_range_returns_its_bytes(
-        self, blobs: Blobs, offset: int, length: int
+        self,
+        blobs: Blobs,
+        offset: int,
+        length: int,
     ) -> None:
         content = _distinct_bytes(1000)
         expected = content[offset : offset + length]
@@ -290,14 +307,18 @@ class BlobsConformance:
 
     @pytest.mark.parametrize("offset", [0, 4, 9])
     def test_read_beyond_end_returns_fewer_bytes(
-        self, blobs: Blobs, offset: int
+        self,
+        blobs: Blobs,
+        offset: int,
     ) -> None:
         blobs.put("a", [b"0123456789"])
         assert _read(blobs, "a", offset, 100, step=3) == b"0123456789"[offset:]
 
     @pytest.mark.parametrize("offset", [10, 11, 1 << 40])
     def test_read_at_or_after_end_returns_no_bytes(
-        self, blobs: Blobs, offset: int
+        self,
+        blobs: Blobs,
+        offset: int,
     ) -> None:
         blobs.put("a", [b"0123456789"])
         buffer = bytearray(b"untouched")
@@ -305,7 +326,9 @@ class BlobsConformance:
         assert buffer == b"untouched"
 
     def test_read_large_blob_fills_all_buffers(
-        self, blobs: Blobs, raw: RawBlobs
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
     ) -> None:
         # 33 MiB, from the second byte on, into two buffers
         content = bytes(range(256)) * (33 * 4 * _KIB)
@@ -341,7 +364,8 @@ class BlobsConformance:
         assert exhausted
 
     def test_read_short_blob_takes_no_buffer_after_partial_one(
-        self, blobs: Blobs
+        self,
+        blobs: Blobs,
     ) -> None:
         blobs.put("a", [b"0123456789"])
         buffers = [bytearray(4) for _ in range(5)]
@@ -400,7 +424,9 @@ class BlobsConformance:
         assert not list(raw.names())
 
     def test_erase_removes_named_blobs_and_ignores_missing_names(
-        self, blobs: Blobs, raw: RawBlobs
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
     ) -> None:
         for name in ("a/b", "a/c", "c"):
             for content in (b"old", b"new"):
@@ -433,7 +459,10 @@ class BlobsConformance:
 
     @pytest.mark.parametrize("prefix", ["a/", "a/c/", "a-c/", "b/", "a/b/", "a0/"])
     def test_list_prefix_selects_names(
-        self, blobs: Blobs, raw: RawBlobs, prefix: str
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
+        prefix: str,
     ) -> None:
         raw.fill(_ORDER)
         expected = [name for name in _ORDER if name.startswith(prefix)]
@@ -441,7 +470,10 @@ class BlobsConformance:
 
     @pytest.mark.parametrize("prefix", ["", "a/", "a-b-c/"])
     def test_list_after_excludes_smaller_and_equal_names(
-        self, blobs: Blobs, raw: RawBlobs, prefix: str
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
+        prefix: str,
     ) -> None:
         raw.fill(_ORDER)
         selected = [name for name in _ORDER if name.startswith(prefix)]
@@ -464,7 +496,9 @@ class BlobsConformance:
         assert _names(blobs, "packs/", names[middle]) == names[middle + 1 :]
 
     def test_list_during_changes_includes_durable_blobs(
-        self, blobs: Blobs, opener: Opener
+        self,
+        blobs: Blobs,
+        opener: Opener,
     ) -> None:
         durable = {f"{number % 3}/{number}" for number in range(120)}
         _put(blobs, *durable)
@@ -496,7 +530,9 @@ class BlobsConformance:
                 changer.result(_PATIENCE_S)
 
     def test_list_blob_deleted_during_iteration_continues(
-        self, blobs: Blobs, raw: RawBlobs
+        self,
+        blobs: Blobs,
+        raw: RawBlobs,
     ) -> None:
         names = [f"{number % 3}/{number:02}" for number in range(30)]
         deleted = {name for name in names if name.endswith("5")}
@@ -586,7 +622,11 @@ def _check_missing(blobs: Blobs, name: str) -> None:
 
 
 def _read(
-    blobs: Blobs, name: str, offset: int = 0, length: int = 100, step: int = 0
+    blobs: Blobs,
+    name: str,
+    offset: int = 0,
+    length: int = 100,
+    step: int = 0,
 ) -> bytes:
     """Return up to ``length`` bytes, read into buffers of ``step`` bytes; 0: into one buffer."""
     found = bytearray(length)

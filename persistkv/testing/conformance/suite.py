@@ -66,7 +66,8 @@ class RawStore(ABC):
 
 @contextmanager
 def other_process(
-    target: Callable[..., None], *arguments: object
+    target: Callable[..., None],
+    *arguments: object,
 ) -> Iterator[Connection]:
     """Call ``target(*arguments, connection)`` in a new process, and yield the other end of its
     connection. Kill the process at the end of the ``with`` block.
@@ -223,7 +224,11 @@ class NamespaceRig:
         )
 
     def packs(
-        self, count: int, *, blocks: int = 4, block_bytes: int = 4096
+        self,
+        count: int,
+        *,
+        blocks: int = 4,
+        block_bytes: int = 4096,
     ) -> list[PackWriter]:
         """Return different packs, with the seeds from 0 on."""
         packs = []

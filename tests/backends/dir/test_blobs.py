@@ -162,7 +162,9 @@ def test_links_are_not_followed(root: Path, tmp_path: Path, blobs: DirBlobs) -> 
 
 
 def test_root_behind_a_link_is_used(
-    root: Path, tmp_path: Path, blobs: DirBlobs
+    root: Path,
+    tmp_path: Path,
+    blobs: DirBlobs,
 ) -> None:
     blobs.put("a", [b"data"])
     link = tmp_path / "link"
@@ -173,7 +175,8 @@ def test_root_behind_a_link_is_used(
 
 @pytest.mark.timeout(30)
 def test_files_that_are_no_regular_ones_do_not_exist(
-    root: Path, blobs: DirBlobs
+    root: Path,
+    blobs: DirBlobs,
 ) -> None:
     blobs.put("a/b", [b"data"])
     os.mkfifo(root / "a/fifo")
@@ -249,7 +252,9 @@ def raising(error: OSError) -> Callable[..., Any]:
 
 
 def test_temporary_file_of_dead_writer_is_hidden_and_removed_after_a_day(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = temporary_of(root, blobs, monkeypatch)
     blobs.put("a/b", [b"data"])
@@ -267,7 +272,9 @@ def test_temporary_file_of_dead_writer_is_hidden_and_removed_after_a_day(
 
 
 def test_temporary_file_is_kept_without_servers_time(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left = temporary_of(root, blobs, monkeypatch)
     old = time.time() - DAY_S - 60
@@ -284,7 +291,9 @@ def test_temporary_file_is_kept_without_servers_time(
 
 
 def test_put_whose_temporary_file_was_removed_writes_again(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rename = os.rename
 
@@ -361,7 +370,9 @@ while status != 0:
 @pytest.mark.parametrize("kind", ["first", "replaced"])
 @pytest.mark.parametrize("when", ["before", "within", "after"])
 def test_writer_killed_in_each_step_leaves_whole_blobs(
-    tmp_path: Path, when: str, kind: str
+    tmp_path: Path,
+    when: str,
+    kind: str,
 ) -> None:
     done = run(DIE_IN_EACH_STEP, tmp_path, when, kind)
     assert done.returncode == 0, done.stderr
@@ -428,7 +439,9 @@ def test_writer_killed_at_any_time_keeps_acknowledged_blobs(tmp_path: Path) -> N
 
 
 def test_put_syncs_file_then_directory_after_rename(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     steps = recorded_steps(monkeypatch)
     blobs.put("a/b", [b"data"])
@@ -444,7 +457,9 @@ def test_put_syncs_file_then_directory_after_rename(
 
 
 def test_put_syncs_directories_that_another_process_created(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (root / "a/b").mkdir(parents=True)
     steps = recorded_steps(monkeypatch)
@@ -476,7 +491,8 @@ def recorded_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_put_paused_before_rename_returns_time_of_rename(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rename = os.rename
 
@@ -548,7 +564,8 @@ def test_put_error_of_file_system_is_translated(
 
 
 def test_put_failed_sync_of_directory_is_unknown_outcome(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs.put("a/b", [b"old"])
     calls = iter([os.fsync, raising(OSError(errno.ENOSPC, "full"))])
@@ -612,7 +629,9 @@ def test_forbidden_file_and_directory_are_refused(root: Path) -> None:
 
 
 def test_delete_failed_file_does_not_keep_others(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("a/1", "a/2", "b/1"):
         blobs.put(name, [b"data"])
@@ -646,7 +665,8 @@ def stale_once(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool]) -> 
 
 
 def test_read_stale_file_is_opened_again(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs.put("a/b", [b"0123456789"])
     stale_once(monkeypatch, lambda offset: offset == 0)
@@ -658,7 +678,8 @@ def test_read_stale_file_is_opened_again(
 
 
 def test_read_deleted_stale_file_is_missing(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs.put("a/b", [b"0123456789"])
 
@@ -673,7 +694,8 @@ def test_read_deleted_stale_file_is_missing(
 
 
 def test_read_replaced_stale_file_never_mixes_blobs(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs.put("a/b", [b"0123456789"])
 
@@ -689,7 +711,8 @@ def test_read_replaced_stale_file_never_mixes_blobs(
 
 
 def test_read_closes_files_after_errors(
-    blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     blobs.put("a/b", [b"0123456789"])
     before = len(os.listdir("/proc/self/fd"))
@@ -708,7 +731,9 @@ def test_read_closes_files_after_errors(
 
 
 def test_list_entry_that_becomes_another_kind_is_skipped(
-    root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    blobs: DirBlobs,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("a/1", "b/1", "c", "d"):
         blobs.put(name, [b"data"])
@@ -722,7 +747,8 @@ def test_list_entry_that_becomes_another_kind_is_skipped(
 
 
 def test_list_includes_every_durable_blob_while_others_replace(
-    root: Path, blobs: DirBlobs
+    root: Path,
+    blobs: DirBlobs,
 ) -> None:
     durable = [f"a/{number:04}" for number in range(500)]
     for name in durable:
@@ -749,7 +775,8 @@ def test_list_includes_every_durable_blob_while_others_replace(
 
 
 def test_limits_of_open_files_do_not_depend_on_size_of_listing(
-    root: Path, blobs: DirBlobs
+    root: Path,
+    blobs: DirBlobs,
 ) -> None:
     for number in range(300):
         blobs.put(f"{number}/a", [b"data"])

@@ -128,7 +128,8 @@ def test_check_file_in_place_of_directory_is_problem(tmp_path: Path) -> None:
 
 
 def test_check_file_system_without_fsync_of_directories_is_problem(
-    root: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As some FUSE file systems. The failure is simulated."""
     fsync = os.fsync

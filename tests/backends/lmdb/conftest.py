@@ -47,7 +47,10 @@ def open_store(path: Path, placement: str) -> Iterator[Opener]:
     opened: list[LmdbBackend] = []
 
     def open_store(
-        options: str = "", *, location: object = None, read_only: bool = False
+        options: str = "",
+        *,
+        location: object = None,
+        read_only: bool = False,
     ) -> LmdbBackend:
         options = (
             f"{options}&placement={placement}" if options else f"?placement={placement}"

@@ -357,7 +357,9 @@ def test_commit_stopped_reader_pins_catalogue_raises_full_and_keeps_packs(
 
 
 def test_read_deleted_segment_misses_and_commit_recreates_it(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -377,7 +379,9 @@ def test_read_deleted_segment_misses_and_commit_recreates_it(
 
 
 def test_read_truncated_segment_misses(
-    backend: LmdbBackend, namespace: bytes, path: Path
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
 ) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
@@ -388,7 +392,9 @@ def test_read_truncated_segment_misses(
 
 
 def test_commit_segment_longer_than_recorded_truncates_it(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -406,7 +412,9 @@ def test_commit_segment_longer_than_recorded_truncates_it(
 
 
 def test_read_pack_in_several_segments_returns_stored_bytes(
-    open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
@@ -439,7 +447,9 @@ def test_read_pack_in_several_segments_returns_stored_bytes(
 
 
 def test_read_damaged_extent_row_misses(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -463,7 +473,9 @@ def segment_bytes(path: Path) -> int:
 
 
 def test_commit_after_aborted_transaction_truncates_grown_segments(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     """Without the truncation, the catalogue could be granted space that the segment files still
     occupy."""
@@ -495,7 +507,9 @@ with backend.environment.transaction(write=True) as transaction:
 
 
 def test_commit_after_killed_writer_truncates_grown_segments(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -509,7 +523,9 @@ def test_commit_after_killed_writer_truncates_grown_segments(
 
 
 def test_commit_large_capacity_allocates_little_more_than_payload(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     """This holds for any capacity: files grow by 1/16 of their length, and a pack gets exactly its
     bytes."""
@@ -562,7 +578,8 @@ def test_commit_one_failed_disk_call_keeps_stored_packs(
 
 
 def test_commit_stale_cursor_leaves_totals_consistent(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     pack = sample_pack(namespace, 1)
     seen = backend.commit(namespace, CommitBatch([pack])).cursor

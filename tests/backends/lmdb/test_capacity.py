@@ -65,7 +65,9 @@ def commit_many(
 
 
 def test_commit_full_store_uses_most_of_capacity_for_payload(
-    open_store: Opener, identity: Identity, second_attempts: list[bool]
+    open_store: Opener,
+    identity: Identity,
+    second_attempts: list[bool],
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -78,7 +80,9 @@ def test_commit_full_store_uses_most_of_capacity_for_payload(
 
 
 def test_commit_large_batches_of_small_packs_below_capacity_evict_nothing(
-    open_store: Opener, identity: Identity, second_attempts: list[bool]
+    open_store: Opener,
+    identity: Identity,
+    second_attempts: list[bool],
 ) -> None:
     """Each batch rewrites more catalogue pages than are left before the driver detects that the
     catalogue is full."""
@@ -131,7 +135,8 @@ def test_commit_retried_or_rejected_releases_references_to_pack(
 
 @pytest.mark.slow
 def test_commit_small_blocks_catalogue_and_payload_fit_capacity(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -142,7 +147,8 @@ def test_commit_small_blocks_catalogue_and_payload_fit_capacity(
 
 @pytest.mark.slow
 def test_commit_blocks_become_small_catalogue_grows_within_capacity(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
@@ -164,7 +170,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_commit_that_the_disk_does_not_hold_raises_naming_the_disk(
-    small_disk: Path, identity: Identity
+    small_disk: Path,
+    identity: Identity,
 ) -> None:
     """Not the capacity, which would hold it."""
     url = StoreUrl.parse(f"lmdb://{small_disk}/kv?capacity=1GiB")
@@ -198,7 +205,10 @@ def disk_with_reserve(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("block_bytes", "stored"), [(64 << 10, 160), (512, 600)])
 def test_commit_on_disk_whose_reserve_is_used_evicts_only_what_it_needs(
-    disk_with_reserve: Path, identity: Identity, block_bytes: int, stored: int
+    disk_with_reserve: Path,
+    identity: Identity,
+    block_bytes: int,
+    stored: int,
 ) -> None:
     """The space that segments free would become part of the reserve, and of no use to the store."""
     url = StoreUrl.parse(f"lmdb://{disk_with_reserve}/kv?capacity=256MiB")

@@ -93,7 +93,9 @@ def test_commit_wall_clock_jumps_ahead_expires_nothing(
 
 
 def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     old = put(week, namespace, 1)
     machine.wall += 8 * DAY_S
@@ -107,7 +109,9 @@ def test_commit_wall_clock_stays_ahead_expires_after_elapsed_time(
 
 
 def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     machine.wall += 3000 * DAY_S
     future = put(week, namespace, 1)
@@ -123,7 +127,9 @@ def test_commit_wall_clock_was_ahead_expires_after_elapsed_time(
 
 
 def test_commit_wall_clock_set_back_slightly_expires_after_elapsed_time(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     put(week, namespace, 1)
     machine.wall -= 600
@@ -134,7 +140,9 @@ def test_commit_wall_clock_set_back_slightly_expires_after_elapsed_time(
 
 
 def test_commit_after_downtime_expires_once_clock_is_confirmed(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     pack = put(week, namespace, 1)
     machine.reboot(off_s=8 * DAY_S)
@@ -148,7 +156,9 @@ def test_commit_after_downtime_expires_once_clock_is_confirmed(
 
 
 def test_commit_wrong_boot_clock_is_corrected_expires_nothing_early(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     pack = put(week, namespace, 1)
     machine.reboot(off_s=DAY_S, error_s=300 * DAY_S)
@@ -165,7 +175,9 @@ def test_commit_wrong_boot_clock_is_corrected_expires_nothing_early(
 
 
 def test_uses_after_clock_jump_return_wall_clock_times(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     put(week, namespace, 1)
     machine.wall += 8 * DAY_S
@@ -178,7 +190,9 @@ def test_uses_after_clock_jump_return_wall_clock_times(
 
 
 def test_commits_of_many_requests_expire_as_many(
-    week: LmdbBackend, namespace: bytes, machine: Machine
+    week: LmdbBackend,
+    namespace: bytes,
+    machine: Machine,
 ) -> None:
     """Requests of contexts that the store holds already: manifests without new packs."""
     packs = [put(week, namespace, 1)]

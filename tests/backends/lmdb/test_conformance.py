@@ -67,7 +67,12 @@ class RawLmdb(RawStore):
         self._run("put", kind, namespace, name, data)
 
     def _run(
-        self, action: str, kind: RawKind, namespace: bytes, name: bytes, data: bytes
+        self,
+        action: str,
+        kind: RawKind,
+        namespace: bytes,
+        name: bytes,
+        data: bytes,
     ) -> bytes:
         command = [
             sys.executable,

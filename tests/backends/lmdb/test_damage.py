@@ -53,7 +53,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_killed_writer(
-    path: Path, namespace: bytes, *, commits: int = 0, where: str = "idle"
+    path: Path,
+    namespace: bytes,
+    *,
+    commits: int = 0,
+    where: str = "idle",
 ) -> None:
     """Run a process that opens the store for writing and is killed."""
     command = [
@@ -116,7 +120,9 @@ def filled(open_store: Opener, path: Path, identity: Identity) -> bytes:
 
 
 def test_open_after_clean_close_skips_inspection(
-    open_store: Opener, filled: bytes, inspections: list[Finding]
+    open_store: Opener,
+    filled: bytes,
+    inspections: list[Finding],
 ) -> None:
     for _ in range(3):
         open_store().close()
@@ -124,7 +130,10 @@ def test_open_after_clean_close_skips_inspection(
 
 
 def test_open_after_killed_writer_inspects_once_and_keeps_content(
-    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    inspections: list[Finding],
 ) -> None:
     run_killed_writer(path, filled, commits=3)
     backend = open_store()
@@ -165,7 +174,10 @@ def test_open_damaged_after_kill_quarantines_and_warns(
 
 
 def test_open_damaged_after_clean_close_quarantines(
-    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    inspections: list[Finding],
 ) -> None:
     data = bytearray((path / "data.mdb").read_bytes())
     data[16] ^= 0xFF  # LMDB's magic number
@@ -202,7 +214,10 @@ time.sleep(600)
 
 @pytest.mark.parametrize("share", [0.2, 0.9])
 def test_open_truncated_after_clean_close_quarantines_without_sigbus(
-    open_store: Opener, path: Path, filled: bytes, share: float
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    share: float,
 ) -> None:
     """Reading a mapped page that is missing from the file would kill the process with SIGBUS."""
     size = (path / "data.mdb").stat().st_size
@@ -230,14 +245,20 @@ for read_only in (True, False):
 
 
 def test_open_short_file_that_passes_inspection_keeps_content(
-    open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv_lmdb.files.is_cut_short", lambda _: True)
     assert len(list(open_store().namespaces())) == 1
 
 
 def test_open_after_transaction_found_damage_quarantines(
-    open_store: Opener, path: Path, filled: bytes, identity: Identity
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    identity: Identity,
 ) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(filled, b"short", db=env.open_db(b"states", txn=txn))
@@ -251,7 +272,10 @@ def test_open_after_transaction_found_damage_quarantines(
 
 
 def test_quarantined_stores_remain_until_delete_quarantined(
-    open_store: Opener, path: Path, filled: bytes, identity: Identity
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    identity: Identity,
 ) -> None:
     for _ in range(2):
         backend = open_store()
@@ -270,7 +294,10 @@ def test_quarantined_stores_remain_until_delete_quarantined(
 
 
 def test_open_after_kill_with_store_in_use_elsewhere_skips_inspection(
-    open_store: Opener, path: Path, filled: bytes, inspections: list[Finding]
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    inspections: list[Finding],
 ) -> None:
     holds = """
 import sys
@@ -315,7 +342,9 @@ def test_open_busy_store_leaves_guard_unclean_and_next_open_inspects(
 
 @pytest.mark.parametrize("placement", ["inline", "extents"])
 def test_open_after_many_killed_writers_keeps_content(
-    open_store: Opener, path: Path, filled: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
 ) -> None:
     """A writer that is killed repeatedly, for example at its memory limit, does not damage the
     store."""
@@ -328,7 +357,9 @@ def test_open_after_many_killed_writers_keeps_content(
 
 
 def test_open_after_kills_during_open_keeps_content(
-    open_store: Opener, path: Path, filled: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
 ) -> None:
     killed_while_opening = """
 import os, signal, sys
@@ -358,7 +389,9 @@ def test_open_unreadable_guard_inspects_store(
 
 
 def test_open_foreign_environment_raises_and_never_quarantines(
-    open_store: Opener, path: Path, inspections: list[Finding]
+    open_store: Opener,
+    path: Path,
+    inspections: list[Finding],
 ) -> None:
     with lmdb.open(str(path)) as env, env.begin(write=True) as txn:
         txn.put(b"key", b"value")
@@ -377,7 +410,10 @@ def test_open_foreign_environment_raises_and_never_quarantines(
 
 
 def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
-    open_store: Opener, path: Path, filled: bytes, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_killed_writer(path, filled)
     monkeypatch.setattr(sys, "executable", "/nonexistent")
@@ -491,7 +527,10 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     ],
 )
 def test_commit_unreadable_clock_raises_and_next_open_quarantines(
-    open_store: Opener, path: Path, filled: bytes, row: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    row: bytes,
 ) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"clock", row, db=env.open_db(b"meta", txn=txn))
@@ -504,7 +543,10 @@ def test_commit_unreadable_clock_raises_and_next_open_quarantines(
 
 @pytest.mark.parametrize("row", [b"", bytes(8), b"\xff" * 8])
 def test_open_invalid_recorded_capacity_uses_default(
-    open_store: Opener, path: Path, filled: bytes, row: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    row: bytes,
 ) -> None:
     with lmdb.open(str(path), max_dbs=16) as env, env.begin(write=True) as txn:
         txn.put(b"capacity", row, db=env.open_db(b"meta", txn=txn))
@@ -514,7 +556,9 @@ def test_open_invalid_recorded_capacity_uses_default(
 
 
 def test_open_unreadable_placement_raises_then_quarantines(
-    open_store: Opener, path: Path, filled: bytes
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
 ) -> None:
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
         txn.put(b"placement", b"extentz", db=env.open_db(b"meta", txn=txn))
@@ -527,7 +571,11 @@ def test_open_unreadable_placement_raises_then_quarantines(
 @pytest.mark.parametrize("ended", ["clean", "killed"])
 @pytest.mark.parametrize("database", [None, b"packs"])
 def test_open_damaged_format_row_or_missing_database_quarantines(
-    open_store: Opener, path: Path, filled: bytes, database: bytes, ended: bool
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    database: bytes,
+    ended: bool,
 ) -> None:
     """The guard shows that this was a store. Rejected as another program's directory, it could not
     be opened again."""
@@ -544,7 +592,10 @@ def test_open_damaged_format_row_or_missing_database_quarantines(
 
 @pytest.mark.parametrize("ended", ["clean", "killed"])
 def test_open_newer_format_raises_and_never_quarantines(
-    open_store: Opener, path: Path, filled: bytes, ended: bool
+    open_store: Opener,
+    path: Path,
+    filled: bytes,
+    ended: bool,
 ) -> None:
     if ended == "killed":
         run_killed_writer(path, filled)

@@ -60,7 +60,9 @@ def run_expiry(backend: LmdbBackend, namespace: bytes) -> None:
 
 
 def test_expiry_use_in_future_does_not_delay_other_packs(
-    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend,
+    namespace: bytes,
+    advance_clocks: AdvanceClocks,
 ) -> None:
     packs = small_packs(namespace, range(5))
     backend.commit(namespace, CommitBatch(packs[:1]))
@@ -107,7 +109,10 @@ def test_expiry_dangling_rows_are_deleted_and_delay_no_other_pack(
 
 @pytest.mark.parametrize("table", ["chains", "expiries"])
 def test_expiry_damaged_row_does_not_delay_other_requests(
-    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks, table: str
+    backend: LmdbBackend,
+    namespace: bytes,
+    advance_clocks: AdvanceClocks,
+    table: str,
 ) -> None:
     packs = small_packs(namespace, range(3))
     manifests = [
@@ -127,7 +132,9 @@ def test_expiry_damaged_row_does_not_delay_other_requests(
 
 
 def test_commit_pack_without_use_row_restores_row_and_pack_expires(
-    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend,
+    namespace: bytes,
+    advance_clocks: AdvanceClocks,
 ) -> None:
     (pack,) = small_packs(namespace, [1])
     backend.commit(namespace, CommitBatch([pack]))
@@ -140,7 +147,9 @@ def test_commit_pack_without_use_row_restores_row_and_pack_expires(
 
 
 def test_commit_touch_at_moment_of_failed_commit_delays_expiry(
-    backend: LmdbBackend, namespace: bytes, advance_clocks: AdvanceClocks
+    backend: LmdbBackend,
+    namespace: bytes,
+    advance_clocks: AdvanceClocks,
 ) -> None:
     """A failed commit may have recorded a use durably; the next transaction then has the same
     moment number."""

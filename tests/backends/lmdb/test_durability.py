@@ -99,7 +99,10 @@ def raise_eio(*_: object) -> None:
 
 
 def test_commit_after_killed_writer_syncs_its_pages_once(
-    backend: LmdbBackend, namespace: bytes, path: Path, synced: list[str]
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
+    synced: list[str],
 ) -> None:
     synced.clear()
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 3)]))
@@ -217,7 +220,9 @@ def test_open_failing_sync_raises_unavailable_and_later_succeeds(
 
 
 def test_commit_panicked_handle_reopens_it_and_succeeds(
-    handles: list[Handle], backend: LmdbBackend, namespace: bytes
+    handles: list[Handle],
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     handles[-1].panics = True
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
@@ -401,7 +406,9 @@ def test_commit_failed_directory_sync_raises_and_next_commit_syncs_it(
 
 
 def test_commit_failing_guard_write_succeeds(
-    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pwrite, refused = os.pwrite, []
 
@@ -419,7 +426,10 @@ def test_commit_failing_guard_write_succeeds(
 
 
 def test_open_new_store_failed_directory_sync_removes_created_files(
-    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """LMDB's only handle of this process is closed, and files are removed whose names a power loss
     could remove."""

@@ -44,7 +44,10 @@ def run(code: str, *arguments: object) -> list[str]:
 
 
 def test_open_different_paths_to_one_store_share_environment(
-    open_store: Opener, path: Path, tmp_path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    tmp_path: Path,
+    identity: Identity,
 ) -> None:
     first = open_store()
     (tmp_path / "link").symlink_to(path)
@@ -61,7 +64,8 @@ def test_open_different_paths_to_one_store_share_environment(
 
 
 def test_open_for_writing_with_open_reader_shares_environment(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     open_store().close()
     reader = open_store(read_only=True)
@@ -77,7 +81,9 @@ def test_open_for_writing_with_open_reader_shares_environment(
 
 
 def test_open_for_writing_waits_for_reads_and_readers_follow(
-    open_store: Opener, closed_pack: PackWriter, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    closed_pack: PackWriter,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Opening for writing closes the descriptors. A number held by a reader could then refer to
     another file."""
@@ -107,7 +113,9 @@ def test_open_for_writing_waits_for_reads_and_readers_follow(
 
 
 def test_read_after_failed_open_for_writing_succeeds(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch, closed_pack: PackWriter
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    closed_pack: PackWriter,
 ) -> None:
     reader = open_store(read_only=True)
 
@@ -123,7 +131,9 @@ def test_read_after_failed_open_for_writing_succeeds(
 
 
 def test_open_store_deleted_under_open_handle_creates_new_store(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     old = open_store()
     namespace = old.open_namespace(identity).id
@@ -158,7 +168,10 @@ backend.commit(namespace, CommitBatch([sample_pack(namespace, 50, blocks=256, bl
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_read_map_grown_by_other_process_returns_new_pack(
-    open_store: Opener, path: Path, identity: Identity, read_only: bool
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    read_only: bool,
 ) -> None:
     backend = open_store("?capacity=2MiB")
     namespace = backend.open_namespace(identity).id
@@ -215,7 +228,8 @@ def test_fork_child_use_raises_and_parent_continues(path: Path) -> None:
 
 
 def test_remap_during_reads_returns_stored_bytes(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     """Unmapping memory during a read would kill the process."""
     backend = open_store("?capacity=8MiB")
@@ -268,7 +282,9 @@ def test_set_policy_many_readers_is_not_starved(backend: LmdbBackend) -> None:
 
 
 def test_open_and_close_in_many_threads_keeps_all_commits(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     namespace = open_store().open_namespace(identity).id
     failures = []
@@ -320,7 +336,8 @@ print(backend.stats().packs, backend.stats().requests)
 
 
 def test_commit_full_disk_raises_store_full_and_keeps_content(
-    tmp_path: Path, placement: str
+    tmp_path: Path,
+    placement: str,
 ) -> None:
     mounted = 'mount -t tmpfs -o size=4m tmpfs "$1" && exec "$2" -c "$3" "$1" "$4"'
     command = ["unshare", "-rm", "sh", "-c", mounted, "sh", str(tmp_path)]
@@ -386,7 +403,8 @@ def test_commit_full_disk_evicts_for_new_packs(tmp_path: Path, placement: str) -
 
 
 def test_commit_file_size_limit_evicts_for_new_packs(
-    tmp_path: Path, placement: str
+    tmp_path: Path,
+    placement: str,
 ) -> None:
     assert run(FULL_STORE_CANNOT_GROW, tmp_path, "limit", placement) == [
         "True",
@@ -424,7 +442,10 @@ print(backend.stats().requests, find_faults(backend))
 @pytest.mark.parametrize("batch", ["delete", "replace"])
 @pytest.mark.parametrize("requests", [500, pytest.param(3000, marks=pytest.mark.slow)])
 def test_commit_full_disk_deletes_shared_pack(
-    tmp_path: Path, placement: str, requests: int, batch: str
+    tmp_path: Path,
+    placement: str,
+    requests: int,
+    batch: str,
 ) -> None:
     assert run(DELETES_SHARED, tmp_path, placement, requests, batch) == [
         "True",
@@ -434,7 +455,9 @@ def test_commit_full_disk_deletes_shared_pack(
 
 
 def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
-    backend: LmdbBackend, namespace: bytes, open_store: Opener
+    backend: LmdbBackend,
+    namespace: bytes,
+    open_store: Opener,
 ) -> None:
     """A read transaction that stays open would prevent the reuse of freed pages, and the file would
     grow."""
@@ -457,7 +480,8 @@ def test_reads_hold_no_snapshot_and_freed_pages_are_reused(
 
 
 def test_open_after_killed_reader_clears_its_slot(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     open_store().close()
     code = """
@@ -477,7 +501,8 @@ os.kill(os.getpid(), 9)
 
 
 def test_read_float16_buffer_receives_stored_bytes(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     pack = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([pack]))
@@ -487,7 +512,9 @@ def test_read_float16_buffer_receives_stored_bytes(
 
 
 def test_open_lmdb_out_of_memory_raises_unavailable(
-    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         error = lmdb.MemoryError("mdb_env_open")

@@ -67,7 +67,11 @@ def test_open_linked_file_is_refused(
 
 @pytest.mark.parametrize("name", ["segments", "status"])
 def test_open_linked_directory_is_refused(
-    open_store: Opener, path: Path, closed_pack: PackWriter, tmp_path: Path, name: str
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
+    tmp_path: Path,
+    name: str,
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -78,7 +82,10 @@ def test_open_linked_directory_is_refused(
 
 
 def test_commit_linked_segment_raises_and_leaves_target_unchanged(
-    open_store: Opener, path: Path, identity: Identity, victim: Path
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    victim: Path,
 ) -> None:
     link(path / "segments" / "00000000.seg", victim)
     backend = open_store()
@@ -89,7 +96,10 @@ def test_commit_linked_segment_raises_and_leaves_target_unchanged(
 
 @pytest.mark.parametrize("name", ["data.mdb", "guard", "writer.lock"])
 def test_open_fifo_is_refused_at_once(
-    open_store: Opener, path: Path, closed_pack: PackWriter, name: str
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
+    name: str,
 ) -> None:
     (path / name).unlink()
     os.mkfifo(path / name)
@@ -98,7 +108,9 @@ def test_open_fifo_is_refused_at_once(
 
 
 def test_statuses_fifo_is_skipped(
-    open_store: Opener, path: Path, closed_pack: PackWriter
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
 ) -> None:
     backend = open_store()
     backend.publish_status("engine", b"row")
@@ -117,7 +129,9 @@ def test_statuses_fifo_is_skipped(
     os.geteuid() != 0, reason="only root can give files to another user"
 )
 def test_open_directory_of_other_user_is_refused_for_writing(
-    open_store: Opener, path: Path, closed_pack: PackWriter
+    open_store: Opener,
+    path: Path,
+    closed_pack: PackWriter,
 ) -> None:
     os.chown(path, NOBODY, NOBODY)
     with pytest.raises(StoreUnavailableError, match=f"belongs to user {NOBODY}"):
@@ -131,7 +145,9 @@ def test_open_directory_of_other_user_is_refused_for_writing(
     ids=lambda command: command[0],
 )
 def test_command_fifo_in_status_directory_does_not_block(
-    path: Path, closed_pack: PackWriter, command: list[str]
+    path: Path,
+    closed_pack: PackWriter,
+    command: list[str],
 ) -> None:
     (path / "status").mkdir(exist_ok=True)
     os.mkfifo(path / "status" / "pipe.json")

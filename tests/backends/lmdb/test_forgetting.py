@@ -159,7 +159,9 @@ def copy_of(tmp_path: Path) -> Callable[[], str]:
 
 
 def test_forget_leaves_nothing_of_1000_plaintexts_to_find_or_decrypt(
-    tmp_path: Path, url: str, copy_of: Callable[[], str]
+    tmp_path: Path,
+    url: str,
+    copy_of: Callable[[], str],
 ) -> None:
     """All files from before open nothing with the keys of afterwards."""
     planted = fill(url, requests=112)
@@ -226,7 +228,8 @@ def test_forget_invalid_name_or_read_only_store_raises(url: str) -> None:
 
 
 def test_forget_without_key_deletes_content_and_frees_its_space(
-    tmp_path: Path, plain_url: str
+    tmp_path: Path,
+    plain_url: str,
 ) -> None:
     planted = fill(plain_url)
     blocks = {text for text in planted["anna"] if len(text) == 24}
@@ -278,7 +281,8 @@ def test_readers_learn_that_packs_are_gone(url: str) -> None:
 
 
 def test_commit_that_is_late_raises_and_stores_nothing(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine that is paused while it writes a pack, until the tenant is forgotten."""
     with (
@@ -417,7 +421,9 @@ def forget_in_process(url: str, done: Connection) -> None:
 
 
 def test_two_operators_forget_while_engine_runs(
-    tmp_path: Path, url: str, engine: Connection
+    tmp_path: Path,
+    url: str,
+    engine: Connection,
 ) -> None:
     while engine.recv() != 10:
         pass
@@ -480,7 +486,8 @@ def forget_and_die(url: str, deaths: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("url", ["extents"], indirect=True)
 def test_forget_killed_in_each_step_is_completed_by_the_next_one(
-    tmp_path: Path, url: str
+    tmp_path: Path,
+    url: str,
 ) -> None:
     planted = fill(url, 3)
     shutil.copytree(tmp_path / "store", tmp_path / "original")
@@ -520,7 +527,9 @@ def test_forget_destroys_keys_in_damaged_stores_too(tmp_path: Path, url: str) ->
 
 
 def test_forget_leaves_no_key_in_files_that_were_replaced_before(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Their blocks are free space of the disk: open descriptors show what these hold."""
     monkeypatch.setenv("PERSISTKV_NEW_KEY", "fedcba9876543210" * 4)
@@ -540,7 +549,8 @@ def test_forget_leaves_no_key_in_files_that_were_replaced_before(
 
 
 def test_reader_during_destruction_of_key_learns_of_all_deletions(
-    url: str, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The key has gone, and the entries of the log that it seals are still there."""
     with closing(open_backend(url)) as engine, closing(open_backend(url)) as operator:
@@ -577,7 +587,9 @@ def test_reader_during_destruction_of_key_learns_of_all_deletions(
 
 @pytest.mark.parametrize("has_key", [True, False])
 def test_content_of_tenant_is_refused_until_forget_ends(
-    url: str, monkeypatch: pytest.MonkeyPatch, has_key: bool
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    has_key: bool,
 ) -> None:
     """The engine commits after the deletion, and before the key is destroyed."""
     if not has_key:
@@ -656,7 +668,8 @@ def test_killed_forget_refuses_content_no_longer(url: str) -> None:
 
 
 def test_forget_holds_lock_for_milliseconds_whatever_others_store(
-    plain_url: str, monkeypatch: pytest.MonkeyPatch
+    plain_url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with closing(open_backend(plain_url)) as backend:
         namespace = backend.open_namespace(sample_identity()).id

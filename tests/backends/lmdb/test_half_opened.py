@@ -52,7 +52,8 @@ def failing_write(name: str, number: int) -> Failing:
 
 @contextmanager
 def failing_write_to_empty_guard(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
     """Empty the guard, so that opening writes it after LMDB's environment is open, and make this
     write fail."""
@@ -69,7 +70,8 @@ def placement() -> str:
 
 @contextmanager
 def guard_locked_by_closing_process(
-    path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[None]:
     """Hold a lock on the guard, as a process that closes the store does, so that opening waits for
     it."""
@@ -108,7 +110,10 @@ def open_descriptors(path: Path) -> list[tuple[str, int]]:
 
 
 def fail_to_open(
-    open_store: Opener, failure: Failure, path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    failure: Failure,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> pytest.ExceptionInfo[StoreError]:
     failing, kind = failure
     with failing(path, monkeypatch), pytest.raises(kind) as caught:
@@ -117,7 +122,10 @@ def fail_to_open(
 
 
 def open_after_failure(
-    open_store: Opener, failure: Failure, path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    failure: Failure,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> LmdbBackend:
     """Open the store while the error of a failed attempt is still referenced."""
     caught = fail_to_open(open_store, failure, path, monkeypatch)

@@ -47,7 +47,9 @@ def namespace(backend: LmdbBackend) -> bytes:
 
 
 def fill(
-    backend: LmdbBackend, namespace: bytes, seeds: Sequence[int]
+    backend: LmdbBackend,
+    namespace: bytes,
+    seeds: Sequence[int],
 ) -> list[PackWriter]:
     packs = [
         sample_pack(namespace, seed, blocks=1 + seed % 5, block_bytes=400_001)
@@ -88,7 +90,9 @@ def check(backend: LmdbBackend, namespace: bytes, packs: Iterable[PackWriter]) -
 
 @pytest.mark.parametrize("seed", range(4))
 def test_release_free_after_deletions_returns_space_and_keeps_content(
-    backend: LmdbBackend, namespace: bytes, seed: int
+    backend: LmdbBackend,
+    namespace: bytes,
+    seed: int,
 ) -> None:
     packs = fill(backend, namespace, range(60))
     kept = random.Random(seed).sample(packs, 20)
@@ -107,7 +111,8 @@ def test_release_free_after_deletions_returns_space_and_keeps_content(
 
 
 def test_release_free_twice_or_in_empty_store_changes_nothing(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     backend.release_free()
     packs = fill(backend, namespace, range(5))
@@ -119,7 +124,9 @@ def test_release_free_twice_or_in_empty_store_changes_nothing(
 
 
 def test_release_free_read_only_store_raises(
-    backend: LmdbBackend, url: StoreUrl, namespace: bytes
+    backend: LmdbBackend,
+    url: StoreUrl,
+    namespace: bytes,
 ) -> None:
     fill(backend, namespace, range(1))
     with (
@@ -145,7 +152,9 @@ def scattered(backend: LmdbBackend, namespace: bytes) -> list[PackWriter]:
 
 
 def test_release_free_scattered_small_packs_returns_space(
-    backend: LmdbBackend, namespace: bytes, scattered: list[PackWriter]
+    backend: LmdbBackend,
+    namespace: bytes,
+    scattered: list[PackWriter],
 ) -> None:
     backend.release_free()
     assert backend.free_space().payload_bytes == 0
@@ -154,7 +163,9 @@ def test_release_free_scattered_small_packs_returns_space(
 
 
 def test_set_policy_lower_capacity_evicts_and_frees_disk_before_it_returns(
-    backend: LmdbBackend, namespace: bytes, url: StoreUrl
+    backend: LmdbBackend,
+    namespace: bytes,
+    url: StoreUrl,
 ) -> None:
     """The newest packs are scattered over the files, because they took the space of evicted
     ones."""
@@ -187,7 +198,9 @@ def test_set_policy_lower_capacity_evicts_and_frees_disk_before_it_returns(
 
 
 def test_set_policy_lower_capacity_of_scattered_free_space_frees_disk_and_refuses_no_commit(
-    backend: LmdbBackend, namespace: bytes, scattered: list[PackWriter]
+    backend: LmdbBackend,
+    namespace: bytes,
+    scattered: list[PackWriter],
 ) -> None:
     backend.set_policy(replace(backend.policy(), capacity=8 << 20))
     assert backend.stats().disk_bytes <= 8 << 20
@@ -208,7 +221,8 @@ def test_set_policy_lower_capacity_of_scattered_free_space_frees_disk_and_refuse
 
 
 def test_commit_aborted_after_it_filled_a_hole_gives_the_space_back(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     packs = fill(backend, namespace, range(40))
     backend.commit(
@@ -229,7 +243,9 @@ def test_commit_aborted_after_it_filled_a_hole_gives_the_space_back(
 
 
 def test_commit_hole_cannot_be_filled_evicts_and_keeps_hole(
-    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packs = fill(backend, namespace, range(40))
     backend.commit(
@@ -253,7 +269,9 @@ def test_commit_hole_cannot_be_filled_evicts_and_keeps_hole(
 
 
 def test_release_free_file_system_without_holes_keeps_content_and_space(
-    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -296,7 +314,10 @@ backend.release_free()
 # the first one only probes the file system
 @pytest.mark.parametrize("punched", [1, 2, 5])
 def test_release_free_killed_while_it_punches_next_commit_punches_the_rest(
-    backend: LmdbBackend, namespace: bytes, url: StoreUrl, punched: int
+    backend: LmdbBackend,
+    namespace: bytes,
+    url: StoreUrl,
+    punched: int,
 ) -> None:
     """LMDB records the holes already, so the space is not counted any more."""
     packs = fill(backend, namespace, range(40))

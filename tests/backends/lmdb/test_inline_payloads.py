@@ -67,7 +67,9 @@ lengths = st.one_of(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(lengths, max_size=5), st.data())
 def test_inline_payloads_any_stream_cut_reads_back_any_span(
-    env: lmdb.Environment, cuts: list[int], data: st.DataObject
+    env: lmdb.Environment,
+    cuts: list[int],
+    data: st.DataObject,
 ) -> None:
     payload = pattern(sum(cuts))
     ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]

@@ -59,7 +59,8 @@ def block_keys(first: int, count: int) -> list[bytes]:
 
 @pytest.fixture
 def open_store_with_rows(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> Iterator[Callable[..., BlockingStore]]:
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
@@ -95,7 +96,9 @@ def loaded(store: BlockingStore, wanted: Sequence[int]) -> list[bytes | None]:
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_read_random_jobs_returns_stored_blocks(
-    open_store_with_rows: Callable[..., BlockingStore], path: Path, codec: str
+    open_store_with_rows: Callable[..., BlockingStore],
+    path: Path,
+    codec: str,
 ) -> None:
     store = open_store_with_rows(codec=codec)
     store.rows.array[:BLOCKS, BLOCK // 4 :] = 7  # compressible content for the codecs
@@ -120,7 +123,8 @@ def test_read_random_jobs_returns_stored_blocks(
 
 
 def test_read_bad_frame_misses_its_blocks_only(
-    open_store_with_rows: Callable[..., BlockingStore], path: Path
+    open_store_with_rows: Callable[..., BlockingStore],
+    path: Path,
 ) -> None:
     """Two packs in one job, one with a flipped byte: its other frames and all frames of the other
     pack are served."""

@@ -89,7 +89,9 @@ def snapshot(directory: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("key", [True, False])
 def test_guess_of_tenants_name_is_confirmed_by_no_file_with_key(
-    tmp_path: Path, place: str, key: bool
+    tmp_path: Path,
+    place: str,
+    key: bool,
 ) -> None:
     """Without a key, the digest of the name is the key of the tenant's rows."""
     guess = blake2b(b"anna", digest_size=16).digest()
@@ -114,7 +116,10 @@ def test_guess_of_tenants_name_is_confirmed_by_no_file_with_key(
 @pytest.mark.parametrize("placement", ["extents", "inline"])
 @pytest.mark.parametrize("key", [True, False])
 def test_planted_plaintext_is_not_in_any_file_with_key(
-    tmp_path: Path, place: str, placement: str, key: bool
+    tmp_path: Path,
+    place: str,
+    placement: str,
+    key: bool,
 ) -> None:
     """In no file, free space or page: of stored, evicted and deleted content."""
     options = f"placement={placement}&capacity=8MiB"
@@ -157,7 +162,8 @@ def test_planted_plaintext_is_not_in_any_file_with_key(
 
 @pytest.mark.parametrize("key", [True, False])
 def test_planted_plaintext_is_not_in_files_of_shared_store_with_key(
-    tmp_path: Path, key: bool
+    tmp_path: Path,
+    key: bool,
 ) -> None:
     """Replicas of the index on this machine included."""
     url = f"file://{tmp_path}/store?refresh=0s&cache={tmp_path}/cache"
@@ -187,7 +193,8 @@ def test_planted_plaintext_is_not_in_files_of_shared_store_with_key(
 
 
 def test_open_with_other_missing_or_unneeded_key_raises_and_changes_nothing(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     with closing(open_backend(with_key(place))) as backend:
         store_one(backend, 1)
@@ -225,7 +232,8 @@ def test_open_second_handle_of_process_checks_its_key(place: str) -> None:
 
 
 def test_open_without_file_of_data_keys_raises_and_keeps_content(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     with closing(open_backend(with_key(place))) as backend:
         store_one(backend, 1)
@@ -260,7 +268,8 @@ def test_rebuild_with_key_finds_packs(tmp_path: Path, place: str) -> None:
 
 
 def test_damaged_catalogue_with_key_is_renamed_and_its_packs_are_found(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     with closing(open_backend(with_key(place))) as backend:
         store_one(backend, 1)
@@ -294,7 +303,9 @@ def writer(place: str) -> Iterator[Connection]:
 
 
 def test_rotate_key_while_engine_runs_keeps_all_content(
-    tmp_path: Path, place: str, writer: Connection
+    tmp_path: Path,
+    place: str,
+    writer: Connection,
 ) -> None:
     assert writer.recv() == 0
     with closing(open_backend(with_key(place))) as backend:
@@ -316,7 +327,8 @@ def test_rotate_key_while_engine_runs_keeps_all_content(
 
 
 def test_rotate_key_keeps_linked_copy_of_file_of_data_keys(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """Backups link files that have not changed."""
     with closing(open_backend(with_key(place))) as backend:
@@ -330,7 +342,8 @@ def test_rotate_key_keeps_linked_copy_of_file_of_data_keys(
 
 
 def test_engine_whose_files_are_replaced_after_rotation_stores_and_reads_on(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """It opens the store again, with the data keys that it knows."""
     namespace = sample_identity().digest
@@ -370,7 +383,8 @@ def test_file_of_data_keys_keeps_its_owner_and_mode(tmp_path: Path, place: str) 
 
 
 def test_tenants_beyond_room_for_their_keys_are_refused_and_store_stays_readable(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     file = tmp_path / "store" / "keys"
     with closing(open_backend(with_key(place))) as backend:
@@ -432,7 +446,8 @@ def test_rotate_key_to_present_key_or_by_second_operator_raises_and_keeps_store(
 
 
 def test_commit_pack_of_replaced_store_is_sealed_with_keys_of_present_one(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """A store in its place with the same key has data keys of its own."""
     with closing(open_backend(with_key(place))) as backend:
@@ -468,7 +483,9 @@ def with_flipped_bit(content: bytes) -> bytes:
     ],
 )
 def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
-    tmp_path: Path, place: str, how: str
+    tmp_path: Path,
+    place: str,
+    how: str,
 ) -> None:
     """New openings are refused until the file is there again, and nothing is lost."""
     other = f"{place}-other"
@@ -513,7 +530,9 @@ def test_file_of_data_keys_lost_under_engine_leaves_engine_running(
 
 @pytest.mark.parametrize("how", ["removed", "of another store"])
 def test_pack_of_new_tenant_without_file_of_data_keys_is_refused(
-    tmp_path: Path, place: str, how: str
+    tmp_path: Path,
+    place: str,
+    how: str,
 ) -> None:
     """Its key would be lost with the file that is put back later."""
     other = f"{place}-other"
@@ -538,7 +557,8 @@ def test_pack_of_new_tenant_without_file_of_data_keys_is_refused(
 
 
 def test_engine_whose_segments_are_removed_stores_on_with_same_keys(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """The store is opened again, and a pack that was made before is committed."""
     with closing(open_backend(with_key(place))) as backend:
@@ -576,7 +596,8 @@ def opens_with(place: str, key: str) -> bool:
 
 
 def test_rotation_killed_at_any_time_leaves_store_to_one_key(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """Openings meanwhile find one of the two keys, too, never a damaged file."""
     with closing(open_backend(with_key(place))) as backend:
@@ -624,7 +645,8 @@ def test_engines_that_create_a_store_at_once_have_one_keyring(place: str) -> Non
 
 @pytest.mark.parametrize("placement", ["extents", "inline"])
 def test_commit_full_store_with_key_evicts_within_capacity(
-    place: str, placement: str
+    place: str,
+    placement: str,
 ) -> None:
     url = with_key(place, capacity="16MiB", placement=placement)
     with closing(open_backend(url)) as backend:
@@ -645,7 +667,8 @@ def test_commit_full_store_with_key_evicts_within_capacity(
 
 
 def test_salts_of_killed_and_restarted_engines_never_repeat(
-    tmp_path: Path, place: str
+    tmp_path: Path,
+    place: str,
 ) -> None:
     """Engines that store the same content, are killed, and store it again."""
     numbers = range(1_000_000)
@@ -671,7 +694,8 @@ def test_salts_of_killed_and_restarted_engines_never_repeat(
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_engine_of_store_with_key_restores_blocks_after_restart(
-    place: str, codec: str
+    place: str,
+    codec: str,
 ) -> None:
     layout = RowLayout(4096, (GroupLayout(((0, 4096),)),))
     keys = [os.urandom(32) + bytes(4) for _ in range(8)]
@@ -703,7 +727,9 @@ def store_of_tenant(backend: Backend, tenant: str, seed: int) -> PackTable:
 
 @pytest.mark.parametrize("placement", ["extents", "inline"])
 def test_packs_of_tenants_have_keys_of_their_own_and_names_are_hidden(
-    tmp_path: Path, place: str, placement: str
+    tmp_path: Path,
+    place: str,
+    placement: str,
 ) -> None:
     url = with_key(place, placement=placement)
     with (
@@ -779,7 +805,9 @@ def test_open_handles_make_and_read_keys_of_tenants_after_rotation(place: str) -
 
 
 def test_key_that_is_made_while_another_thread_reads_the_file_is_kept(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The thread that has read the file before must not take the new key for a destroyed one."""
     file = tmp_path / "store" / "keys"

@@ -51,7 +51,9 @@ def unsealed(row: bytes) -> Any:
 
 
 def check_pieces(
-    rows: dict[str, dict[bytes, bytes]], name: bytes, payload: bytes
+    rows: dict[str, dict[bytes, bytes]],
+    name: bytes,
+    payload: bytes,
 ) -> None:
     """Check that LMDB holds the payload of the only pack."""
     count = -(-len(payload) // (256 << 10))
@@ -105,7 +107,11 @@ def check_extents(
 
 
 def test_layout_after_commits_matches_format_documentation(
-    open_store: Opener, identity: Identity, placement: str, path: Path, dump: Dump
+    open_store: Opener,
+    identity: Identity,
+    placement: str,
+    path: Path,
+    dump: Dump,
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -241,7 +247,9 @@ def test_layout_after_commits_matches_format_documentation(
 
 
 def test_log_beyond_limit_keeps_newest_entries_only(
-    open_store: Opener, identity: Identity, dump: Dump
+    open_store: Opener,
+    identity: Identity,
+    dump: Dump,
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -257,7 +265,9 @@ def test_log_beyond_limit_keeps_newest_entries_only(
 
 
 def test_commit_all_packs_deleted_removes_their_rows(
-    open_store: Opener, identity: Identity, dump: Dump
+    open_store: Opener,
+    identity: Identity,
+    dump: Dump,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -285,13 +295,16 @@ def test_commit_all_packs_deleted_removes_their_rows(
     ],
 )
 def test_cursor_sequence_unknown_cursor_returns_none(
-    cursor: bytes, sequence: int | None
+    cursor: bytes,
+    sequence: int | None,
 ) -> None:
     assert cursor_sequence(NamespaceState(b"generati", sequence=9), cursor) == sequence
 
 
 def test_order_rows_match_format_documentation(
-    open_store: Opener, identity: Identity, dump: Dump
+    open_store: Opener,
+    identity: Identity,
+    dump: Dump,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id

@@ -63,7 +63,10 @@ def test_open_on_remote_file_system_is_refused_and_creates_nothing(
     ],
 )
 def test_open_on_local_or_unknown_file_system_creates_store(
-    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    open_store: Opener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     mount(monkeypatch, tmp_path, kind)
     open_store().open_namespace(Identity.of({"weights": "abc"}))

@@ -133,7 +133,9 @@ def delete_elsewhere(path: Path, namespace: bytes) -> None:
 
 
 def test_commit_to_namespace_ended_by_other_process_begins_it_again(
-    backend: LmdbBackend, namespace: bytes, path: Path
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
 ) -> None:
     old, needed, new = (sample_pack(namespace, seed) for seed in range(3))
     cursor = backend.commit(namespace, CommitBatch([old, needed])).cursor
@@ -159,7 +161,9 @@ def test_commit_to_namespace_ended_by_other_process_begins_it_again(
 
 
 def test_namespace_ended_loses_its_files(
-    backend: LmdbBackend, namespace: bytes, path: Path
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
 ) -> None:
     def files() -> list[str]:
         return [file.name for file in path.rglob(f"*{namespace.hex()}*")]
@@ -205,7 +209,9 @@ def test_set_policy_lower_capacity_ends_namespaces_without_content(
 
 
 def test_commit_rolled_back_keeps_namespace(
-    backend: LmdbBackend, namespace: bytes, monkeypatch: pytest.MonkeyPatch
+    backend: LmdbBackend,
+    namespace: bytes,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pack = sample_pack(namespace, 1)
     cursor = backend.commit(namespace, CommitBatch([pack])).cursor

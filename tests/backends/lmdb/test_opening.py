@@ -52,7 +52,8 @@ def is_one_line(caught: pytest.ExceptionInfo[Exception]) -> bool:
 
 
 def test_open_new_store_creates_private_files_and_directories(
-    open_store: Opener, tmp_path: Path
+    open_store: Opener,
+    tmp_path: Path,
 ) -> None:
     old = os.umask(0)
     try:
@@ -69,7 +70,9 @@ def test_open_new_store_creates_private_files_and_directories(
 
 
 def test_open_relative_path_raises_with_suggested_absolute_url(
-    open_store: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
@@ -81,7 +84,9 @@ def test_open_relative_path_raises_with_suggested_absolute_url(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_directory_with_other_files_raises_and_creates_nothing(
-    open_store: Opener, path: Path, read_only: bool
+    open_store: Opener,
+    path: Path,
+    read_only: bool,
 ) -> None:
     path.mkdir()
     (path / "notes.txt").touch()
@@ -94,7 +99,8 @@ def test_open_directory_with_other_files_raises_and_creates_nothing(
 
 
 def test_open_directory_with_lost_and_found_creates_store(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     (path / "lost+found").mkdir(parents=True)
     open_store()
@@ -102,7 +108,8 @@ def test_open_directory_with_lost_and_found_creates_store(
 
 
 def test_open_store_with_files_added_later_succeeds(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     open_store().close()
     (path / "notes.txt").touch()
@@ -111,7 +118,9 @@ def test_open_store_with_files_added_later_succeeds(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_path_is_or_is_below_file_raises(
-    open_store: Opener, path: Path, read_only: bool
+    open_store: Opener,
+    path: Path,
+    read_only: bool,
 ) -> None:
     path.write_text("mine")
     with pytest.raises(StoreUnavailableError, match="is a file") as caught:
@@ -124,7 +133,9 @@ def test_open_path_is_or_is_below_file_raises(
 
 @pytest.mark.parametrize("made", [False, True])
 def test_open_read_only_without_store_raises_and_creates_nothing(
-    open_store: Opener, path: Path, made: bool
+    open_store: Opener,
+    path: Path,
+    made: bool,
 ) -> None:
     if made:
         path.mkdir()
@@ -152,7 +163,9 @@ def open_as_ordinary_user(path: Path, *flags: str) -> str:
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
 def test_open_store_of_other_user_raises_permission_denied(
-    open_store: Opener, shared_directory: Path, flags: list[str]
+    open_store: Opener,
+    shared_directory: Path,
+    flags: list[str],
 ) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
@@ -163,7 +176,9 @@ def test_open_store_of_other_user_raises_permission_denied(
 
 @pytest.mark.parametrize("flags", [[], ["read-only"]])
 def test_open_store_with_unwritable_files_raises_permission_denied(
-    open_store: Opener, shared_directory: Path, flags: list[str]
+    open_store: Opener,
+    shared_directory: Path,
+    flags: list[str],
 ) -> None:
     store = shared_directory / "store"
     open_store(location=store).close()
@@ -192,7 +207,10 @@ def test_open_directory_cannot_be_created_raises_permission_denied(
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("database", [None, b"meta", b"other"])
 def test_open_foreign_environment_raises_and_leaves_it_unchanged(
-    open_store: Opener, path: Path, database: bytes | None, read_only: bool
+    open_store: Opener,
+    path: Path,
+    database: bytes | None,
+    read_only: bool,
 ) -> None:
     with lmdb.open(str(path), max_dbs=2) as env, env.begin(write=True) as txn:
         txn.put(
@@ -217,7 +235,10 @@ def test_open_foreign_row_named_meta_raises(open_store: Opener, path: Path) -> N
 @pytest.mark.parametrize("read_only", [False, True])
 @pytest.mark.parametrize("content", [b"not LMDB" * 1000, b"x"])
 def test_open_data_file_not_lmdb_raises_and_leaves_it_unchanged(
-    open_store: Opener, path: Path, content: bytes, read_only: bool
+    open_store: Opener,
+    path: Path,
+    content: bytes,
+    read_only: bool,
 ) -> None:
     path.mkdir()
     (path / "data.mdb").write_bytes(content)
@@ -230,7 +251,9 @@ def test_open_data_file_not_lmdb_raises_and_leaves_it_unchanged(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_newer_format_raises_and_leaves_it_unchanged(
-    open_store: Opener, path: Path, read_only: bool
+    open_store: Opener,
+    path: Path,
+    read_only: bool,
 ) -> None:
     open_store().close()
     with lmdb.open(str(path), max_dbs=32) as env, env.begin(write=True) as txn:
@@ -245,7 +268,9 @@ def test_open_newer_format_raises_and_leaves_it_unchanged(
 
 
 def test_open_interrupted_creation_completes_it(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     lmdb.open(str(path)).close()  # an environment without rows
     backend = open_store()
@@ -255,7 +280,9 @@ def test_open_interrupted_creation_completes_it(
 
 
 def test_open_new_store_full_disk_removes_data_file(
-    open_store: Opener, path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fill_the_disk(directory: Path, **_: object) -> None:
         (path / "data.mdb").write_bytes(bytes(4096))  # a new environment has two pages
@@ -272,7 +299,9 @@ def test_open_new_store_full_disk_removes_data_file(
 
 
 def test_changes_damaged_namespace_state_raises(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -294,7 +323,10 @@ def test_changes_damaged_namespace_state_raises(
     ],
 )
 def test_open_namespace_damaged_row_rewrites_it_and_keeps_packs(
-    open_store: Opener, path: Path, identity: Identity, row: bytes
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    row: bytes,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -310,7 +342,9 @@ def test_open_namespace_damaged_row_rewrites_it_and_keeps_packs(
 
 
 def test_changes_table_under_other_pack_id_is_omitted(
-    open_store: Opener, path: Path, identity: Identity
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id

@@ -27,7 +27,9 @@ GIB = 1 << 30
     ["-5", "0", "1023KiB", "65TiB", "lots", "", "1e9", "inf", "9" * 400 + "GiB"],
 )
 def test_open_invalid_capacity_raises_and_creates_nothing(
-    open_store: Opener, path: Path, capacity: str
+    open_store: Opener,
+    path: Path,
+    capacity: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option capacity") as caught:
         open_store(f"?capacity={capacity}")
@@ -43,7 +45,9 @@ def test_open_path_with_nul_raises(open_store: Opener) -> None:
 
 @pytest.mark.parametrize("query", ["", "?capacity=3GiB"])
 def test_new_policy_equals_policy_of_created_store(
-    open_store: Opener, path: Path, query: str
+    open_store: Opener,
+    path: Path,
+    query: str,
 ) -> None:
     expected = LmdbBackend.new_policy(StoreUrl.parse(f"lmdb://{path}{query}"))
     assert not path.exists()
@@ -103,7 +107,9 @@ def test_open_existing_store_other_policy_keeps_recorded_and_warns(
 
 
 def test_open_existing_store_other_placement_keeps_recorded_and_warns(
-    path: Path, placement: str, caplog: pytest.LogCaptureFixture
+    path: Path,
+    placement: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     other = {"inline": "extents", "extents": "inline"}[placement]
     LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={placement}")).close()
@@ -116,7 +122,8 @@ def test_open_existing_store_other_placement_keeps_recorded_and_warns(
 
 
 def test_open_recorded_policy_logs_no_warning(
-    open_store: Opener, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     open_store("?capacity=64MiB&ttl=7d").close()
     open_store("?capacity=65536KiB&ttl=168h")
@@ -144,7 +151,9 @@ def test_set_policy_applies_to_open_handles_of_the_process(open_store: Opener) -
     ],
 )
 def test_set_policy_out_of_range_changes_nothing(
-    open_store: Opener, field: str, value: Any
+    open_store: Opener,
+    field: str,
+    value: Any,
 ) -> None:
     backend = open_store("?capacity=8MiB&ttl=1h")
     before = backend.policy()
@@ -154,7 +163,8 @@ def test_set_policy_out_of_range_changes_nothing(
 
 
 def test_set_policy_other_placement_is_refused(
-    open_store: Opener, placement: str
+    open_store: Opener,
+    placement: str,
 ) -> None:
     backend = open_store()
     other = {"inline": "extents", "extents": "inline"}[placement]
@@ -171,7 +181,8 @@ def test_set_policy_read_only_is_refused(open_store: Opener) -> None:
 
 
 def test_set_policy_lower_capacity_evicts_oldest_at_once(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=32MiB")
     namespace = backend.open_namespace(identity).id
@@ -198,7 +209,8 @@ def test_set_policy_lower_capacity_evicts_oldest_at_once(
 
 
 def test_set_policy_higher_capacity_admits_large_pack_at_once(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     small = open_store("?capacity=2MiB")
     namespace = small.open_namespace(identity).id
@@ -211,7 +223,8 @@ def test_set_policy_higher_capacity_admits_large_pack_at_once(
 
 
 def test_commit_full_store_keeps_disk_bytes_within_capacity(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=12MiB")
     namespace = backend.open_namespace(identity).id
@@ -228,7 +241,9 @@ def test_commit_full_store_keeps_disk_bytes_within_capacity(
     "ttl", ["", "7", "-1d", "0s", "d", "1w", "1e3s", "inf", "9" * 400 + "d"]
 )
 def test_open_invalid_ttl_raises_and_creates_nothing(
-    open_store: Opener, path: Path, ttl: str
+    open_store: Opener,
+    path: Path,
+    ttl: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option ttl") as caught:
         open_store(f"?ttl={ttl}")
@@ -238,7 +253,8 @@ def test_open_invalid_ttl_raises_and_creates_nothing(
 
 @pytest.mark.parametrize("value", ["", "tape", "INLINE"])
 def test_open_invalid_placement_raises_and_creates_nothing(
-    path: Path, value: str
+    path: Path,
+    value: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match="lmdb option placement"):
         LmdbBackend.open(StoreUrl.parse(f"lmdb://{path}?placement={value}"))

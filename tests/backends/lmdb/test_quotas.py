@@ -28,7 +28,11 @@ PACK = 64 * KIB
 
 
 def make(
-    backend: Backend, namespace: bytes, tenant: str, seed: int, blocks: int = 1
+    backend: Backend,
+    namespace: bytes,
+    tenant: str,
+    seed: int,
+    blocks: int = 1,
 ) -> PackWriter:
     """Return a pack of ``blocks`` times 64 KiB."""
     return sample_pack(
@@ -42,7 +46,11 @@ def make(
 
 
 def store(
-    backend: Backend, namespace: bytes, tenant: str, seed: int, blocks: int = 1
+    backend: Backend,
+    namespace: bytes,
+    tenant: str,
+    seed: int,
+    blocks: int = 1,
 ) -> list[bytes]:
     """Store a pack of ``blocks`` times 64 KiB; return the ids of the evicted packs."""
     pack = make(backend, namespace, tenant, seed, blocks)
@@ -51,7 +59,10 @@ def store(
 
 
 def store_each(
-    backend: Backend, namespace: bytes, tenant: str, count: int
+    backend: Backend,
+    namespace: bytes,
+    tenant: str,
+    count: int,
 ) -> list[PackWriter]:
     """Store packs of 64 KiB, each in a commit of its own; return them."""
     packs = [make(backend, namespace, tenant, seed) for seed in range(count)]
@@ -85,7 +96,8 @@ def used(backend: Backend, tenant: str) -> int:
 
 
 def test_commit_at_quota_evicts_oldest_packs_of_its_tenant_only(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     set_quota(backend, anna=4 * PACK)
     for tenant in ("default", "berta"):
@@ -103,7 +115,8 @@ def test_commit_at_quota_evicts_oldest_packs_of_its_tenant_only(
 
 
 def test_quota_counts_packs_of_all_namespaces(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     set_quota(backend, anna=3 * PACK)
     other = backend.open_namespace(Identity.of({"weights": "other"})).id
@@ -117,7 +130,8 @@ def test_quota_counts_packs_of_all_namespaces(
 
 
 def test_commit_of_large_pack_evicts_more_packs_than_one_transaction_may(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     set_quota(backend, anna=9 * MIB)
     store(backend, namespace, "berta", 1)
@@ -134,7 +148,8 @@ def test_commit_of_large_pack_evicts_more_packs_than_one_transaction_may(
 
 
 def test_commit_of_pack_larger_than_quota_is_refused_and_changes_nothing(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     set_quota(backend, anna=4 * PACK)
     for seed in range(3):
@@ -149,7 +164,8 @@ def test_commit_of_pack_larger_than_quota_is_refused_and_changes_nothing(
 
 
 def test_commit_of_tenant_whose_pins_fill_its_quota_is_refused_until_unpinned(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     set_quota(backend, anna=4 * PACK)
     packs = [make(backend, namespace, "anna", seed) for seed in range(4)]
@@ -168,7 +184,8 @@ def test_commit_of_tenant_whose_pins_fill_its_quota_is_refused_until_unpinned(
 
 
 def test_commit_that_replaces_packs_of_tenant_above_quota_is_not_refused(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     """Deleting a request shortens packs that it shares: that must be possible."""
     packs = [make(backend, namespace, "anna", seed, blocks=2) for seed in range(4)]
@@ -191,7 +208,8 @@ def test_commit_that_replaces_packs_of_tenant_above_quota_is_not_refused(
 
 
 def test_commit_of_refused_tenant_evicts_nothing_of_others_in_full_store(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
@@ -211,7 +229,8 @@ def test_commit_of_refused_tenant_evicts_nothing_of_others_in_full_store(
 
 
 def test_full_store_tenant_at_quota_evicts_its_own_content_only(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=8MiB")
     namespace = backend.open_namespace(identity).id
@@ -229,7 +248,8 @@ def test_full_store_tenant_at_quota_evicts_its_own_content_only(
 
 
 def test_set_policy_lower_quota_evicts_at_once_and_others_keep_theirs(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store("?capacity=64MiB")
     namespace = backend.open_namespace(identity).id
@@ -253,7 +273,9 @@ def test_set_policy_lower_quota_evicts_at_once_and_others_keep_theirs(
 
 @pytest.mark.parametrize("grows", [True, False])
 def test_commit_of_others_works_off_quota_that_set_left(
-    backend: LmdbBackend, namespace: bytes, grows: bool
+    backend: LmdbBackend,
+    namespace: bytes,
+    grows: bool,
 ) -> None:
     """A process that lowers a quota may die before it has evicted."""
     store_each(backend, namespace, "anna", 100)
@@ -271,7 +293,8 @@ def test_commit_of_others_works_off_quota_that_set_left(
 
 
 def test_full_store_evicts_from_tenant_above_quota_before_older_content(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     """The tenant is above by more than one commit may evict for quotas."""
     backend = open_store("?capacity=16MiB")
@@ -287,7 +310,8 @@ def test_full_store_evicts_from_tenant_above_quota_before_older_content(
 
 
 def test_totals_of_tenants_end_with_their_last_content_and_quota(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     packs = [make(backend, namespace, name, 1) for name in ("anna", "berta")]
     backend.commit(namespace, CommitBatch(packs))
@@ -317,7 +341,9 @@ def test_policy_with_impossible_quota_is_refused(tenant: str, quota: int) -> Non
 
 
 def test_damaged_row_of_tenant_is_counted_anew_without_its_quota(
-    backend: LmdbBackend, namespace: bytes, caplog: pytest.LogCaptureFixture
+    backend: LmdbBackend,
+    namespace: bytes,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     set_quota(backend, anna=2 * PACK, berta=2 * PACK)
     for seed in range(2):
@@ -334,7 +360,8 @@ def test_damaged_row_of_tenant_is_counted_anew_without_its_quota(
 
 
 def test_damaged_rows_of_two_tenants_are_counted_once(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     for seed in range(3):
         store(backend, namespace, "anna", seed)
@@ -348,7 +375,8 @@ def test_damaged_rows_of_two_tenants_are_counted_once(
 
 
 def test_damaged_table_of_tenants_pack_is_counted_as_gone(
-    backend: LmdbBackend, namespace: bytes
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     packs = [make(backend, namespace, "anna", seed) for seed in range(3)]
     backend.commit(namespace, CommitBatch(packs))

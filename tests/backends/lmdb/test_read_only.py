@@ -101,7 +101,8 @@ def test_read_only_option_other_identity_misses_and_drops(
 
 
 def test_read_only_option_rejects_writes(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     writer = open_store()
     namespace = writer.open_namespace(identity).id
@@ -194,7 +195,8 @@ def test_open_on_read_only_file_system_loads_and_drops_with_one_line_each(
 
 
 def test_open_on_writable_file_system_writes(
-    open_store: Opener, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
         backend: LmdbBackend = open_store()

@@ -80,7 +80,9 @@ def in_pid_namespace(program: str, *arguments: str) -> Iterator[subprocess.Popen
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_live_process_with_same_pid_raises_with_reason(
-    path: Path, closed_pack: PackWriter, read_only: bool
+    path: Path,
+    closed_pack: PackWriter,
+    read_only: bool,
 ) -> None:
     with in_pid_namespace(HOLD, f"lmdb://{path}") as holder:
         assert stdout_of(holder).readline() == "open\n"
@@ -92,7 +94,10 @@ def test_open_live_process_with_same_pid_raises_with_reason(
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_open_after_killed_reader_with_same_pid_clears_its_slot(
-    path: Path, open_store: Opener, closed_pack: PackWriter, read_only: bool
+    path: Path,
+    open_store: Opener,
+    closed_pack: PackWriter,
+    read_only: bool,
 ) -> None:
     """The slot of the killed reader would prevent the reuse of all pages that later commits
     free."""
@@ -113,7 +118,8 @@ def test_open_after_killed_reader_with_same_pid_clears_its_slot(
 
 
 def test_open_live_process_with_other_pid_succeeds(
-    path: Path, closed_pack: PackWriter
+    path: Path,
+    closed_pack: PackWriter,
 ) -> None:
     """Processes with another PID can still open the store."""
     with in_pid_namespace(HOLD, f"lmdb://{path}") as holder:
@@ -148,7 +154,8 @@ sys.stdin.read()
 
 
 def test_command_pid_in_use_runs_in_child_with_other_pid(
-    path: Path, closed_pack: PackWriter
+    path: Path,
+    closed_pack: PackWriter,
 ) -> None:
     """Commands run in a child process, which has PID 2 in a fresh container."""
     with in_pid_namespace(HOLD_PID_2, f"lmdb://{path}") as holder:

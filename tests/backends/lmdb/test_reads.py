@@ -63,7 +63,9 @@ def drop_from_page_cache(path: Path) -> None:
 
 
 def stored(
-    backend: LmdbBackend, identity: Identity, block_bytes: int
+    backend: LmdbBackend,
+    identity: Identity,
+    block_bytes: int,
 ) -> tuple[bytes, PackWriter, bytes]:
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1, blocks=20, block_bytes=block_bytes)
@@ -83,7 +85,10 @@ def read(
 
 @pytest.mark.parametrize("block_bytes", [PAGE, 3 * PAGE, 5000])
 def test_read_any_buffer_alignment_returns_stored_bytes(
-    open_store: Opener, identity: Identity, reads: str, block_bytes: int
+    open_store: Opener,
+    identity: Identity,
+    reads: str,
+    block_bytes: int,
 ) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, block_bytes)
@@ -104,7 +109,11 @@ def test_read_any_buffer_alignment_returns_stored_bytes(
 
 
 def test_read_reads_option_selects_direct_io(
-    open_store: Opener, path: Path, identity: Identity, reads: str, calls: list[bool]
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    reads: str,
+    calls: list[bool],
 ) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
@@ -144,7 +153,10 @@ def test_read_o_direct_unsupported_reads_through_page_cache(
 
 
 def test_read_segment_ends_within_page_misses_beyond_its_end(
-    open_store: Opener, path: Path, identity: Identity, reads: str
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    reads: str,
 ) -> None:
     backend = open_store(f"?capacity=16MiB&reads={reads}")
     namespace, pack, payload = stored(backend, identity, PAGE)
@@ -165,7 +177,10 @@ def test_open_invalid_reads_option_raises(open_store: Opener) -> None:
 
 
 def test_read_each_handle_uses_its_own_reads_option(
-    open_store: Opener, path: Path, identity: Identity, calls: list[bool]
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    calls: list[bool],
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
@@ -180,7 +195,9 @@ def test_read_each_handle_uses_its_own_reads_option(
 
 
 def test_tables_damaged_row_raises_store_error(
-    open_store: Opener, identity: Identity, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, _ = stored(backend, identity, PAGE)
@@ -227,7 +244,10 @@ def test_open_namespace_bad_segment_file_succeeds_and_defers_to_read(
 
 
 def test_read_failing_disk_raises(
-    open_store: Opener, path: Path, identity: Identity, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    path: Path,
+    identity: Identity,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)

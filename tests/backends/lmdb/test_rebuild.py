@@ -56,7 +56,11 @@ def add(backend: LmdbBackend, *packs: NewPack) -> None:
 
 
 def add_samples(
-    backend: LmdbBackend, count: int, *, first: int = 0, identity: Identity = IDENTITY
+    backend: LmdbBackend,
+    count: int,
+    *,
+    first: int = 0,
+    identity: Identity = IDENTITY,
 ) -> list[PackWriter]:
     """Store packs of four blocks, eight packs per commit; return them."""
     namespace = backend.open_namespace(identity).id
@@ -111,7 +115,9 @@ def flip(path: Path, offset: int) -> None:
 
 
 def test_rebuild_lost_catalogue_finds_all_packs(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 40)
     lose_catalogue(store, path)
@@ -128,7 +134,9 @@ def test_rebuild_lost_catalogue_finds_all_packs(
 
 
 def test_rebuild_of_two_namespaces_finds_packs_of_both(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = [*add_samples(store, 5), *add_samples(store, 5, identity=OTHER)]
     lose_catalogue(store, path)
@@ -140,7 +148,9 @@ def test_rebuild_of_two_namespaces_finds_packs_of_both(
 
 
 def test_rebuild_without_an_identity_skips_its_packs(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 5)
     lost = add_samples(store, 3, identity=OTHER)
@@ -155,7 +165,9 @@ def test_rebuild_without_an_identity_skips_its_packs(
 
 
 def test_rebuilt_store_accepts_commits_and_evicts(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     add_samples(store, 100)
     lose_catalogue(store, path)
@@ -171,7 +183,8 @@ def test_rebuilt_store_accepts_commits_and_evicts(
 
 
 def test_rebuild_without_capacity_records_one_that_fits(
-    store: LmdbBackend, path: Path
+    store: LmdbBackend,
+    path: Path,
 ) -> None:
     add_samples(store, 5)
     lose_catalogue(store, path)
@@ -179,7 +192,9 @@ def test_rebuild_without_capacity_records_one_that_fits(
 
 
 def test_rebuilt_order_evicts_deep_packs_first(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     namespace = store.open_namespace(IDENTITY).id
     deep = sample_pack(namespace, 1, blocks=64, depth=1000)
@@ -198,7 +213,9 @@ def test_rebuilt_order_evicts_deep_packs_first(
 
 
 def test_rebuild_damaged_catalogue_keeps_it(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 20)
     store.close()
@@ -214,7 +231,8 @@ def test_rebuild_damaged_catalogue_keeps_it(
 
 
 def test_rebuild_intact_catalogue_changes_nothing(
-    store: LmdbBackend, path: Path
+    store: LmdbBackend,
+    path: Path,
 ) -> None:
     add_samples(store, 3)
     store.close()
@@ -227,7 +245,9 @@ def test_rebuild_intact_catalogue_changes_nothing(
 
 
 def test_rebuild_of_renamed_files_makes_a_store_there(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 20)
     store.close()
@@ -243,7 +263,10 @@ def test_rebuild_of_renamed_files_makes_a_store_there(
 
 @pytest.mark.parametrize("is_bad", [False, True])
 def test_rebuild_pack_repaired_by_one_commit_is_found(
-    store: LmdbBackend, path: Path, open_store: Opener, is_bad: bool
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+    is_bad: bool,
 ) -> None:
     (pack,) = add_samples(store, 1)
     again = sample_pack(pack.namespace, 0)
@@ -261,7 +284,9 @@ def test_rebuild_pack_repaired_by_one_commit_is_found(
 
 
 def test_rebuild_after_a_lost_list_of_erasures_keeps_later_deletions(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     gone, _, deleted = add_samples(store, 3)
     store.commit(gone.namespace, CommitBatch(deletions=[gone.pack_id]))
@@ -344,7 +369,9 @@ def test_rebuild_without_packs_changes_nothing(store: LmdbBackend, path: Path) -
 
 
 def test_rebuild_deleted_packs_stay_deleted(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 8)
     deleted, bad = packs[2].pack_id, packs[5].pack_id
@@ -360,7 +387,9 @@ def test_rebuild_deleted_packs_stay_deleted(
 
 
 def test_rebuild_packs_deleted_with_a_request_stay_deleted(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 8)
     ids = [pack.pack_id for pack in packs]
@@ -376,7 +405,8 @@ def test_rebuild_packs_deleted_with_a_request_stay_deleted(
 
 
 def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     store = open_store("?capacity=16MiB")
     namespace = store.open_namespace(IDENTITY).id
@@ -402,7 +432,9 @@ def test_rebuild_pack_evicted_then_stored_then_deleted_stays_deleted(
 
 
 def test_rebuild_pack_stored_again_after_its_deletion_is_found(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 3)
     store.commit(packs[0].namespace, CommitBatch(deletions=[packs[1].pack_id]))
@@ -417,7 +449,9 @@ def test_rebuild_pack_stored_again_after_its_deletion_is_found(
 
 
 def test_rebuild_namespace_that_ended_and_began_again_is_found(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 3)
     identity = path / "segments" / f"{IDENTITY.digest.hex()}.identity"
@@ -452,7 +486,10 @@ def test_rebuild_overwritten_pack_is_skipped(open_store: Opener, path: Path) -> 
 
 @pytest.mark.parametrize("at", ["payload", "table", "trailer", "magic", "padding"])
 def test_rebuild_pack_with_a_flipped_bit_is_skipped(
-    store: LmdbBackend, path: Path, open_store: Opener, at: str
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+    at: str,
 ) -> None:
     namespace = store.open_namespace(IDENTITY).id
     packs = [
@@ -479,7 +516,9 @@ def test_rebuild_pack_with_a_flipped_bit_is_skipped(
 
 
 def test_rebuild_truncated_segment_finds_the_packs_before(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 40)
     cut = place(store, packs[20])
@@ -496,7 +535,9 @@ def test_rebuild_truncated_segment_finds_the_packs_before(
 
 
 def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     (inner,) = add_samples(store, 1)
     extent = place(store, inner)
@@ -515,7 +556,8 @@ def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(
 
 
 def test_rebuild_pack_in_several_extents_is_counted(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     store = open_store("?capacity=4MiB")
     packs = add_samples(store, 200)
@@ -547,7 +589,10 @@ LmdbBackend.rebuild(StoreUrl.parse(sys.argv[1]), progress)
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1])
 def test_rebuild_killed_can_be_repeated(
-    store: LmdbBackend, path: Path, open_store: Opener, delay_s: float
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+    delay_s: float,
 ) -> None:
     packs = add_samples(store, 400)
     lose_catalogue(store, path)
@@ -571,7 +616,9 @@ def test_rebuild_killed_can_be_repeated(
 
 
 def test_rebuild_after_its_interruption_deletes_the_incomplete_catalogue(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 5)
     lose_catalogue(store, path)
@@ -582,7 +629,9 @@ def test_rebuild_after_its_interruption_deletes_the_incomplete_catalogue(
 
 
 def test_rebuild_of_a_copied_store_finds_all_packs(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 20)
     store.close()
@@ -593,7 +642,9 @@ def test_rebuild_of_a_copied_store_finds_all_packs(
 
 
 def test_rebuild_two_thousand_packs_finds_their_blocks(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     namespace = store.open_namespace(IDENTITY).id
     packs = [
@@ -607,7 +658,9 @@ def test_rebuild_two_thousand_packs_finds_their_blocks(
 
 
 def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(
-    store: LmdbBackend, path: Path, open_store: Opener
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
 ) -> None:
     packs = add_samples(store, 100)
     lose_catalogue(store, path)
@@ -630,7 +683,8 @@ def test_rebuild_on_a_full_disk_leaves_the_store_as_it_was(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_rebuild_hundred_thousand_packs_finds_their_blocks(
-    open_store: Opener, path: Path
+    open_store: Opener,
+    path: Path,
 ) -> None:
     store = open_store("?capacity=4GiB")
     namespace = store.open_namespace(IDENTITY).id

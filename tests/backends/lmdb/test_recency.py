@@ -34,7 +34,9 @@ def edit(path: Path) -> Any:
 
 
 def test_commit_damaged_use_in_future_is_reset_to_current_moment(
-    open_store: Opener, closed_pack: PackWriter, edit: Callable[..., Any]
+    open_store: Opener,
+    closed_pack: PackWriter,
+    edit: Callable[..., Any],
 ) -> None:
     """Otherwise, the damaged row would protect the pack from eviction forever."""
     name = closed_pack.namespace + closed_pack.pack_id
@@ -56,7 +58,9 @@ def test_commit_damaged_use_in_future_is_reset_to_current_moment(
 
 
 def test_commit_with_evictions_advances_clock_by_one_moment(
-    open_store: Opener, identity: Identity, edit: Callable[..., Any]
+    open_store: Opener,
+    identity: Identity,
+    edit: Callable[..., Any],
 ) -> None:
     backend = open_store("?capacity=4MiB")
     namespace = backend.open_namespace(identity).id
@@ -77,7 +81,8 @@ def test_commit_with_evictions_advances_clock_by_one_moment(
 
 
 def test_uses_touch_within_same_second_counts_as_reuse(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     backend = open_store()
     namespace = backend.open_namespace(identity).id
@@ -96,7 +101,8 @@ def test_uses_touch_within_same_second_counts_as_reuse(
 
 
 def test_commit_of_many_uses_records_them_in_short_transactions_at_one_moment(
-    open_store: Opener, identity: Identity
+    open_store: Opener,
+    identity: Identity,
 ) -> None:
     """Other engines wait for a transaction, and recording a use takes about 20 µs."""
     backend = open_store("?capacity=64MiB")

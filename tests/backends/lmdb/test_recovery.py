@@ -48,7 +48,8 @@ def test_erasure_covers_only_packs_of_its_name_that_were_written_before(
 
 
 def test_erase_after_a_part_of_a_record_continues(
-    files: RecoveryFiles, tmp_path: Path
+    files: RecoveryFiles,
+    tmp_path: Path,
 ) -> None:
     files.erase([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
@@ -60,7 +61,8 @@ def test_erase_after_a_part_of_a_record_continues(
 
 
 def test_erasures_with_an_impossible_number_are_skipped(
-    files: RecoveryFiles, tmp_path: Path
+    files: RecoveryFiles,
+    tmp_path: Path,
 ) -> None:
     files.erase([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
@@ -72,7 +74,8 @@ def test_erasures_with_an_impossible_number_are_skipped(
 
 
 def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(
-    files: RecoveryFiles, tmp_path: Path
+    files: RecoveryFiles,
+    tmp_path: Path,
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"content " * 100)
@@ -84,7 +87,8 @@ def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(
 
 
 def test_erase_and_erasures_of_a_fifo_raise_at_once(
-    files: RecoveryFiles, tmp_path: Path
+    files: RecoveryFiles,
+    tmp_path: Path,
 ) -> None:
     os.mkfifo(tmp_path / "segments" / "erased")
     with pytest.raises(StoreError, match="no regular file"):
@@ -95,7 +99,9 @@ def test_erase_and_erasures_of_a_fifo_raise_at_once(
 
 
 def test_erase_beyond_the_limit_covers_all_older_packs(
-    files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecoveryFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_ERASED_BYTES", 10 * 16)
     for number in range(1, 29):
@@ -110,7 +116,9 @@ def test_erase_beyond_the_limit_covers_all_older_packs(
 
 
 def test_erase_on_a_full_disk_covers_all_packs(
-    files: RecoveryFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: RecoveryFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files.describe(bytes(16), ROW, GENERATION)
     write = os.pwrite
@@ -135,7 +143,8 @@ def test_erase_without_segments_does_nothing(tmp_path: Path) -> None:
 
 
 def test_describe_of_a_namespace_that_began_again_writes_its_identity(
-    files: RecoveryFiles, tmp_path: Path
+    files: RecoveryFiles,
+    tmp_path: Path,
 ) -> None:
     namespace = bytes(range(16))
     path = tmp_path / "segments" / f"{namespace.hex()}.identity"

@@ -51,7 +51,10 @@ def check_holds(backend: LmdbBackend, namespace: bytes, seeds: list[int]) -> Non
 
 
 def check_reopened(
-    open_store: Opener, path: Path, namespace: bytes, seeds: list[int]
+    open_store: Opener,
+    path: Path,
+    namespace: bytes,
+    seeds: list[int],
 ) -> None:
     """Check what a new process finds at the path."""
     command = [sys.executable, "-m", "persistkv_tools", "verify", f"lmdb://{path}"]
@@ -97,7 +100,10 @@ def test_commit_directory_emptied_and_used_by_new_engine_keeps_its_blocks(
 
 
 def test_commit_after_new_engine_filled_emptied_directory_truncates_nothing(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     for seed in range(2):
         commit(backend, namespace, seed)
@@ -126,7 +132,9 @@ backend.close()
 
 
 def test_read_emptied_directory_is_miss_and_changes_are_reset(
-    path: Path, backend: LmdbBackend, namespace: bytes
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     old = commit(backend, namespace, 1)
     cursor = backend.changes(namespace, None).cursor
@@ -138,7 +146,9 @@ def test_read_emptied_directory_is_miss_and_changes_are_reset(
 
 
 def test_commit_seen_position_of_replaced_store_is_stale(
-    path: Path, backend: LmdbBackend, namespace: bytes
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     commit(backend, namespace, 1)
     cursor = backend.changes(namespace, None).cursor
@@ -188,7 +198,11 @@ def test_commit_file_removed_under_two_engines_loses_no_commit(
 
 
 def test_commit_lock_file_removed_and_new_engine_used_it_keeps_all_commits(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes, start: Start
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    start: Start,
 ) -> None:
     commit(backend, namespace, 1)
     (path / "lock.mdb").unlink()
@@ -266,7 +280,9 @@ def test_commit_other_store_moved_to_path_joins_it(
 
 
 def test_transaction_directory_replaced_by_other_files_raises_and_leaves_them(
-    path: Path, backend: LmdbBackend, namespace: bytes
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     commit(backend, namespace, 1)
     empty(path)

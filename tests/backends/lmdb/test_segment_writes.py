@@ -55,7 +55,8 @@ class AlignedSource:
 
 
 def aligned_pack(
-    namespace: bytes, on_last: Callable[[], None] = lambda: None
+    namespace: bytes,
+    on_last: Callable[[], None] = lambda: None,
 ) -> PackWriter:
     return PackWriter(
         namespace,
@@ -199,7 +200,8 @@ print(found == {stored(2).pack_id: payload_of(stored(2))})
 
 
 def test_commit_interrupted_twice_keeps_commit_of_other_process(
-    path: Path, placement: str
+    path: Path,
+    placement: str,
 ) -> None:
     if placement == "inline":
         pytest.skip("LMDB writes inline payloads itself")

@@ -193,7 +193,9 @@ def commit(backend: LmdbBackend, namespace: bytes, seed: int) -> PackTable:
 
 
 def test_commit_two_processes_read_each_others_packs(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
 ) -> None:
     for seed in range(0, 20, 2):
         commit(backend, namespace, seed)
@@ -225,7 +227,9 @@ for turn in range(200):  # much work under the lock, little between
 
 
 def test_commit_beside_busy_writer_gets_its_turn(
-    backend: LmdbBackend, namespace: bytes, path: Path
+    backend: LmdbBackend,
+    namespace: bytes,
+    path: Path,
 ) -> None:
     commit(backend, namespace, 1)
     command = [sys.executable, "-c", HOLDER, str(path / files.WRITER_LOCK_FILE)]
@@ -245,7 +249,10 @@ def test_commit_beside_busy_writer_gets_its_turn(
 
 
 def test_commit_lock_granted_after_timeout_is_released(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    short_timeouts: None,
 ) -> None:
     other.stop_in_transaction(2)
     threads = threading.active_count()
@@ -262,7 +269,9 @@ def test_commit_lock_granted_after_timeout_is_released(
 
 
 def test_commit_interrupted_while_waiting_takes_no_lock(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
 ) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -283,7 +292,10 @@ def test_commit_interrupted_while_waiting_takes_no_lock(
 
 
 def test_commit_lock_granted_after_fork_is_not_held_by_child(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    short_timeouts: None,
 ) -> None:
     other.stop_in_transaction(2)
     with pytest.raises(StoreBusyError):
@@ -302,7 +314,9 @@ def test_commit_lock_granted_after_fork_is_not_held_by_child(
 
 
 def test_commit_after_writer_killed_in_transaction_discards_its_pack(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
 ) -> None:
     first = commit(backend, namespace, 1)
     assert other.request("die 2") == "inside"
@@ -376,7 +390,10 @@ def test_commit_after_writer_killed_while_writing_releases_its_reservation(
 
 
 def test_commit_after_close_releases_reservation_of_closed_store(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, placement: str
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    placement: str,
 ) -> None:
     if placement == "inline":
         pytest.skip("inline payloads reserve nothing")
@@ -434,7 +451,10 @@ def test_commit_writer_stopped_in_transaction_raises_busy_and_reads_work(
 
 
 def test_set_policy_writer_stopped_in_transaction_raises_busy(
-    backend: LmdbBackend, namespace: bytes, other: OtherProcess, short_timeouts: None
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
+    short_timeouts: None,
 ) -> None:
     larger = replace(backend.policy(), capacity=128 << 20)
     other.stop_in_transaction(2)
@@ -489,7 +509,9 @@ class WaitingPack:
 
 @contextmanager
 def in_a_transaction(
-    backend: LmdbBackend, namespace: bytes, seed: int
+    backend: LmdbBackend,
+    namespace: bytes,
+    seed: int,
 ) -> Iterator[None]:
     """Keep a thread of this process in a write transaction until the end of the block."""
     pack = WaitingPack(sample_pack(namespace, seed))
@@ -506,7 +528,10 @@ def in_a_transaction(
 
 
 def test_commit_other_thread_in_transaction_raises_busy(
-    open_store: Opener, backend: LmdbBackend, namespace: bytes, short_timeouts: None
+    open_store: Opener,
+    backend: LmdbBackend,
+    namespace: bytes,
+    short_timeouts: None,
 ) -> None:
     second = open_store()
     with in_a_transaction(backend, namespace, 1):
@@ -569,7 +594,10 @@ def test_open_slow_store_does_not_block_opening_other_stores(
 
 
 def test_commit_deleted_lock_file_recreates_it_and_stays_serialized(
-    path: Path, backend: LmdbBackend, namespace: bytes, other: OtherProcess
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    other: OtherProcess,
 ) -> None:
     """LMDB's own lock still serializes the writes. The next transactions use the new lock file."""
     with in_a_transaction(backend, namespace, 1):
@@ -663,7 +691,9 @@ def active_readers(path: Path) -> list[str]:
 
 
 def test_ls_blocked_output_pipe_holds_no_snapshot(
-    path: Path, backend: LmdbBackend, namespace: bytes
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     """``persistkv ls | less`` with a full pipe: writers continue."""
     writes = [
@@ -693,7 +723,10 @@ def test_ls_blocked_output_pipe_holds_no_snapshot(
 
 
 def test_manifests_and_namespaces_hold_no_snapshot_between_items(
-    open_store: Opener, path: Path, backend: LmdbBackend, namespace: bytes
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
 ) -> None:
     backend.commit(
         namespace,

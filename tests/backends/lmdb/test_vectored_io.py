@@ -112,7 +112,8 @@ def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
 def test_front_and_after_bytes_split_buffers_at_count(
-    lengths: list[int], data: st.DataObject
+    lengths: list[int],
+    data: st.DataObject,
 ) -> None:
     buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
     whole = b"".join(buffers)
@@ -123,7 +124,9 @@ def test_front_and_after_bytes_split_buffers_at_count(
 
 @pytest.mark.parametrize("most", [1, 100, 5000, PAGE + 1, 1 << 30])
 def test_read_all_write_all_short_transfers_are_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
 ) -> None:
     """Simulate a kernel that transfers at most ``most`` bytes per call, and accepts at most 1,024
     buffers."""
@@ -154,7 +157,8 @@ def test_read_all_write_all_short_transfers_are_continued(
 
 
 def test_write_all_short_aligned_write_continues_at_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     offsets = []
     pwritev = os.pwritev

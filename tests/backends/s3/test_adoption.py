@@ -15,7 +15,9 @@ PROMPTS = [prompt(number) for number in range(3)]
     "options", ["refresh=0s", "refresh=0s&key_env=PERSISTKV_TEST_KEY"]
 )
 def test_canary_matching_kv_adopts_namespace_for_all_handles(
-    open_store: Opener, options: str, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    options: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "k" * 32)
     contexts = [compute(tokens) for tokens in PROMPTS]

@@ -123,7 +123,9 @@ def read(
 
 
 def test_put_writes_object_below_prefix(
-    open_blobs: Opener, raw_client: Any, bucket: str
+    open_blobs: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     open_blobs().put("packs/a-1", [b"one", memoryview(b"two")])
     assert (
@@ -187,7 +189,8 @@ def test_put_answer_of_no_s3_server_raises_unavailable(script: Script) -> None:
 
 
 def test_put_lost_reply_is_repeated_with_same_bytes(
-    open_blobs: Opener, proxy: FaultProxy
+    open_blobs: Opener,
+    proxy: FaultProxy,
 ) -> None:
     blobs = open_blobs(port=proxy.port)
     proxy.set("lose_reply1")
@@ -200,7 +203,9 @@ def test_put_lost_reply_is_repeated_with_same_bytes(
     "fault", ["lose_reply", "hang_reply", "hang", "rst", "s503 1000"]
 )
 def test_put_lasting_fault_raises_unavailable_by_deadline(
-    open_blobs: Opener, proxy: FaultProxy, fault: str
+    open_blobs: Opener,
+    proxy: FaultProxy,
+    fault: str,
 ) -> None:
     blobs = open_blobs("deadline=3s", port=proxy.port)
     proxy.set(fault)
@@ -253,7 +258,10 @@ def test_read_takes_buffer_when_previous_is_full(open_blobs: Opener) -> None:
     [(0, 3, 10), (0, 5, 10), (4, 100, 6), (9, 1, 1), (10, 4, 0), (1 << 40, 4, 0)],
 )
 def test_read_short_blob_returns_count(
-    open_blobs: Opener, offset: int, step: int, expected: int
+    open_blobs: Opener,
+    offset: int,
+    step: int,
+    expected: int,
 ) -> None:
     blobs = open_blobs()
     blobs.put("a", [b"0123456789"])
@@ -279,7 +287,8 @@ def test_read_no_bytes_checks_that_blob_exists(open_blobs: Opener) -> None:
 
 @pytest.mark.parametrize("length", [9, 11])
 def test_read_length_unlike_buffers_raises_value_error(
-    open_blobs: Opener, length: int
+    open_blobs: Opener,
+    length: int,
 ) -> None:
     blobs = open_blobs()
     blobs.put("a", [CONTENT])
@@ -305,7 +314,8 @@ def test_read_exception_of_iterable_passes_and_leaves_breaker_closed(
 
 
 def test_read_reset_body_resumes_at_missing_bytes(
-    open_blobs: Opener, proxy: FaultProxy
+    open_blobs: Opener,
+    proxy: FaultProxy,
 ) -> None:
     blobs = open_blobs(port=proxy.port)
     blobs.put("a", [CONTENT])
@@ -333,7 +343,8 @@ def test_read_reset_body_resumes_at_missing_bytes(
 
 
 def test_read_reset_body_of_short_blob_returns_count(
-    open_blobs: Opener, proxy: FaultProxy
+    open_blobs: Opener,
+    proxy: FaultProxy,
 ) -> None:
     blobs = open_blobs(port=proxy.port)
     blobs.put("a", [CONTENT])
@@ -343,7 +354,9 @@ def test_read_reset_body_of_short_blob_returns_count(
 
 @pytest.mark.parametrize("length", [len(CONTENT), len(CONTENT) - 1, 10])
 def test_read_blob_replaced_between_attempts_raises_instead_of_mixing(
-    open_blobs: Opener, proxy: FaultProxy, length: int
+    open_blobs: Opener,
+    proxy: FaultProxy,
+    length: int,
 ) -> None:
     blobs, other = open_blobs(port=proxy.port), open_blobs()
     blobs.put("latest", [CONTENT])
@@ -368,7 +381,8 @@ def test_read_blob_replaced_between_attempts_raises_instead_of_mixing(
 
 
 def test_read_trickling_body_raises_by_deadline(
-    open_blobs: Opener, proxy: FaultProxy
+    open_blobs: Opener,
+    proxy: FaultProxy,
 ) -> None:
     blobs = open_blobs("deadline=3s", port=proxy.port)
     open_blobs().put("a", [CONTENT])
@@ -411,7 +425,8 @@ def test_read_answer_with_part_of_range_is_no_short_blob(script: Script) -> None
 
 @pytest.mark.parametrize("offset", [0, 50])
 def test_read_server_without_ranges_raises_unavailable(
-    script: Script, offset: int
+    script: Script,
+    offset: int,
 ) -> None:
     """The answer could also be the page of a proxy."""
     script.answer = lambda method, path: (200, {"ETag": '"e"'}, CONTENT[:100])
@@ -435,7 +450,9 @@ def test_read_missing_blobs_keep_breaker_closed(open_blobs: Opener) -> None:
 
 
 def test_delete_sends_requests_of_1000_names(
-    open_blobs: Opener, raw_client: Any, bucket: str
+    open_blobs: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     blobs = open_blobs("deadline=60s")
     names = [f"packs/{number:04}" for number in range(2001)]
@@ -513,7 +530,9 @@ def test_delete_without_permission_stops_early(script: Script) -> None:
 
 
 def test_list_after_name_begins_there(
-    open_blobs: Opener, raw_client: Any, bucket: str
+    open_blobs: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     names = [f"index/{number:04}" for number in range(30)]
     for name in names:
@@ -528,7 +547,9 @@ def test_list_after_name_begins_there(
 
 
 def test_list_objects_without_name_are_skipped(
-    open_blobs: Opener, raw_client: Any, bucket: str
+    open_blobs: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     for key in (
         "store/a/b",
@@ -575,7 +596,8 @@ def test_list_fault_raises_unavailable(open_blobs: Opener, proxy: FaultProxy) ->
 
 
 def test_refused_writes_raise_and_keep_breaker_closed(
-    open_blobs: Opener, proxy: FaultProxy
+    open_blobs: Opener,
+    proxy: FaultProxy,
 ) -> None:
     blobs = open_blobs(port=proxy.port)
     open_blobs().put("a", [b"data"])
@@ -599,7 +621,9 @@ def test_refused_writes_raise_and_keep_breaker_closed(
     ],
 )
 def test_refused_reads_keep_breaker_closed(
-    script: Script, status: int, code: str
+    script: Script,
+    status: int,
+    code: str,
 ) -> None:
     script.answer = lambda method, path: (status, {}, error_body(code))
     with closing(Handle(script.url)) as blobs:
@@ -625,7 +649,9 @@ def test_failing_server_opens_breaker(script: Script, status: int) -> None:
 
 
 def test_deleted_bucket_raises_refused_instead_of_missing(
-    open_blobs: Opener, raw_client: Any, bucket: str
+    open_blobs: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     blobs = open_blobs()
     raw_client.delete_bucket(Bucket=bucket)

@@ -67,7 +67,9 @@ def test_expected_bucket_owner_unset_sends_no_header(open_store: Opener) -> None
 
 @moto_only
 def test_kms_options_encrypt_every_object_with_key(
-    open_store: Opener, raw_client: Any, bucket: str
+    open_store: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     backend, _ = open_store(
         "refresh=0s&sse=aws:kms&sse_kms_key_id=my-key&sse_bucket_key=yes"
@@ -105,7 +107,8 @@ def test_versioned_bucket_warns_only_while_versioning_enabled(
 
 
 def test_unversioned_bucket_logs_no_warning(
-    open_store: Opener, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     store_and_read(open_store().backend)
     assert not warnings(caplog)
@@ -123,7 +126,9 @@ def test_unversioned_bucket_logs_no_warning(
     ],
 )
 def test_boto_client_plain_http_beyond_loopback_warns(
-    server: str, warned: bool, caplog: pytest.LogCaptureFixture
+    server: str,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     BotoClient(
         *parse_url(StoreUrl.parse(f"s3://bucket/p?endpoint_url={server}"))
@@ -137,7 +142,9 @@ def test_boto_client_plain_http_beyond_loopback_warns(
 
 @moto_only
 def test_http_proxy_variable_routes_every_request(
-    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+    endpoint: str,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The name of the server does not resolve, so each request that succeeds came through the
     proxy."""
@@ -152,7 +159,8 @@ def test_http_proxy_variable_routes_every_request(
 
 
 def test_no_proxy_variable_bypasses_proxy(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
@@ -161,7 +169,10 @@ def test_no_proxy_variable_bypasses_proxy(
 
 @moto_only
 def test_web_identity_token_signs_requests_with_session_token(
-    open_store: Opener, endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    endpoint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kubernetes mounts a token and names it in the environment; STS exchanges it for temporary
     credentials."""

@@ -55,7 +55,9 @@ def left(raw_client: Any, bucket: str) -> list[str]:
 
 
 def test_check_intact_bucket_is_ok_and_leaves_nothing(
-    examine: Examine, raw_client: Any, bucket: str
+    examine: Examine,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     found = examine()
     calls = {"list", "missing object", "put", "read", "delete"}
@@ -101,7 +103,10 @@ def test_check_refused_call_names_permission(
 
 
 def test_check_refused_delete_names_the_object_that_is_left(
-    examine: Examine, proxy: FaultProxy, raw_client: Any, bucket: str
+    examine: Examine,
+    proxy: FaultProxy,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     proxy.set("forbid ^DELETE.")
     found = examine(proxy=proxy)["delete"].found
@@ -110,7 +115,8 @@ def test_check_refused_delete_names_the_object_that_is_left(
 
 
 def test_check_missing_object_that_is_refused_is_problem(
-    examine: Examine, proxy: FaultProxy
+    examine: Examine,
+    proxy: FaultProxy,
 ) -> None:
     """As on S3 without s3:ListBucket: an engine would take each missing object for a refusal."""
     proxy.set("forbid ^GET.*/team/kv/probe-")
@@ -122,7 +128,10 @@ def test_check_missing_object_that_is_refused_is_problem(
     ("mode", "relation"), [("date 31536000", "ahead of"), ("date -7200", "behind")]
 )
 def test_check_wrong_clock_of_server_is_warning(
-    examine: Examine, proxy: FaultProxy, mode: str, relation: str
+    examine: Examine,
+    proxy: FaultProxy,
+    mode: str,
+    relation: str,
 ) -> None:
     proxy.set(mode)
     found = examine(proxy=proxy)["medium's clock"]
@@ -132,7 +141,8 @@ def test_check_wrong_clock_of_server_is_warning(
 
 
 def test_check_throttled_requests_are_warning(
-    examine: Examine, proxy: FaultProxy
+    examine: Examine,
+    proxy: FaultProxy,
 ) -> None:
     proxy.set("s503 2")
     found = examine(proxy=proxy)
@@ -142,7 +152,8 @@ def test_check_throttled_requests_are_warning(
 
 
 def test_check_server_that_hangs_ends_after_one_call(
-    examine: Examine, proxy: FaultProxy
+    examine: Examine,
+    proxy: FaultProxy,
 ) -> None:
     proxy.set("hang")
     found = examine("&deadline=1s", proxy)
@@ -162,7 +173,11 @@ def test_check_server_that_hangs_ends_after_one_call(
     ],
 )
 def test_check_setting_without_permission_is_not_checked_and_no_error(
-    examine: Examine, proxy: FaultProxy, query: str, check: str, permission: str
+    examine: Examine,
+    proxy: FaultProxy,
+    query: str,
+    check: str,
+    permission: str,
 ) -> None:
     proxy.set(f"forbid [?]{query}")
     found = examine(proxy=proxy)
@@ -200,7 +215,11 @@ def expire_versions(raw_client: Any, bucket: str, prefix: str) -> None:
     ],
 )
 def test_check_versioning_is_warning_unless_rule_expires_old_versions(
-    examine: Examine, raw_client: Any, bucket: str, prefix: str | None, level: Level
+    examine: Examine,
+    raw_client: Any,
+    bucket: str,
+    prefix: str | None,
+    level: Level,
 ) -> None:
     raw_client.put_bucket_versioning(
         Bucket=bucket, VersioningConfiguration={"Status": "Enabled"}
@@ -275,7 +294,10 @@ class TieringClient(BotoClient):
 
 @pytest.mark.parametrize("archives", [True, False])
 def test_check_intelligent_tiering_with_archive_access_is_problem(
-    endpoint: str, raw_client: Any, bucket: str, archives: bool
+    endpoint: str,
+    raw_client: Any,
+    bucket: str,
+    archives: bool,
 ) -> None:
     moving = rule("", Transitions=[{"Days": 1, "StorageClass": "INTELLIGENT_TIERING"}])
     raw_client.put_bucket_lifecycle_configuration(
@@ -299,7 +321,10 @@ def test_check_intelligent_tiering_with_archive_access_is_problem(
 
 @pytest.mark.parametrize("retains", [True, False])
 def test_check_object_lock_is_found(
-    examine: Examine, raw_client: Any, bucket: str, retains: bool
+    examine: Examine,
+    raw_client: Any,
+    bucket: str,
+    retains: bool,
 ) -> None:
     raw_client.delete_bucket(Bucket=bucket)
     raw_client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)

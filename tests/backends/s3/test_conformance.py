@@ -61,7 +61,10 @@ class RawS3(RawStore):
         return bytes(self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read())
 
     def _place(
-        self, kind: RawKind, namespace: bytes, name: bytes
+        self,
+        kind: RawKind,
+        namespace: bytes,
+        name: bytes,
     ) -> tuple[str, int, int]:
         replica = self._replica(namespace)
         names = Names(namespace, self.backend._medium.keys.keyring_id)

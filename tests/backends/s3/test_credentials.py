@@ -58,7 +58,9 @@ def use_hung_sts(monkeypatch: pytest.MonkeyPatch, directory: Path, port: int) ->
 
 
 def use_hung_metadata_server(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    port: int,
 ) -> None:
     monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", f"http://127.0.0.1:{port}/")
@@ -66,7 +68,9 @@ def use_hung_metadata_server(
 
 
 def use_hung_container_server(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    port: int,
 ) -> None:
     monkeypatch.setenv(
         "AWS_CONTAINER_CREDENTIALS_FULL_URI", f"http://127.0.0.1:{port}/credentials"
@@ -74,7 +78,9 @@ def use_hung_container_server(
 
 
 def use_hung_program(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, port: int
+    monkeypatch: pytest.MonkeyPatch,
+    directory: Path,
+    port: int,
 ) -> None:
     program = f"{sys.executable} -c 'import time; time.sleep(20)'"
     (directory / "config").write_text(f"[default]\ncredential_process = {program}\n")
@@ -110,7 +116,10 @@ def test_calls_hung_source_of_credentials_raise_by_deadline(
 
 @pytest.mark.usefixtures("no_credentials")
 def test_calls_hung_sts_open_breaker(
-    endpoint: str, hung_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    endpoint: str,
+    hung_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     use_hung_sts(monkeypatch, tmp_path, hung_port)
     with closing(open_blobs(endpoint, "bucket", "1s")) as blobs:
@@ -131,7 +140,9 @@ def test_calls_without_credentials_raise_refused(endpoint: str) -> None:
 
 @pytest.mark.usefixtures("bucket", "no_credentials")
 def test_credentials_that_appear_later_are_found(
-    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+    endpoint: str,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with closing(open_blobs(endpoint, bucket)) as blobs:
         with pytest.raises(RefusedError):
@@ -248,7 +259,8 @@ def test_expiring_credentials_are_renewed_at_most_once_a_minute(source: Source) 
 
 @pytest.mark.usefixtures("no_pause")
 def test_expiring_credentials_are_used_while_source_fails(
-    source: Source, caplog: pytest.LogCaptureFixture
+    source: Source,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     credentials = DeferredCredentials(source.find)
     source.lifetime_s = 300
@@ -276,7 +288,8 @@ def test_expired_credentials_are_not_used(source: Source) -> None:
 
 
 def test_abandoned_search_is_replaced(
-    source: Source, monkeypatch: pytest.MonkeyPatch
+    source: Source,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     credentials = DeferredCredentials(source.find)
     source.answers.clear()

@@ -66,7 +66,9 @@ def wait_until_recovered(backend: Any) -> None:
 
 @pytest.mark.parametrize("fault", HARD)
 def test_backend_lasting_fault_raises_in_time_then_recovers(
-    open_store: Opener, proxy: FaultProxy, fault: str
+    open_store: Opener,
+    proxy: FaultProxy,
+    fault: str,
 ) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
@@ -103,7 +105,9 @@ def test_backend_lasting_fault_raises_in_time_then_recovers(
 
 @pytest.mark.parametrize("fault", SOFT)
 def test_backend_transient_fault_is_retried_without_error(
-    open_store: Opener, proxy: FaultProxy, fault: str
+    open_store: Opener,
+    proxy: FaultProxy,
+    fault: str,
 ) -> None:
     backend, _ = open_store("refresh=0s", port=proxy.port)
     backend.open_namespace(sample_identity())
@@ -120,7 +124,8 @@ def test_backend_transient_fault_is_retried_without_error(
 
 
 def test_read_reset_connection_resumes_at_broken_offset(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     backend, client = open_store("refresh=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
@@ -135,7 +140,8 @@ def test_read_reset_connection_resumes_at_broken_offset(
 
 
 def test_read_trickling_body_raises_at_deadline(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     backend, _ = open_store(OPTIONS, port=proxy.port)
     backend.open_namespace(sample_identity())
@@ -152,7 +158,8 @@ def test_read_trickling_body_raises_at_deadline(
 
 
 def test_breaker_open_fails_operations_without_delay(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     backend, _ = open_store("refresh=1h&deadline=5s&slow=1h", port=proxy.port)
     backend.open_namespace(sample_identity())
@@ -175,7 +182,9 @@ def test_breaker_open_fails_operations_without_delay(
 
 
 def test_backend_deleted_bucket_raises_instead_of_missing(
-    open_store: Opener, raw_client: Any, bucket: str
+    open_store: Opener,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     backend, _ = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
@@ -234,7 +243,8 @@ def test_store_opened_during_outage_misses_until_server_recovers(
 
 
 def test_backend_opened_during_outage_creates_store_on_recovery(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     proxy.set("rst")
     backend, _ = open_store("refresh=0s", port=proxy.port)

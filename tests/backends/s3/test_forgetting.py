@@ -90,7 +90,10 @@ def reader(keys: Collection[Version]) -> Reader:
 
 
 def test_forget_leaves_nothing_of_1000_plaintexts_in_all_versions(
-    url: str, raw_client: Any, versioned: str, request: pytest.FixtureRequest
+    url: str,
+    raw_client: Any,
+    versioned: str,
+    request: pytest.FixtureRequest,
 ) -> None:
     """Whoever has all objects and versions from before, but the keys of afterwards, reads
     nothing."""
@@ -125,7 +128,11 @@ def test_forget_leaves_nothing_of_1000_plaintexts_in_all_versions(
 
 @pytest.mark.parametrize("action", ["ListBucketVersions", "DeleteObjectVersion"])
 def test_forget_names_versions_that_it_must_not_delete(
-    url: str, raw_client: Any, versioned: str, action: str, request: Any
+    url: str,
+    raw_client: Any,
+    versioned: str,
+    action: str,
+    request: Any,
 ) -> None:
     if "Enabled" not in request.node.name:
         pytest.skip("the bucket keeps no versions")

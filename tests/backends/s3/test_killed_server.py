@@ -52,7 +52,8 @@ def batch(number: int) -> CommitBatch:
 
 
 def test_acknowledged_commits_survive_killed_server(
-    open_store: Opener, endpoint: str
+    open_store: Opener,
+    endpoint: str,
 ) -> None:
     backend, _ = open_store("refresh=0s&deadline=5s&slow=1h")
     backend.open_namespace(sample_identity())

@@ -59,7 +59,9 @@ def test_default_options_use_https_and_no_boto_retries() -> None:
     ],
 )
 def test_client_signs_payload_over_plain_http_unless_option_set(
-    options: str, signed: bool, style: str
+    options: str,
+    signed: bool,
+    style: str,
 ) -> None:
     client, _ = make_client(parse(f"s3://bucket/p?{options}")[1])
     assert client.meta.config.s3 == {
@@ -158,7 +160,8 @@ def test_parse_endpoint_with_credentials_raises_without_showing_them() -> None:
     ],
 )
 def test_parse_url_with_secret_raises_without_showing_it(
-    url: str, capsys: pytest.CaptureFixture[str]
+    url: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse(url)
@@ -195,7 +198,8 @@ def test_backend_credentials_are_absent_from_errors_repr_and_log(
 
 
 def test_unreachable_server_errors_name_endpoint_and_cause(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
@@ -225,7 +229,8 @@ def test_unreachable_server_errors_name_endpoint_and_cause(
     "PERSISTKV_S3_ENDPOINT" not in os.environ, reason="moto accepts any secret"
 )
 def test_open_wrong_secret_raises_403(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(StoreUnavailableError, match="403"):
@@ -233,7 +238,10 @@ def test_open_wrong_secret_raises_403(
 
 
 def test_open_without_credentials_raises(
-    endpoint: str, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    endpoint: str,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -275,7 +283,8 @@ def test_import_driver_does_not_import_boto3() -> None:
 
 
 def test_open_with_other_policy_keeps_recorded_policy_and_warns(
-    open_store: Opener, caplog: pytest.LogCaptureFixture
+    open_store: Opener,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first, _ = open_store("capacity=10GiB&ttl=7d")
     assert first.policy() == Policy(10 << 30, 604_800.0)

@@ -91,7 +91,8 @@ def read_everything(reader: S3Backend) -> None:
 
 
 def test_read_only_handle_sends_only_get_and_head(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     fill(open_store().backend)
     with pytest.raises(StoreError, match="403"):
@@ -123,7 +124,8 @@ def test_inspect_commands_need_only_read_permissions(
 
 
 def test_read_only_engine_promotes_and_writes_nothing(
-    open_store: Opener, proxy: FaultProxy
+    open_store: Opener,
+    proxy: FaultProxy,
 ) -> None:
     keys = fill(open_store().backend)
     backend, client = open_store("refresh=0s&read_only=yes", port=proxy.port)
@@ -309,7 +311,9 @@ def policy_url(endpoint: str, raw_client: Any) -> Iterator[StoreUrl]:
 
 
 def open_recorded(
-    url: StoreUrl, *, read_only: bool = False
+    url: StoreUrl,
+    *,
+    read_only: bool = False,
 ) -> tuple[S3Backend, RecordingClient]:
     client = RecordingClient(url)
     shared, own = S3Backend.split_options(url)
@@ -350,7 +354,8 @@ def live_as_writer(backend: S3Backend, raw_client: Any) -> None:
 
 
 def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
-    policy_url: StoreUrl, raw_client: Any
+    policy_url: StoreUrl,
+    raw_client: Any,
 ) -> None:
     policies = documented_policies()
     writer, calls = open_recorded(policy_url)
@@ -365,7 +370,8 @@ def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
 
 
 def test_documented_policy_of_forget_allows_exactly_its_other_calls(
-    policy_url: StoreUrl, raw_client: Any
+    policy_url: StoreUrl,
+    raw_client: Any,
 ) -> None:
     raw_client.put_bucket_versioning(
         Bucket="my-bucket", VersioningConfiguration={"Status": "Enabled"}
@@ -379,7 +385,8 @@ def test_documented_policy_of_forget_allows_exactly_its_other_calls(
 
 
 def test_documented_policy_of_doctor_allows_exactly_its_other_calls(
-    policy_url: StoreUrl, raw_client: Any
+    policy_url: StoreUrl,
+    raw_client: Any,
 ) -> None:
     rule = {
         "ID": "cold",
@@ -446,7 +453,10 @@ class Users:
     CEPH is None, reason="PERSISTKV_S3_CEPH names no server whose users can be made"
 )
 def test_documented_policies_grant_exactly_needed_permissions(
-    endpoint: str, raw_client: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+    endpoint: str,
+    raw_client: Any,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policies = documented_policies()
     lifecycle = json.loads(policies.lifecycle)

@@ -38,7 +38,10 @@ def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
 
 @pytest.mark.parametrize("left", [0, 5000])
 def test_read_truncated_pack_misses_and_drops_it(
-    open_store: Opener, raw_client: Any, bucket: str, left: int
+    open_store: Opener,
+    raw_client: Any,
+    bucket: str,
+    left: int,
 ) -> None:
     backend, client = open_store("refresh=1h")
     backend.open_namespace(sample_identity())
@@ -121,7 +124,10 @@ def write_requests(url: str, writer: int, done: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_concurrent_writers_store_shared_packs_once(
-    open_store: Opener, endpoint: str, raw_client: Any, bucket: str
+    open_store: Opener,
+    endpoint: str,
+    raw_client: Any,
+    bucket: str,
 ) -> None:
     reader, _ = open_store()
     reader.open_namespace(sample_identity())

@@ -23,7 +23,10 @@ def works(hosted: Any, client: Any) -> bool:
 
 
 def test_open_not_required_missing_bucket_attaches_when_it_exists(
-    hosted: Any, endpoint: str, raw_client: Any, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    endpoint: str,
+    raw_client: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"s3://test-absent-bucket/store?endpoint_url={endpoint}"
     with pytest.raises(StoreUnavailableError, match="NoSuchBucket"):
@@ -38,7 +41,10 @@ def test_open_not_required_missing_bucket_attaches_when_it_exists(
 
 
 def test_open_not_required_refused_requests_attach_when_allowed(
-    hosted: Any, bucket: str, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    bucket: str,
+    proxy: FaultProxy,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     proxy.set("readonly")  # 403 for each request that writes
     url = f"s3://{bucket}/store?endpoint_url=http://127.0.0.1:{proxy.port}"
@@ -78,7 +84,9 @@ def test_open_not_required_without_credentials_attaches_with_them(
     ["endpoint_url=nope", "connections=0", "key_file=/absent", "secret=x", "typo=1"],
 )
 def test_open_not_required_invalid_option_raises(
-    hosted: Any, bucket: str, option: str
+    hosted: Any,
+    bucket: str,
+    option: str,
 ) -> None:
     with pytest.raises(ConfigurationError):
         hosted.connect(f"s3://{bucket}/store?{option}").open(required=False)

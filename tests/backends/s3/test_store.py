@@ -96,7 +96,9 @@ def test_read_contiguous_blocks_sends_one_request_per_run(open_store: Opener) ->
 
 @pytest.mark.parametrize("key", ["", "&key_env=PERSISTKV_TEST_KEY"])
 def test_read_encoded_blocks_sends_one_request_per_run(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch, key: str
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
 ) -> None:
     """The promotion allocates memory for two frames for each pack that it reads at the same time,
     not for a whole run."""
@@ -130,7 +132,8 @@ def test_read_encoded_blocks_sends_one_request_per_run(
 
 
 def test_read_broken_off_keeps_blocks_received_before(
-    open_store: Opener, monkeypatch: pytest.MonkeyPatch
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, _ = open_store("refresh=1h")
     rows, keys = make_rows(32), make_keys(32)
@@ -187,7 +190,10 @@ def test_read_fetches_ranges_in_parallel(
 
 @pytest.mark.slow
 def test_client_receives_changes_of_other_engines_without_jobs(
-    open_store: Opener, endpoint: str, bucket: str, hosted: Hosted
+    open_store: Opener,
+    endpoint: str,
+    bucket: str,
+    hosted: Hosted,
 ) -> None:
     url = f"s3://{bucket}/store?endpoint_url={endpoint}"
     layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))

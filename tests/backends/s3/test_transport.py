@@ -39,7 +39,9 @@ class Scripted(Transport):
     breaks off, or None."""
 
     def __init__(
-        self, *steps: S3Error | int | None, after: Callable[[], object] = lambda: None
+        self,
+        *steps: S3Error | int | None,
+        after: Callable[[], object] = lambda: None,
     ) -> None:
         self.steps = list(steps)
         self.calls: list[tuple[object, ...]] = []
@@ -58,7 +60,12 @@ class Scripted(Transport):
         return 0.0
 
     def get(
-        self, key: str, start: int, stop: int, sink: Sink, deadline: Deadline
+        self,
+        key: str,
+        start: int,
+        stop: int,
+        sink: Sink,
+        deadline: Deadline,
     ) -> None:
         broken_after = self._step("get", key, start, stop)
         data = (DATA * 1024)[start:stop]
@@ -75,7 +82,12 @@ class Scripted(Transport):
         self._step("head", key)
 
     def list(
-        self, prefix: str, page: str | None, deadline: Deadline, *, after: str = ""
+        self,
+        prefix: str,
+        page: str | None,
+        deadline: Deadline,
+        *,
+        after: str = "",
     ) -> ListPage:
         self._step("list", prefix, page)
         number = int(page or 0)
@@ -153,7 +165,9 @@ def test_body_read_past_deadline_raises() -> None:
     ("start", "stop", "expected"), [(10, 500, DATA[10:500]), (0, 1, DATA[:1])]
 )
 def test_read_broken_body_resumes_at_broken_offset(
-    start: int, stop: int, expected: bytes
+    start: int,
+    stop: int,
+    expected: bytes,
 ) -> None:
     client = Scripted(0, 0) if stop == 1 else Scripted(7, 90)
     buffers = (
@@ -212,7 +226,8 @@ def test_sink_object_replaced_between_attempts_raises() -> None:
 
 @pytest.mark.parametrize("error", [BrokenError("x"), ThrottledError("x")])
 def test_put_transient_error_is_retried_after_pause(
-    error: S3Error, pauses: list[float]
+    error: S3Error,
+    pauses: list[float],
 ) -> None:
     client = Scripted(error, error, None)
     make_bucket(client).put("k", [b"x"])

@@ -29,7 +29,10 @@ def make_memory() -> KVMemory:
 
 
 def run(
-    memory: KVMemory, direction: Direction, blocks: list[int], sub_blocks: list[int]
+    memory: KVMemory,
+    direction: Direction,
+    blocks: list[int],
+    sub_blocks: list[int],
 ) -> None:
     engine = CPUCopyEngine(memory, direction)
     assert engine.submit(
@@ -59,7 +62,9 @@ def arrangements() -> dict[str, tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("buffer_bytes", [PAGE * 7, PAGE - 1, 8 << 20])
 @pytest.mark.parametrize("name", arrangements())
 def test_cpu_engine_any_page_order_copies_same_bytes(
-    name: str, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    buffer_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "BUFFER_BYTES", buffer_bytes)
     monkeypatch.setattr(module, "FEW_RUNS", 3)
@@ -153,7 +158,9 @@ def test_submit_missing_block_fails_job_and_next_job_runs(
     [(64, 0, 16), (64, 8, 8), (24, 0, 8), (20, 0, 4), (6, 0, 2), (7, 0, 1), (64, 1, 1)],
 )
 def test_widened_any_alignment_uses_widest_common_element(
-    page: int, offset: int, itemsize: int
+    page: int,
+    offset: int,
+    itemsize: int,
 ) -> None:
     aligned = torch.zeros((4, page), dtype=torch.int8)
     shifted = torch.zeros((4, 128), dtype=torch.int8)[:, offset : offset + page]

@@ -60,13 +60,19 @@ def sleep(cycles: int = LONG) -> None:
 
 
 def random_bytes(
-    rows: int, columns: int, device: torch.device | str = DEVICE
+    rows: int,
+    columns: int,
+    device: torch.device | str = DEVICE,
 ) -> torch.Tensor:
     return torch.randint(-128, 128, (rows, columns), dtype=torch.int8, device=device)
 
 
 def pinned_memory(
-    num_blocks: int, num_rows: int, page: int, factor: int = 1, slack: int = 0
+    num_blocks: int,
+    num_rows: int,
+    page: int,
+    factor: int = 1,
+    slack: int = 0,
 ) -> KVMemory:
     """Return one KV tensor whose pages begin ``slack`` bytes into its blocks, and rows with gaps of
     the same size."""
@@ -115,7 +121,10 @@ def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
     ],
 )
 def test_cuda_engine_any_page_size_copies_same_bytes(
-    copier: PageCopier, page: int, shuffled: bool, slack: int
+    copier: PageCopier,
+    page: int,
+    shuffled: bool,
+    slack: int,
 ) -> None:
     factor, count = 2, 24
     memory = pinned_memory(40, 20, page, factor, slack)
@@ -355,7 +364,9 @@ def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) ->
 
 
 def test_cuda_engine_copies_across_registrations_succeed(
-    region: SharedOffloadRegion, copier: PageCopier, monkeypatch: pytest.MonkeyPatch
+    region: SharedOffloadRegion,
+    copier: PageCopier,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(SharedOffloadRegion, "registration_bytes", 3 << 16)
     assert pin_mmap_region(region)
@@ -372,7 +383,8 @@ def test_cuda_engine_copies_across_registrations_succeed(
 
 
 def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(
-    shared_memory: str, copier: PageCopier
+    shared_memory: str,
+    copier: PageCopier,
 ) -> None:
     num_rows = 16
     total = num_rows * HUGE_PAGE_BYTES
@@ -439,7 +451,8 @@ def store():
 
 
 def test_handlers_shutdown_waits_for_copies_in_flight(
-    shared_memory: str, caplog: pytest.LogCaptureFixture
+    shared_memory: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     page, count = 2 << 20, 64
     region = SharedOffloadRegion(

@@ -21,7 +21,10 @@ needs_cuda = pytest.mark.skipif(
 
 
 def make_batch(
-    target: torch.Tensor, source: torch.Tensor, pairs: list[tuple[int, int]], page: int
+    target: torch.Tensor,
+    source: torch.Tensor,
+    pairs: list[tuple[int, int]],
+    page: int,
 ) -> CopyBatch:
     """Return a batch of copies of ``page`` bytes; each pair is (target row, source row)."""
     targets = np.array([target.data_ptr() + to * target.stride(0) for to, _ in pairs])

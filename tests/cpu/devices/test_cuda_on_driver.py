@@ -30,7 +30,9 @@ NUM_ROWS = 10
 
 
 def copies(
-    blocks: list[int], sub_blocks: list[int], page: int = PAGE
+    blocks: list[int],
+    sub_blocks: list[int],
+    page: int = PAGE,
 ) -> list[PageCopies]:
     return [PageCopies(0, page, np.array(blocks), np.array(sub_blocks))]
 
@@ -162,7 +164,8 @@ def test_submit_copies_run_after_caller_and_between_events(driver: Driver) -> No
 
 
 def test_submit_rejected_copy_writes_nothing_and_next_job_runs(
-    driver: Driver, caplog: pytest.LogCaptureFixture
+    driver: Driver,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pages, rows = make_pages(), torch.zeros((NUM_ROWS, PAGE), dtype=torch.int8)
     # only a part of row 2 is registered
@@ -185,7 +188,9 @@ def test_submit_rejected_copy_writes_nothing_and_next_job_runs(
 
 
 def test_cuda_engine_broken_device_fails_jobs_without_raising(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     streams: list[Stream] = []
 

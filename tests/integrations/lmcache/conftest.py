@@ -36,7 +36,9 @@ class Memory:
     """An object in L1: the methods of LMCache's ``MemoryObj`` that adapters may use."""
 
     def __init__(
-        self, shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.bfloat16
+        self,
+        shape: tuple[int, ...] = SHAPE,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.tensor = torch.zeros(shape, dtype=dtype)
         self.metadata = Metadata(None, None)
@@ -93,7 +95,8 @@ def object_keys(
 
 
 def descriptions(
-    shape: tuple[int, ...] = SHAPE, dtype: torch.dtype = torch.bfloat16
+    shape: tuple[int, ...] = SHAPE,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[int, Any]:
     """Return the layouts of a lookup."""
     from lmcache.v1.distributed.api import MemoryLayoutDesc
@@ -124,7 +127,9 @@ class Driver:
         return bool(result.is_successful())
 
     def lookup(
-        self, keys: Sequence[Any], layouts: dict[int, Any] | None = None
+        self,
+        keys: Sequence[Any],
+        layouts: dict[int, Any] | None = None,
     ) -> list[bool]:
         adapter = self.adapter
         layouts = descriptions() if layouts is None else layouts

@@ -47,7 +47,8 @@ def test_store_lookup_load(open_adapter: Open) -> None:
 
 @pytest.mark.parametrize("tokens_per_s", [None, 1.0, 1e12])
 def test_lookup_reports_hits_if_loading_is_faster_than_computing(
-    open_adapter: Open, tokens_per_s: float | None
+    open_adapter: Open,
+    tokens_per_s: float | None,
 ) -> None:
     driver = open_adapter(prefill_tokens_per_s=tokens_per_s)
     keys, objects = object_keys(range(8)), memories(8, seed=1)
@@ -196,7 +197,8 @@ def test_salts_of_one_task_are_tenants_and_usage_is_exact_for_each(
 
 
 def test_salt_that_is_no_tenant_is_neither_stored_nor_found(
-    open_adapter: Open, caplog: pytest.LogCaptureFixture
+    open_adapter: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     salt = "a\nb"  # LMCache itself refuses salts of more than 128 characters
     driver = open_adapter()
@@ -209,7 +211,8 @@ def test_salt_that_is_no_tenant_is_neither_stored_nor_found(
 
 
 def test_required_tenant_refuses_objects_without_salt(
-    open_adapter: Open, caplog: pytest.LogCaptureFixture
+    open_adapter: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert open_adapter().store(object_keys([1]), memories(1, seed=23))
     driver = open_adapter(tenant="required")
@@ -233,7 +236,8 @@ def test_required_tenant_refuses_objects_without_salt(
     ],
 )
 def test_other_engine_or_weights_miss(
-    open_adapter: Open, changed: dict[str, Any]
+    open_adapter: Open,
+    changed: dict[str, Any],
 ) -> None:
     driver, keys = open_adapter(), object_keys(range(3))
     assert driver.store(keys, memories(3, seed=7))
@@ -245,7 +249,8 @@ def test_other_engine_or_weights_miss(
 
 
 def test_unknown_model_is_neither_stored_nor_found(
-    open_adapter: Open, caplog: pytest.LogCaptureFixture
+    open_adapter: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     driver, keys = open_adapter(), object_keys(range(2), model="unknown")
     assert not driver.store(keys, memories(2, seed=8))
@@ -376,7 +381,8 @@ def test_other_process_stores_are_announced(open_adapter: Open) -> None:
 
 
 def test_failing_listener_does_not_end_announcements(
-    open_adapter: Open, caplog: pytest.LogCaptureFixture
+    open_adapter: Open,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     class FailingListener(Listener):
         has_failed = False
@@ -405,7 +411,9 @@ def _wait_until(has_happened: Callable[[], bool]) -> None:
 
 
 def test_store_that_does_not_open_costs_misses(
-    open_adapter: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_adapter: Open,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     driver = open_adapter(url=f"lmdb://{tmp_path}/file/store")

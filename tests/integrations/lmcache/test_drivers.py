@@ -146,7 +146,8 @@ def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
 
 @pytest.mark.slow
 def test_killed_server_finds_every_chunk_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     adapter = adapter_json(f"lmdb://{tmp_path}/store?capacity=4GiB", "test-model")
     bench = ["bench", "server", "--mode", "cpu", "--transfer-mode", "engine_driven"]

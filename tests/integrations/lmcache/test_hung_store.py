@@ -67,7 +67,8 @@ def _wait_until(has_happened: Callable[[], bool]) -> None:
 
 
 def test_lookups_are_declined_while_a_load_hangs(
-    open_adapter: Open, medium: Medium
+    open_adapter: Open,
+    medium: Medium,
 ) -> None:
     driver = open_adapter(prefill_tokens_per_s=100.0)
     assert driver.store(KEYS, memories(8, seed=1))
@@ -94,7 +95,8 @@ def test_calls_return_while_lists_hang(open_adapter: Open, medium: Medium) -> No
 
 
 def test_constructor_returns_while_opening_hangs_and_store_opens_later(
-    open_adapter: Open, medium: Medium
+    open_adapter: Open,
+    medium: Medium,
 ) -> None:
     driver = open_adapter()
     assert driver.store(KEYS, memories(8, seed=1))
@@ -110,7 +112,8 @@ def test_constructor_returns_while_opening_hangs_and_store_opens_later(
 
 
 def test_close_returns_while_opening_hangs_and_store_is_closed_later(
-    open_adapter: Open, medium: Medium
+    open_adapter: Open,
+    medium: Medium,
 ) -> None:
     threads_before = _threads()
     driver = open_adapter(delete_timeout_s=0.3)

@@ -86,7 +86,11 @@ def open_backend(options: dict[str, Any]) -> Iterator[Open]:
     opened: list[Any] = []
 
     def open_one(
-        pool: Any = None, *, interface_v1: int = 1, config: Any = None, **changed: Any
+        pool: Any = None,
+        *,
+        interface_v1: int = 1,
+        config: Any = None,
+        **changed: Any,
     ) -> Any:
         fields = config or {}
         made = storage_config(

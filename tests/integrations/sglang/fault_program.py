@@ -61,7 +61,12 @@ class Engine:
     """Uses a store as SGLang's storage threads do, until it is killed."""
 
     def __init__(
-        self, url: str, pool: Any, content: Any, tally: Tally, seed: str
+        self,
+        url: str,
+        pool: Any,
+        content: Any,
+        tally: Tally,
+        seed: str,
     ) -> None:
         """:param content: pool with the content of each key."""
         options = {

@@ -72,7 +72,10 @@ def page_indices(first: int, count: int) -> Any:
 
 
 def storage_config(
-    options: Mapping[str, Any], *, interface_v1: int = 1, **changed: Any
+    options: Mapping[str, Any],
+    *,
+    interface_v1: int = 1,
+    **changed: Any,
 ) -> Any:
     """Return SGLang's ``HiCacheStorageConfig`` of one rank, with other values for some fields.
 

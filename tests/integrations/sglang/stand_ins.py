@@ -101,7 +101,10 @@ class HiCacheStorage(ABC):  # noqa: B024
 class StorageBackendFactory:
     @staticmethod
     def create_backend(
-        name: str, config: HiCacheStorageConfig, pool: Any, **kwargs: Any
+        name: str,
+        config: HiCacheStorageConfig,
+        pool: Any,
+        **kwargs: Any,
     ) -> Any:
         assert name == "dynamic"
         assert config.extra_config is not None

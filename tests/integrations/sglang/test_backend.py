@@ -28,7 +28,8 @@ from tests.integrations.sglang.preparation import HAS_SGLANG
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
 def test_v1_pages_are_restored_by_another_process(
-    open_backend: Open, layout: str
+    open_backend: Open,
+    layout: str,
 ) -> None:
     pool, keys = make_pool(layout), page_keys(range(8))
     fill(pool, 1)
@@ -50,7 +51,8 @@ def test_v1_pages_are_restored_by_another_process(
 
 @pytest.mark.parametrize("tokens_per_s", [None, 1.0, 1e12])
 def test_batch_exists_reports_pages_if_loading_is_faster_than_computing(
-    open_backend: Open, tokens_per_s: float | None
+    open_backend: Open,
+    tokens_per_s: float | None,
 ) -> None:
     pool = make_pool()
     backend = open_backend(pool, prefill_tokens_per_s=tokens_per_s)
@@ -148,7 +150,9 @@ def test_float16_engine_misses_bfloat16_pages(open_backend: Open) -> None:
     ],
 )
 def test_other_rank_weights_or_attention_miss(
-    open_backend: Open, config: dict[str, Any], changed: dict[str, Any]
+    open_backend: Open,
+    config: dict[str, Any],
+    changed: dict[str, Any],
 ) -> None:
     pool, keys = make_pool(), page_keys(range(2))
     assert all(open_backend(pool).batch_set_v1(keys, page_indices(0, 2)))
@@ -193,7 +197,9 @@ def _transfer(name: str, keys: list[str], host_indices: Any = None, **more: Any)
 
 @pytest.mark.parametrize("missing", ["url", "attention_backend"])
 def test_missing_option_is_refused(
-    open_backend: Open, options: dict[str, Any], missing: str
+    open_backend: Open,
+    options: dict[str, Any],
+    missing: str,
 ) -> None:
     del options[missing]
     with pytest.raises(ConfigurationError, match=missing):
@@ -203,7 +209,9 @@ def test_missing_option_is_refused(
 
 
 def test_weights_are_required_and_fingerprinted(
-    open_backend: Open, options: dict[str, Any], tmp_path: Path
+    open_backend: Open,
+    options: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     del options["weights"]
     with pytest.raises(ConfigurationError, match="model_path"):
@@ -385,7 +393,9 @@ def test_stats_are_those_since_the_last_call(open_backend: Open) -> None:
 
 
 def test_store_that_does_not_open_costs_misses(
-    open_backend: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    open_backend: Open,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (tmp_path / "file").write_text("no directory")
     backend = open_backend(make_pool(), url=f"lmdb://{tmp_path}/file/store")

@@ -60,7 +60,9 @@ def wait_until_open(backend: Any) -> None:
 
 
 def test_constructor_returns_at_the_deadline_and_the_store_opens_later(
-    open_backend: Open, store: Path, caplog: pytest.LogCaptureFixture
+    open_backend: Open,
+    store: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     pool = make_pool()
     with hung_store(store):
@@ -76,7 +78,9 @@ def test_constructor_returns_at_the_deadline_and_the_store_opens_later(
 
 
 def test_retried_opening_holds_no_call(
-    open_backend: Open, store: Path, monkeypatch: pytest.MonkeyPatch
+    open_backend: Open,
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv.integrations.sglang.opening._RETRY_S", 0.0)
     elsewhere = store.rename(store.with_name("elsewhere"))
@@ -100,7 +104,8 @@ def test_clear_raises_at_the_deadline(open_backend: Open, store: Path) -> None:
 
 
 def test_store_that_opens_after_close_is_closed(
-    open_backend: Open, store: Path
+    open_backend: Open,
+    store: Path,
 ) -> None:
     with hung_store(store), deadline():
         backend = open_backend(make_pool(), timeout_s=0.1)

@@ -54,7 +54,8 @@ def kill_a_writer(url: str, first: int, after_s: float) -> list[int]:
     "kills", [(0.1,), pytest.param((0.05, 0.1, 0.2, 0.4), marks=pytest.mark.slow)]
 )
 def test_acknowledged_pages_survive_kills(
-    tmp_path: Path, kills: tuple[float, ...]
+    tmp_path: Path,
+    kills: tuple[float, ...],
 ) -> None:
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     acknowledged: list[int] = []

@@ -61,7 +61,10 @@ def reference(model: PreTrainedModel, prompt: list[int], count: int) -> list[int
 
 class TestGenerate:
     def test_cold_or_resident_prefix_returns_tokens_of_transformers(
-        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        model: PreTrainedModel,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         expected = reference(model, prompt, 24)
@@ -69,7 +72,9 @@ class TestGenerate:
         assert engine.generate(prompt, 24).tokens == expected
 
     def test_gpt_neox_model_returns_tokens_of_transformers(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         torch.manual_seed(0)
         config = GPTNeoXConfig(
@@ -91,7 +96,9 @@ class TestGenerate:
         ]
 
     def test_computed_resident_or_restored_prefix_returns_same_tokens(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         cold = engine.generate(prompt, 8, load=False)
@@ -107,7 +114,9 @@ class TestGenerate:
         torch.testing.assert_close(cold.logits, resident.logits, rtol=1e-4, atol=1e-4)
 
     def test_sampling_seed_determines_tokens(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         drawn = [
@@ -117,7 +126,9 @@ class TestGenerate:
         assert drawn[0] == drawn[1] != drawn[2]
 
     def test_stop_token_ends_answer(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         whole = engine.generate(prompt, 12).tokens
@@ -125,7 +136,10 @@ class TestGenerate:
         assert stopped == whole[: whole.index(whole[5]) + 1]
 
     def test_prompt_of_at_most_two_blocks_returns_tokens_of_transformers(
-        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        model: PreTrainedModel,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         for length in (1, 3, 4, 5, 8):
@@ -136,7 +150,9 @@ class TestGenerate:
             ]
 
     def test_later_request_leaves_returned_logits_unchanged(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         first = engine.generate(prompt, 2)
@@ -147,7 +163,9 @@ class TestGenerate:
 
 class TestPrefixCache:
     def test_prompt_with_generated_tokens_restores_their_blocks(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 12)
@@ -155,14 +173,18 @@ class TestPrefixCache:
         assert stats.restored_tokens == 108
 
     def test_common_prefix_is_reused_from_device(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
         assert engine.generate([*prompt[:50], 255, 255], 1).stats.device_tokens == 48
 
     def test_prefix_partly_evicted_from_device_loads_rest_from_cpu_tier(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine(device_blocks=27)
         expected = engine.generate(prompt, 8).tokens
@@ -174,7 +196,9 @@ class TestPrefixCache:
         assert stats.tokens == expected
 
     def test_different_tenant_misses_on_device_and_in_primary_tier(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         assert engine.generate(prompt, 1, tenant="anna").stats.restored_tokens == 0
@@ -191,7 +215,9 @@ class TestPrefixCache:
         assert named.stats.cpu_tokens == 96
 
     def test_different_salt_misses(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, salt="one")
@@ -199,7 +225,9 @@ class TestPrefixCache:
         assert engine.generate(prompt, 1, salt="one").stats.restored_tokens == 96
 
     def test_request_parameter_load_false_misses(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1)
@@ -210,7 +238,9 @@ class TestPrefixCache:
         )
 
     def test_store_false_stores_no_blocks(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(prompt, 1, store=False)
@@ -232,7 +262,10 @@ class TestPrefixCache:
         ],
     )
     def test_invalid_request_parameters_raise_before_running(
-        self, open_engine: OpenEngine, prompt: list[int], given: object
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
+        given: object,
     ) -> None:
         engine = open_engine()
         with pytest.raises(ConfigurationError, match=r"kv_transfer_params\.persistkv"):
@@ -240,7 +273,9 @@ class TestPrefixCache:
         assert engine.stats().requests == 0
 
     def test_repeated_prompt_stores_each_block_once(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         for _ in range(3):
@@ -250,7 +285,9 @@ class TestPrefixCache:
         assert engine.stats().resident_blocks == 25
 
     def test_restored_pages_equal_computed_pages_of_same_hash(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         engine = open_engine()
         result = engine.generate(prompt, 8)
@@ -271,7 +308,9 @@ class TestPrefixCache:
 
 class TestPressureAndFaults:
     def test_generate_small_device_pool_returns_tokens_of_transformers(
-        self, open_engine: OpenEngine, model: PreTrainedModel
+        self,
+        open_engine: OpenEngine,
+        model: PreTrainedModel,
     ) -> None:
         engine = open_engine(device_blocks=12, cpu_bytes="64KiB")
         for number in range(30):
@@ -280,7 +319,10 @@ class TestPressureAndFaults:
         assert engine.stats().resident_blocks <= 12
 
     def test_generate_small_cpu_tier_drops_and_counts_blocks(
-        self, open_engine: OpenEngine, model: PreTrainedModel, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        model: PreTrainedModel,
+        prompt: list[int],
     ) -> None:
         engine = open_engine(cpu_bytes="20KiB")
         assert engine.generate(prompt, 8).tokens == reference(model, prompt, 8)
@@ -358,7 +400,10 @@ class TestInvalidInput:
         ],
     )
     def test_open_invalid_option_raises_naming_it(
-        self, open_engine: OpenEngine, options: dict[str, Any], field: str
+        self,
+        open_engine: OpenEngine,
+        options: dict[str, Any],
+        field: str,
     ) -> None:
         with pytest.raises(ConfigurationError, match=field):
             open_engine(**options)
@@ -373,26 +418,34 @@ class TestInvalidInput:
         ],
     )
     def test_generate_empty_prompt_or_unknown_token_raises(
-        self, open_engine: OpenEngine, token_ids: list[int], named: str
+        self,
+        open_engine: OpenEngine,
+        token_ids: list[int],
+        named: str,
     ) -> None:
         with pytest.raises(ConfigurationError, match=f"{named}.*from 0 to 255"):
             open_engine().generate(token_ids, 1)
 
     def test_generate_token_that_is_no_integer_raises_naming_it(
-        self, open_engine: OpenEngine
+        self,
+        open_engine: OpenEngine,
     ) -> None:
         wrong: Any = [1, 2, "three"]
         with pytest.raises(ConfigurationError, match="'three' at position 2"):
             open_engine().generate(wrong, 1)
 
     def test_generate_label_that_is_too_long_raises(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         with pytest.raises(ConfigurationError, match=r"at most 4,096 .*, not 5,004"):
             open_engine().generate(prompt, 1, labels={"user": "a" * 5000})
 
     def test_generate_stop_token_out_of_range_raises_naming_it(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         with pytest.raises(ConfigurationError, match="300 is none"):
             open_engine().generate(prompt, 1, stop_token_ids=[2, 300])
@@ -449,7 +502,11 @@ class TestInvalidInput:
         [("max_new_token", "max_new_tokens"), ("temprature", "temperature")],
     )
     def test_generate_misspelt_option_raises_naming_the_similar_one(
-        self, open_engine: OpenEngine, prompt: list[int], name: str, similar: str
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
+        name: str,
+        similar: str,
     ) -> None:
         given: dict[str, Any] = {name: 1}
         with pytest.raises(ConfigurationError, match=rf"did you mean {similar}\?$"):
@@ -463,7 +520,10 @@ class TestInvalidInput:
         ],
     )
     def test_open_unknown_option_raises_naming_similar_ones(
-        self, model: PreTrainedModel, name: str, text: str
+        self,
+        model: PreTrainedModel,
+        name: str,
+        text: str,
     ) -> None:
         given: dict[str, Any] = {name: 1}
         with pytest.raises(ConfigurationError, match=rf"{name}: 1 is not .*{text}"):
@@ -471,14 +531,18 @@ class TestInvalidInput:
 
     @pytest.mark.parametrize("request_id", ["typo", 5, None])
     def test_wait_persisted_unknown_request_raises(
-        self, open_engine: OpenEngine, request_id: Any
+        self,
+        open_engine: OpenEngine,
+        request_id: Any,
     ) -> None:
         with pytest.raises(ConfigurationError, match=r"request: .*of this engine"):
             open_engine().wait_persisted(request_id)
 
     @pytest.mark.parametrize("method", ["flush", "close"])
     def test_timeout_that_is_no_number_raises(
-        self, open_engine: OpenEngine, method: str
+        self,
+        open_engine: OpenEngine,
+        method: str,
     ) -> None:
         with pytest.raises(ConfigurationError, match="timeout_s: '1' is not valid"):
             getattr(open_engine(), method)("1")
@@ -506,7 +570,8 @@ class TestInvalidInput:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_open_cuda_without_gpu_raises_before_loading_model(
-        self, tmp_path: Path
+        self,
+        tmp_path: Path,
     ) -> None:
         with pytest.raises(ConfigurationError, match="device: 'cuda' is not valid"):
             Engine.open(tmp_path / "no-model", device="cuda")
@@ -517,14 +582,17 @@ class TestInvalidInput:
             Engine.open(model)
 
     def test_open_compiled_model_raises_naming_compile_in_place(
-        self, model: PreTrainedModel
+        self,
+        model: PreTrainedModel,
     ) -> None:
         compiled = torch.compile(model, backend="eager")
         with pytest.raises(ConfigurationError, match=r"model\.compile\(\) compiles"):
             Engine.open(compiled)
 
     def test_generate_context_larger_than_device_raises(
-        self, open_engine: OpenEngine, prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        prompt: list[int],
     ) -> None:
         with pytest.raises(PromptTooLongError, match=r"device_blocks=27") as error:
             open_engine(device_blocks=26).generate(prompt, 8)
@@ -540,7 +608,9 @@ class TestInvalidInput:
             Engine.open(tmp_path)
 
     def test_open_model_with_shared_kv_layers_raises(
-        self, open_engine: OpenEngine, make_model: Callable[..., LlamaForCausalLM]
+        self,
+        open_engine: OpenEngine,
+        make_model: Callable[..., LlamaForCausalLM],
     ) -> None:
         model = make_model()
         model.config.num_kv_shared_layers = 1
@@ -549,7 +619,8 @@ class TestInvalidInput:
 
 
 def test_close_twice_succeeds_and_generate_raises(
-    open_engine: OpenEngine, prompt: list[int]
+    open_engine: OpenEngine,
+    prompt: list[int],
 ) -> None:
     engine = open_engine()
     engine.generate(prompt, 1)
@@ -563,7 +634,9 @@ def test_close_twice_succeeds_and_generate_raises(
     "form", [torch.tensor, lambda ids: torch.tensor([ids]), lambda ids: [ids], tuple]
 )
 def test_generate_prompt_in_any_form_returns_same_tokens(
-    open_engine: OpenEngine, prompt: list[int], form: Callable[[list[int]], Any]
+    open_engine: OpenEngine,
+    prompt: list[int],
+    form: Callable[[list[int]], Any],
 ) -> None:
     engine = open_engine()
     expected = engine.generate(prompt, 4).tokens
@@ -580,7 +653,8 @@ def test_generate_prompt_in_any_form_returns_same_tokens(
     "prompts", [[[1, 2], [3, 4]], torch.tensor([[1, 2], [3, 4]]), ["one", "two"]]
 )
 def test_generate_batch_raises_that_batches_are_not_supported(
-    open_engine: OpenEngine, prompts: Any
+    open_engine: OpenEngine,
+    prompts: Any,
 ) -> None:
     with pytest.raises(
         ConfigurationError, match=r"a batch of 2 prompts.*batches are not supported"
@@ -592,7 +666,8 @@ def test_generate_batch_raises_that_batches_are_not_supported(
     "prompt", [None, 5, [1.5], [None], {1}, {"text": "a"}, torch.tensor(5)]
 )
 def test_generate_value_that_is_no_prompt_raises(
-    open_engine: OpenEngine, prompt: Any
+    open_engine: OpenEngine,
+    prompt: Any,
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"prompt: .* in one row"):
         open_engine().generate(prompt, 4)
@@ -600,7 +675,8 @@ def test_generate_value_that_is_no_prompt_raises(
 
 @pytest.mark.slow
 def test_generate_model_compiled_in_place_returns_tokens_of_transformers(
-    open_engine: OpenEngine, make_model: Callable[..., LlamaForCausalLM]
+    open_engine: OpenEngine,
+    make_model: Callable[..., LlamaForCausalLM],
 ) -> None:
     prompt = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     expected = reference(make_model(num_hidden_layers=1), prompt, 3)
@@ -615,7 +691,9 @@ def test_open_unknown_store_raises_before_loading_model(tmp_path: Path) -> None:
 
 
 def test_open_store_path_creates_lmdb_store(
-    open_engine: OpenEngine, tmp_path: Path, prompt: list[int]
+    open_engine: OpenEngine,
+    tmp_path: Path,
+    prompt: list[int],
 ) -> None:
     for store in (tmp_path / "kv", str(tmp_path / "kv")):
         engine = open_engine(store=store)

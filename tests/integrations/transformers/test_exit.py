@@ -42,7 +42,8 @@ for engine in engines:
 
 @pytest.fixture(scope="module")
 def checkpoint(
-    model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory
+    model: LlamaForCausalLM,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     path = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(path)
@@ -50,7 +51,10 @@ def checkpoint(
 
 
 def run_script(
-    end: str, checkpoint: Path, prompt: list[int], directory: Path
+    end: str,
+    checkpoint: Path,
+    prompt: list[int],
+    directory: Path,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``SCRIPT`` and the lines ``end`` in a new process."""
     command = [sys.executable, "-c", SCRIPT + end, str(checkpoint), str(directory)]
@@ -70,7 +74,10 @@ def run_script(
     ],
 )
 def test_script_without_close_keeps_its_context(
-    checkpoint: Path, prompt: list[int], tmp_path: Path, end: str
+    checkpoint: Path,
+    prompt: list[int],
+    tmp_path: Path,
+    end: str,
 ) -> None:
     done = run_script(ENDS[end], checkpoint, prompt, tmp_path)
     assert done.returncode == {"exit": 3, "exception": 1}.get(end, 0), done.stderr
@@ -82,7 +89,9 @@ def test_script_without_close_keeps_its_context(
 
 @pytest.mark.slow
 def test_forked_child_that_exits_leaves_engine_open(
-    checkpoint: Path, prompt: list[int], tmp_path: Path
+    checkpoint: Path,
+    prompt: list[int],
+    tmp_path: Path,
 ) -> None:
     done = run_script(FORKED, checkpoint, prompt, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,9 @@ def open_engine(gemma: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
     def open_one(
-        chosen: PreTrainedModel | None = None, url: str | None = None, **options: Any
+        chosen: PreTrainedModel | None = None,
+        url: str | None = None,
+        **options: Any,
     ) -> Engine:
         defaults: dict[str, Any] = {
             "block_size": BLOCK,
@@ -60,7 +62,9 @@ def plain_logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def assert_greedy(
-    model: PreTrainedModel, prompt: list[int], tokens: Sequence[int]
+    model: PreTrainedModel,
+    prompt: list[int],
+    tokens: Sequence[int],
 ) -> None:
     """Check that one forward pass over all tokens, without a cache, predicts each of ``tokens``."""
     with torch.no_grad():
@@ -75,7 +79,8 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def pages_of(
-    engine: Engine, block_hashes: Collection[bytes]
+    engine: Engine,
+    block_hashes: Collection[bytes],
 ) -> dict[tuple[int, bytes], torch.Tensor]:
     """Copy the resident pages of these hashes, by group and hash."""
     return {
@@ -88,7 +93,10 @@ def pages_of(
 
 class TestGenerate:
     def test_cold_resident_or_restored_prefix_matches_plain_forward_pass(
-        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        windowed: PreTrainedModel,
+        long_prompt: list[int],
     ) -> None:
         engine = open_engine(windowed)
         expected = plain_logits(windowed, long_prompt)
@@ -135,7 +143,10 @@ class TestGenerate:
         assert_greedy(windowed, prompt, engine.generate(prompt, 40).tokens)
 
     def test_prompt_with_restored_generated_tokens_matches_forward_pass(
-        self, open_engine: OpenEngine, windowed: PreTrainedModel, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        windowed: PreTrainedModel,
+        long_prompt: list[int],
     ) -> None:
         engine = open_engine(windowed)
         begun = engine.generate(long_prompt, 41)
@@ -148,7 +159,10 @@ class TestGenerate:
 
 class TestLoadedBlocks:
     def test_sliding_window_group_loads_only_blocks_inside_window(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        long_prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
@@ -160,7 +174,10 @@ class TestLoadedBlocks:
         assert resident == [WINDOW // BLOCK, 42]
 
     def test_shorter_prompt_loads_window_before_its_own_end(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        long_prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
@@ -172,7 +189,10 @@ class TestLoadedBlocks:
         assert_close(shorter.logits, plain_logits(gemma, long_prompt[:101]))
 
     def test_prefix_partly_on_device_loads_rest_from_cpu_tier(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
+        long_prompt: list[int],
     ) -> None:
         engine = open_engine()
         engine.generate(long_prompt, 1)
@@ -249,7 +269,9 @@ class TestRestart:
 
 class TestDeviceLimit:
     def test_generate_small_device_pool_matches_plain_forward_pass(
-        self, open_engine: OpenEngine, gemma: PreTrainedModel
+        self,
+        open_engine: OpenEngine,
+        gemma: PreTrainedModel,
     ) -> None:
         engine = open_engine(device_blocks=14, cpu_bytes="96KiB")
         for number in range(20):
@@ -262,7 +284,9 @@ class TestDeviceLimit:
         )
 
     def test_generate_context_larger_than_device_raises(
-        self, open_engine: OpenEngine, long_prompt: list[int]
+        self,
+        open_engine: OpenEngine,
+        long_prompt: list[int],
     ) -> None:
         with pytest.raises(ConfigurationError, match="device_blocks=44"):
             open_engine(device_blocks=43).generate(long_prompt, 8)

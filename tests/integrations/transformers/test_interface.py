@@ -24,7 +24,10 @@ class OlderName(LlamaForCausalLM):  # type: ignore[misc]
     """Model of a checkpoint with code of its own, which was written for releases before 5.24."""
 
     def forward(
-        self, input_ids: torch.Tensor, past_key_values: Any = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        past_key_values: Any = None,
+        **options: Any,
     ) -> Any:
         return super().forward(
             input_ids, **{INSTALLED_NAME: past_key_values}, **options
@@ -35,7 +38,10 @@ class NewerName(LlamaForCausalLM):  # type: ignore[misc]
     """Model of a checkpoint with code of its own, which was written for releases from 5.24."""
 
     def forward(
-        self, input_ids: torch.Tensor, cache: Any = None, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        cache: Any = None,
+        **options: Any,
     ) -> Any:
         return super().forward(input_ids, **{INSTALLED_NAME: cache}, **options)
 
@@ -55,7 +61,10 @@ def unknown_forward(self: Any, input_ids: torch.Tensor, kv_state: Any = None) ->
     ("kind", "name"), [(OlderName, "past_key_values"), (NewerName, "cache")]
 )
 def test_engine_model_with_either_cache_name_answers_like_plain_model(
-    kind: type[LlamaForCausalLM], name: str, prompt: list[int], tmp_path: Path
+    kind: type[LlamaForCausalLM],
+    name: str,
+    prompt: list[int],
+    tmp_path: Path,
 ) -> None:
     plain = tiny_llama()
     made = kind(plain.config).eval()
@@ -73,7 +82,8 @@ def test_engine_model_with_either_cache_name_answers_like_plain_model(
 
 
 def test_model_forward_returns_logits_of_last_token_and_fills_cache(
-    model: LlamaForCausalLM, prompt: list[int]
+    model: LlamaForCausalLM,
+    prompt: list[int],
 ) -> None:
     cache, tokens = DynamicCache(config=model.config), torch.tensor([prompt])
     with torch.no_grad():
@@ -90,7 +100,8 @@ def test_probe_model_without_cache_name_raises_naming_model(
 
 
 def test_probe_model_release_with_unknown_cache_name_raises_naming_release(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LlamaForCausalLM, "forward", unknown_forward)
     with pytest.raises(UnsupportedReleaseError, match=RELEASE) as caught:
@@ -99,7 +110,8 @@ def test_probe_model_release_with_unknown_cache_name_raises_naming_release(
 
 
 def test_probe_model_release_that_runs_no_model_raises_naming_release(
-    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    model: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(self: Any, *args: Any, **options: Any) -> Any:
         raise TypeError("forward() needs positions")

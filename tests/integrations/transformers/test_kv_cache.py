@@ -52,7 +52,8 @@ def test_request_cache_update_appends_and_returns_all_tokens() -> None:
 
 @pytest.mark.parametrize("block_ids", [[0, 1, 2, 3], [7, 2, 3, 0], [3, 2, 1, 0]])
 def test_group_pages_gather_returns_scattered_blocks(
-    pages: GroupPages, block_ids: list[int]
+    pages: GroupPages,
+    block_ids: list[int],
 ) -> None:
     (buffer,) = filled_cache(18).buffers
     pages.scatter(buffer, [0, 1, 2, 3], block_ids)

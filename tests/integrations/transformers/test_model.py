@@ -111,7 +111,9 @@ def test_probe_model_bfloat16_returns_dtype(
     ],
 )
 def test_probe_model_full_attention_returns_one_group_without_window(
-    config: PretrainedConfig, kind: type[PreTrainedModel], heads: int
+    config: PretrainedConfig,
+    kind: type[PreTrainedModel],
+    heads: int,
 ) -> None:
     (group,) = probe_model(kind(config).eval())
     assert (group.num_heads, group.sliding_window) == (heads, None)
@@ -241,7 +243,8 @@ def test_probe_model_sliding_window_layers_are_grouped_by_window(
     ],
 )
 def test_probe_model_unsupported_architecture_raises_naming_reason(
-    make: Callable[[], PreTrainedModel], part: str
+    make: Callable[[], PreTrainedModel],
+    part: str,
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=part):
         probe_model(make().eval())
@@ -262,7 +265,9 @@ def test_probe_model_unsupported_architecture_raises_naming_reason(
     ],
 )
 def test_load_model_non_causal_checkpoint_raises_naming_class(
-    make: Callable[[], PreTrainedModel], part: str, tmp_path: Path
+    make: Callable[[], PreTrainedModel],
+    part: str,
+    tmp_path: Path,
 ) -> None:
     make().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=part):
@@ -330,7 +335,8 @@ for name in ("nope", "broken"):
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_probe_model_length_dependent_rope_raises(
-    make_model: Callable[..., LlamaForCausalLM], rope_type: str
+    make_model: Callable[..., LlamaForCausalLM],
+    rope_type: str,
 ) -> None:
     model = make_model()
     model.config.rope_parameters = {
@@ -389,7 +395,9 @@ def test_probe_model_layers_of_different_dtypes_raises(
 
 
 def identity(
-    model: PreTrainedModel, checkpoint: Path | None = None, block_size: int = 16
+    model: PreTrainedModel,
+    checkpoint: Path | None = None,
+    block_size: int = 16,
 ) -> Identity:
     return Identity.of(
         model_identity(model, checkpoint, probe_model(model), block_size)

@@ -39,7 +39,9 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_engine(
-    model: PreTrainedModel, url: str | list[str] | None, **options: Any
+    model: PreTrainedModel,
+    url: str | list[str] | None,
+    **options: Any,
 ) -> Engine:
     defaults: dict[str, Any] = {
         "block_size": 4,
@@ -51,7 +53,9 @@ def open_engine(
 
 
 def answer_without_store(
-    model: PreTrainedModel, prompt: list[int], restored_tokens: int = 0
+    model: PreTrainedModel,
+    prompt: list[int],
+    restored_tokens: int = 0,
 ) -> GenerateResult:
     """Return the answer of an engine without a store that splits the prompt after the same number
     of tokens."""
@@ -64,7 +68,11 @@ def answer_without_store(
 @pytest.mark.parametrize("host", ["process", "thread"])
 @pytest.mark.parametrize("codec", ["raw", "zstd:3"])
 def test_engine_restart_restores_identical_pages_and_answer(
-    model: PreTrainedModel, url: str, prompt: list[int], host: str, codec: str
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
+    host: str,
+    codec: str,
 ) -> None:
     with open_engine(model, url, host=host, codec=codec) as first:
         cold = first.generate(prompt, 8)
@@ -88,7 +96,9 @@ def test_engine_restart_restores_identical_pages_and_answer(
 
 
 def test_prewarm_share_promotes_recent_contexts_before_first_request(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, url) as first:
@@ -112,7 +122,9 @@ def test_prewarm_share_promotes_recent_contexts_before_first_request(
 
 
 def test_generate_result_id_equals_id_of_listed_request(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url, host="thread") as engine:
         results = [engine.generate(prompt[start:], 2) for start in range(3)]
@@ -124,7 +136,9 @@ def test_generate_result_id_equals_id_of_listed_request(
 
 
 def test_wait_persisted_frees_cpu_rows_for_next_prompt(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     other = [(token + 1) % 256 for token in prompt]
     with open_engine(model, None) as engine:
@@ -140,7 +154,9 @@ def test_wait_persisted_frees_cpu_rows_for_next_prompt(
 
 
 def test_generate_cpu_tier_smaller_than_prefix_restores_leading_blocks(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
@@ -152,7 +168,9 @@ def test_generate_cpu_tier_smaller_than_prefix_restores_leading_blocks(
 
 
 def test_generate_hit_in_far_store_writes_blocks_to_near_store(
-    model: PreTrainedModel, prompt: list[int], tmp_path: Path
+    model: PreTrainedModel,
+    prompt: list[int],
+    tmp_path: Path,
 ) -> None:
     near, far = (
         f"lmdb://{tmp_path}/near?capacity=256MiB",
@@ -171,7 +189,9 @@ def test_generate_hit_in_far_store_writes_blocks_to_near_store(
 
 
 def test_generate_two_stores_persists_context_in_both(
-    model: PreTrainedModel, prompt: list[int], tmp_path: Path
+    model: PreTrainedModel,
+    prompt: list[int],
+    tmp_path: Path,
 ) -> None:
     urls = [f"lmdb://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far")]
     with open_engine(model, urls) as first:
@@ -182,7 +202,9 @@ def test_generate_two_stores_persists_context_in_both(
 
 
 def test_engine_restart_restores_only_context_of_same_salt(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8, salt="one"))
@@ -192,7 +214,9 @@ def test_engine_restart_restores_only_context_of_same_salt(
 
 
 def test_engine_restart_restores_only_context_of_same_tenant(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     tenants = (None, "anna", "berta")
     with open_engine(model, url) as first:
@@ -208,7 +232,9 @@ def test_engine_restart_restores_only_context_of_same_tenant(
 
 
 def test_engine_requiring_tenant_neither_restores_nor_stores_without_one(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
@@ -316,7 +342,10 @@ def test_engine_copied_checkpoint_hits_and_other_dtype_misses(
 
 
 def test_engine_flipped_payload_byte_misses_and_answers_correctly(
-    model: PreTrainedModel, url: str, prompt: list[int], tmp_path: Path
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
+    tmp_path: Path,
 ) -> None:
     with open_engine(model, url) as first:
         result = first.generate(prompt, 8)
@@ -344,7 +373,9 @@ def host_process() -> int:
 
 
 def test_engine_killed_host_process_restarts_and_persists_requests(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url, host="process") as engine:
         expected = engine.generate(prompt, 8)
@@ -370,7 +401,8 @@ def test_engine_killed_host_process_restarts_and_persists_requests(
 
 
 def test_wait_persisted_without_store_returns_false(
-    model: PreTrainedModel, prompt: list[int]
+    model: PreTrainedModel,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, None) as engine:
         assert not engine.wait_persisted(engine.generate(prompt, 1))
@@ -378,7 +410,9 @@ def test_wait_persisted_without_store_returns_false(
 
 
 def test_generate_lookup_deadline_exceeded_recomputes_prompt(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 8))
@@ -390,7 +424,9 @@ def test_generate_lookup_deadline_exceeded_recomputes_prompt(
 
 
 def test_savings_of_restored_requests_are_recorded(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         cold = first.generate(prompt, 4)
@@ -414,7 +450,9 @@ def test_savings_of_restored_requests_are_recorded(
 
 
 def test_generate_saved_seconds_are_at_speed_that_loads_are_compared_with(
-    model: PreTrainedModel, url: str, prompt: list[int]
+    model: PreTrainedModel,
+    url: str,
+    prompt: list[int],
 ) -> None:
     with open_engine(model, url) as first:
         assert first.wait_persisted(first.generate(prompt, 1))
@@ -426,7 +464,9 @@ def test_generate_saved_seconds_are_at_speed_that_loads_are_compared_with(
 
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
 def test_generate_loads_only_what_is_faster_than_computing(
-    model: Any, tmp_path: Path, tokens_per_s: float
+    model: Any,
+    tmp_path: Path,
+    tokens_per_s: float,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     prompts = []
@@ -460,7 +500,10 @@ def test_generate_loads_only_what_is_faster_than_computing(
     ("name", "value"), [("load_policy", "often"), ("prefill_tokens_per_s", 0)]
 )
 def test_open_invalid_load_option_raises(
-    model: Any, tmp_path: Path, name: str, value: object
+    model: Any,
+    tmp_path: Path,
+    name: str,
+    value: object,
 ) -> None:
     options: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError, match=name):

@@ -52,7 +52,10 @@ def generate(
 
 
 def save_answer(
-    model: PreTrainedModel, prompt: list[int], store: Path, **options: Any
+    model: PreTrainedModel,
+    prompt: list[int],
+    store: Path,
+    **options: Any,
 ) -> list[int]:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
@@ -61,7 +64,9 @@ def save_answer(
 
 
 def test_generate_stored_prefix_returns_tokens_of_plain_transformers(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     expected = generate(model, prompt)
     assert save_answer(model, prompt, store) == expected, "an empty cache"
@@ -75,7 +80,9 @@ def test_generate_stored_prefix_returns_tokens_of_plain_transformers(
 
 
 def test_generate_hybrid_model_returns_tokens_of_plain_transformers(
-    windowed: PreTrainedModel, prompt: list[int], store: Path
+    windowed: PreTrainedModel,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     expected = save_answer(windowed, prompt, store)
     assert expected == generate(windowed, prompt)
@@ -88,7 +95,9 @@ def test_generate_hybrid_model_returns_tokens_of_plain_transformers(
 
 
 def test_persistent_cache_beyond_capacity_grows(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     assert generate(model, prompt, cache, max_new_tokens=300) == generate(
@@ -97,7 +106,9 @@ def test_persistent_cache_beyond_capacity_grows(
 
 
 def test_persistent_cache_cropped_generates_same_tokens_again(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
@@ -122,7 +133,10 @@ print(len(cache.restored_tokens), *output[0].tolist())
 
 
 def test_load_in_new_process_restores_saved_context(
-    model: LlamaForCausalLM, prompt: list[int], store: Path, tmp_path: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
+    tmp_path: Path,
 ) -> None:
     checkpoint = tmp_path / "checkpoint"
     model.save_pretrained(checkpoint)
@@ -140,7 +154,9 @@ def test_load_in_new_process_restores_saved_context(
 
 
 def test_load_restores_only_contexts_of_its_tenant(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store, tenant="anna")
     expected = generate(model, prompt, cache)
@@ -159,7 +175,9 @@ def test_load_restores_only_contexts_of_its_tenant(
 
 
 def test_load_other_weights_salt_or_block_size_misses(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     other = tiny_llama(seed=1)
@@ -178,7 +196,9 @@ def test_load_other_weights_salt_or_block_size_misses(
 
 
 def test_engine_and_load_restore_contexts_of_each_other(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     tokens = save_answer(model, prompt, store, labels={"user": "anna"})
     options: dict[str, Any] = {
@@ -196,7 +216,9 @@ def test_engine_and_load_restore_contexts_of_each_other(
 
 
 def test_save_returns_id_of_listed_request(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
@@ -213,7 +235,9 @@ def test_save_returns_id_of_listed_request(
 
 
 def test_load_damaged_block_restores_only_earlier_blocks(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     tokens = save_answer(model, prompt, store)
     segment = max(store.rglob("*.seg"))
@@ -230,7 +254,10 @@ def test_load_damaged_block_restores_only_earlier_blocks(
 
 @pytest.mark.parametrize("held", [False, True])
 def test_save_tokens_that_the_model_did_not_run_raises_and_stores_nothing(
-    model: LlamaForCausalLM, prompt: list[int], store: Path, held: bool
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
+    held: bool,
 ) -> None:
     if held:
         save_answer(model, prompt, store)
@@ -247,7 +274,9 @@ def test_save_tokens_that_the_model_did_not_run_raises_and_stores_nothing(
 
 
 def test_save_after_answer_to_another_prompt_raises(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, store)
@@ -261,7 +290,9 @@ def test_save_after_answer_to_another_prompt_raises(
 
 
 def test_save_cropped_cache_that_ran_other_tokens_stores_those(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     generate(model, prompt, cache)
@@ -310,7 +341,9 @@ def test_save_kv_of_no_plain_prefix_raises(
 
 
 def test_save_kv_of_another_model_raises(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     answer = generate(tiny_llama(seed=1), prompt, cache)
@@ -319,7 +352,9 @@ def test_save_kv_of_another_model_raises(
 
 
 def test_load_leaves_nothing_on_model_once_its_cache_is_gone(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     generate(model, prompt, cache)
@@ -334,7 +369,9 @@ def savings(url: str) -> list[Savings]:
 
 
 def test_load_and_save_record_savings_that_add_up(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     (cold,) = savings(f"lmdb://{store}")
@@ -353,7 +390,9 @@ def test_load_and_save_record_savings_that_add_up(
 
 
 def test_load_of_two_threads_at_once_counts_both(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     with ThreadPoolExecutor(2) as threads:
@@ -364,7 +403,9 @@ def test_load_of_two_threads_at_once_counts_both(
 
 
 def test_load_from_read_only_store_restores_and_records_nothing(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, f"lmdb://{store}?read_only=yes")
@@ -381,7 +422,9 @@ def test_load_prompt_beyond_context_length_raises(store: Path) -> None:
 
 
 def test_save_other_tokens_or_several_sequences_raises(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     save_answer(model, prompt, store)
     cache = persistkv.load(model, prompt, store)
@@ -429,7 +472,11 @@ def test_load_wrong_argument_raises_naming_it(
     [("labels", ["a"]), ("codec", 5), ("codec", "gzip"), ("label", {"user": "a"})],
 )
 def test_save_wrong_argument_raises_naming_it(
-    model: LlamaForCausalLM, prompt: list[int], store: Path, name: str, value: Any
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
+    name: str,
+    value: Any,
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     answer = generate(model, prompt, cache)
@@ -439,7 +486,9 @@ def test_save_wrong_argument_raises_naming_it(
 
 
 def test_saved_context_of_restored_tokens_is_a_hit_of_the_first(
-    model: LlamaForCausalLM, prompt: list[int], store: Path
+    model: LlamaForCausalLM,
+    prompt: list[int],
+    store: Path,
 ) -> None:
     for _ in range(2):
         save_answer(model, prompt, store)

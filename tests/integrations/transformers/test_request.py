@@ -15,7 +15,9 @@ DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
 
 
 def hashes(
-    tokens: Sequence[int], block_size: int = 4, salt: str | None = None
+    tokens: Sequence[int],
+    block_size: int = 4,
+    salt: str | None = None,
 ) -> list[bytes]:
     chain = BlockHashChain(block_size, salt)
     chain.extend(tokens)

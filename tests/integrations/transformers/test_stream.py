@@ -39,14 +39,16 @@ def test_stream_stop_token_is_its_last(engine: Engine, prompt: list[int]) -> Non
 
 
 def test_stream_invalid_option_raises_at_the_call(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     with pytest.raises(ConfigurationError, match="temperature"):
         engine.stream(prompt, 8, temperature=-1)
 
 
 def test_stream_computes_each_token_when_it_is_asked_for(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     computed = []
     hook = engine.model.register_forward_hook(lambda *_: computed.append(1))
@@ -63,7 +65,8 @@ def test_stream_computes_each_token_when_it_is_asked_for(
 
 
 def test_streams_and_generate_in_turns_return_tokens_of_each_alone(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     prompts = [prompt[:40], prompt[20:60], prompt[60:]]
     alone = [engine.generate(one, 6, load=False).tokens for one in prompts]
@@ -79,7 +82,8 @@ def test_streams_and_generate_in_turns_return_tokens_of_each_alone(
 
 
 def test_closed_stream_ends_and_stores_what_it_computed(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     with engine.stream(prompt, 50) as stream:
         token = next(stream)
@@ -91,7 +95,8 @@ def test_closed_stream_ends_and_stores_what_it_computed(
 
 
 def test_abandoned_stream_releases_its_device_blocks(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     stream = engine.stream(prompt, 100)
     next(stream)
@@ -101,7 +106,8 @@ def test_abandoned_stream_releases_its_device_blocks(
 
 
 def test_stream_closed_before_first_token_has_no_result(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     stream = engine.stream(prompt, 4)
     stream.close()
@@ -111,7 +117,8 @@ def test_stream_closed_before_first_token_has_no_result(
 
 
 def test_second_stream_without_room_for_both_raises_and_first_goes_on(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     expected = engine.generate(prompt, 50).tokens
     first = engine.stream(prompt, 50)
@@ -123,7 +130,8 @@ def test_second_stream_without_room_for_both_raises_and_first_goes_on(
 
 
 def test_flush_and_forget_device_do_not_wait_for_an_open_stream(
-    engine: Engine, prompt: list[int]
+    engine: Engine,
+    prompt: list[int],
 ) -> None:
     expected = engine.generate(prompt, 8).tokens
     stream = engine.stream(prompt, 8)
@@ -144,7 +152,9 @@ def test_close_engine_ends_open_stream(engine: Engine, prompt: list[int]) -> Non
 
 
 def test_close_engine_with_open_stream_stores_its_context(
-    model: LlamaForCausalLM, tmp_path: Path, prompt: list[int]
+    model: LlamaForCausalLM,
+    tmp_path: Path,
+    prompt: list[int],
 ) -> None:
     first = Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB", host="thread")
     stream = first.stream(prompt, 8)
@@ -155,7 +165,9 @@ def test_close_engine_with_open_stream_stores_its_context(
 
 
 def test_stream_model_error_ends_it(
-    engine: Engine, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    prompt: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stream = engine.stream(prompt, 8)
     next(stream)

@@ -37,7 +37,8 @@ def byte_tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoint(
-    model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory
+    model: LlamaForCausalLM,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
     """Return the directory of a model with a tokenizer and a chat template."""
     directory = tmp_path_factory.mktemp("checkpoint")
@@ -77,7 +78,8 @@ def test_stream_texts_together_are_text_of_result(engine: Engine) -> None:
 
 
 def test_stream_text_of_a_character_of_several_tokens_comes_with_its_last(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answer = byte_tokenizer().encode("aé€b")
     given = iter(answer)
@@ -104,7 +106,8 @@ def test_generate_message_that_template_refuses_raises(engine: Engine) -> None:
 
 
 def test_generate_text_without_tokenizer_raises_naming_remedy(
-    model: LlamaForCausalLM, tmp_path: Path
+    model: LlamaForCausalLM,
+    tmp_path: Path,
 ) -> None:
     model.save_pretrained(tmp_path)
     with Engine.open(tmp_path, cpu_bytes="1MiB") as engine:
@@ -128,7 +131,8 @@ def test_generate_chat_without_template_raises(model: LlamaForCausalLM) -> None:
 
 
 def test_open_model_object_with_tokenizer_of_checkpoint_takes_text(
-    model: LlamaForCausalLM, checkpoint: Path
+    model: LlamaForCausalLM,
+    checkpoint: Path,
 ) -> None:
     with Engine.open(model, cpu_bytes="1MiB", tokenizer=checkpoint) as engine:
         assert engine.generate(CHAT, 2).text is not None

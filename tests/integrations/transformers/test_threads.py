@@ -18,7 +18,9 @@ PROMPTS = [
 
 
 def test_generate_from_several_threads_returns_answers_of_one_thread(
-    model: LlamaForCausalLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: LlamaForCausalLM,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with Engine.open(model, host="thread", cpu_bytes="8MiB") as engine:
         expected = [list(engine.generate(prompt, 6).tokens) for prompt in PROMPTS]
@@ -43,7 +45,8 @@ def test_generate_from_several_threads_returns_answers_of_one_thread(
 
 
 def test_close_while_threads_generate_ends_them_with_closed_error(
-    model: LlamaForCausalLM, tmp_path: Path
+    model: LlamaForCausalLM,
+    tmp_path: Path,
 ) -> None:
     engine = Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB")
     started = threading.Barrier(THREADS + 1)
@@ -71,7 +74,8 @@ def test_close_while_threads_generate_ends_them_with_closed_error(
 
 
 def test_wait_persisted_in_one_thread_lets_another_generate(
-    model: LlamaForCausalLM, tmp_path: Path
+    model: LlamaForCausalLM,
+    tmp_path: Path,
 ) -> None:
     with (
         Engine.open(model, tmp_path / "kv", cpu_bytes="8MiB") as engine,
@@ -88,7 +92,8 @@ def test_wait_persisted_in_one_thread_lets_another_generate(
 
 
 def test_streams_of_several_threads_return_answers_of_one_thread(
-    model: LlamaForCausalLM, tmp_path: Path
+    model: LlamaForCausalLM,
+    tmp_path: Path,
 ) -> None:
     with Engine.open(model, host="thread", cpu_bytes="8MiB") as engine:
         expected = [list(engine.generate(prompt, 6).tokens) for prompt in PROMPTS]

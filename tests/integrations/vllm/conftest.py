@@ -142,7 +142,9 @@ def start_server(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[StartS
     servers: list[serving.Server] = []
 
     def start(
-        *tiers: dict[str, Any], new: bool = False, shutdown_timeout: int = 120
+        *tiers: dict[str, Any],
+        new: bool = False,
+        shutdown_timeout: int = 120,
     ) -> serving.Server:
         """Start a server.
 
@@ -272,7 +274,9 @@ def damage_payloads(url: str) -> None:
 
 @pytest.fixture(scope="session")
 def plain_engine(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, zygote: Zygote
+    tmp_path_factory: pytest.TempPathFactory,
+    model: Path,
+    zygote: Zygote,
 ) -> Iterator[Engine]:
     """Engine without a connector."""
     directory = tmp_path_factory.mktemp("plain")

@@ -52,7 +52,10 @@ class Server:
         )
 
     def generate(
-        self, prompts: list[list[int]], max_tokens: int = 12, params: Any = None
+        self,
+        prompts: list[list[int]],
+        max_tokens: int = 12,
+        params: Any = None,
     ) -> dict[str, Any]:
         """Return greedy answers, and the number of cached tokens of each prompt."""
         return _answers(self._run(prompts, max_tokens, params)[0])

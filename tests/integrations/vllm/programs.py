@@ -118,7 +118,9 @@ class Zygote:
     """Process that has imported vLLM and forks programs; see ``zygote``."""
 
     def __init__(
-        self, environment: dict[str, str], python: str = sys.executable
+        self,
+        environment: dict[str, str],
+        python: str = sys.executable,
     ) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [python, "-m", "tests.integrations.vllm.zygote", str(theirs.fileno())]
@@ -138,7 +140,10 @@ class Zygote:
         return message
 
     def fork(
-        self, module: str, arguments: Sequence[str], environment: dict[str, str]
+        self,
+        module: str,
+        arguments: Sequence[str],
+        environment: dict[str, str],
     ) -> Spawn:
         """Return a function that runs ``python -m module arguments`` as a fork, which saves the
         imports."""

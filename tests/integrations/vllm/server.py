@@ -21,7 +21,10 @@ ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 def server_arguments(
-    model: Path, sock: Path, connector: dict[str, Any], shutdown_timeout: int
+    model: Path,
+    sock: Path,
+    connector: dict[str, Any],
+    shutdown_timeout: int,
 ) -> list[str]:
     """Return the options of the command line, equal to those that ``engine_process`` sets for its
     engine.
@@ -88,14 +91,20 @@ class Server(Program):
         return answer
 
     def _send(
-        self, connection: _UnixConnection, method: str, path: str, body: Any
+        self,
+        connection: _UnixConnection,
+        method: str,
+        path: str,
+        body: Any,
     ) -> http.client.HTTPResponse:
         content = None if body is None else json.dumps(body)
         connection.request(method, path, content, {"Content-Type": "application/json"})
         return connection.getresponse()
 
     def generate(
-        self, *prompts: list[int], params: dict[str, Any] | None = None
+        self,
+        *prompts: list[int],
+        params: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Complete one prompt after the other; return answers and cached tokens as
         ``engines.Engine`` does."""
@@ -115,7 +124,9 @@ class Server(Program):
 
     @contextmanager
     def running_request(
-        self, prompt: list[int], max_tokens: int
+        self,
+        prompt: list[int],
+        max_tokens: int,
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a streaming request and read its first line; the caller may read the rest. The
         context closes the connection. A draining server waits until the answer is read or the
@@ -164,7 +175,9 @@ class Server(Program):
 
 
 def _body(
-    prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+    prompt: list[int],
+    max_tokens: int,
+    params: dict[str, Any] | None,
 ) -> dict[str, Any]:
     return {
         "prompt": prompt,

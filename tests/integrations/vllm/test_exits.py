@@ -58,7 +58,10 @@ def accepted_request(server: Server, tokens: list[int]) -> Iterator[HTTPResponse
 
 
 def test_server_ended_during_answer_keeps_accepted_blocks(
-    start_server: StartServer, start_engine: StartEngine, url: str, expected: Any
+    start_server: StartServer,
+    start_engine: StartEngine,
+    url: str,
+    expected: Any,
 ) -> None:
     for number, (end, timeout_s) in enumerate(EXITS):
         server = start_server(tier(url), shutdown_timeout=timeout_s)
@@ -84,7 +87,9 @@ def test_server_ended_during_answer_keeps_accepted_blocks(
 
 
 def test_llm_deleted_leaves_contexts_for_next_engine(
-    start_engine: StartEngine, url: str, expected: Any
+    start_engine: StartEngine,
+    url: str,
+    expected: Any,
 ) -> None:
     for number in (0, 1):  # without and with a process for the engine core
         engine = start_engine(

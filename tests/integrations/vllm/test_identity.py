@@ -83,7 +83,9 @@ def set_path(config, path, value):
 
 
 def test_engine_identity_other_model_path_has_equal_digest(
-    config, offloading, tmp_path
+    config,
+    offloading,
+    tmp_path,
 ):
     ours = identity(config, offloading)
     config.model_config.model = str(make_model(tmp_path / "elsewhere"))
@@ -91,7 +93,9 @@ def test_engine_identity_other_model_path_has_equal_digest(
 
 
 def test_engine_identity_changed_weight_file_differs_in_weights(
-    config, offloading, tmp_path
+    config,
+    offloading,
+    tmp_path,
 ):
     ours = identity(config, offloading)
     make_model(tmp_path / "model", seed=1)
@@ -112,7 +116,11 @@ def test_engine_identity_changed_weight_file_differs_in_weights(
     ],
 )
 def test_engine_identity_changed_engine_config_differs_in_its_field(
-    config, offloading, path, value, field
+    config,
+    offloading,
+    path,
+    value,
+    field,
 ):
     ours = identity(config, offloading)
     set_path(config, path, value)
@@ -131,7 +139,11 @@ def test_engine_identity_changed_engine_config_differs_in_its_field(
     ],
 )
 def test_engine_identity_changed_offloading_config_differs_in_its_field(
-    config, offloading, path, value, field
+    config,
+    offloading,
+    path,
+    value,
+    field,
 ):
     ours = identity(config, offloading)
     set_path(offloading, path, value)
@@ -216,7 +228,9 @@ def test_engine_identity_unshared_layout_differs_per_world_size(config, facts):
 
 
 def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
-    config, offloading, monkeypatch
+    config,
+    offloading,
+    monkeypatch,
 ):
     ours = identity(config, offloading)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
@@ -245,7 +259,8 @@ def test_engine_identity_unreadable_weights_without_name_raises(config, offloadi
 
 
 def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
-    config, offloading
+    config,
+    offloading,
 ):
     config.load_config.load_format = "dummy"
     ours = identity(config, offloading)
@@ -256,7 +271,9 @@ def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
 
 
 def test_engine_identity_changed_draft_model_differs_in_its_weights(
-    config, offloading, tmp_path
+    config,
+    offloading,
+    tmp_path,
 ):
     ours = identity(config, offloading)
     draft = copy.copy(config.model_config)

@@ -31,7 +31,10 @@ class Tier:
     """A store that holds the first chunks of the context."""
 
     def __init__(
-        self, num_held: int, chunk_s: float | None, tenant: str = "default"
+        self,
+        num_held: int,
+        chunk_s: float | None,
+        tenant: str = "default",
     ) -> None:
         self._held = {tenant_key(tenant, key_of(chunk)) for chunk in range(num_held)}
         self._chunk_s = chunk_s
@@ -58,7 +61,9 @@ def prefix_loads() -> PrefixLoads:
 
 
 def chunks_from(
-    first: int, num_tokens: int = 1000, tenant: str | None = None
+    first: int,
+    num_tokens: int = 1000,
+    tenant: str | None = None,
 ) -> WaitingChunks:
     request = SimpleNamespace(block_hashes=HASHES, num_tokens=num_tokens)
     end = (first + 1) * CHUNK_TOKENS
@@ -66,7 +71,10 @@ def chunks_from(
 
 
 def decide(
-    *tiers: Any, first: int = 0, num_tokens: int = 1000, tenant: str | None = None
+    *tiers: Any,
+    first: int = 0,
+    num_tokens: int = 1000,
+    tenant: str | None = None,
 ) -> Any:
     """Return the decision of the first tier."""
     chunks = chunks_from(first, num_tokens, tenant)

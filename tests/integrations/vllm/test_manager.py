@@ -438,7 +438,9 @@ def restarted(engine):
     [{"labels": {"session": "7"}}, {"token_ids": list(range(4 * CHUNK_TOKENS))}],
 )
 def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
-    start, url, payload
+    start,
+    url,
+    payload,
 ):
     from vllm.v1.kv_offload.base import LookupResult
 

@@ -26,7 +26,10 @@ HYBRIDS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_engine_restart_hybrid_model_restores_layer_states_and_answer(
-    start_engine, url, tmp_path, model_type
+    start_engine,
+    url,
+    tmp_path,
+    model_type,
 ):
     options, reused = HYBRIDS[model_type]
     checkpoint = make_model_of(tmp_path / "model", model_type, STATES[model_type])

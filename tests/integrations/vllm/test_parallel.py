@@ -19,7 +19,9 @@ def expected(plain_engine):
 
 
 def test_engines_canonical_layout_hit_contexts_of_other_world_size(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     canonical = {"extra": {"canonical_layout": True}}
     one = start_engine(tier(url), **canonical)
@@ -35,7 +37,9 @@ def test_engines_canonical_layout_hit_contexts_of_other_world_size(
 
 
 def test_engines_direct_layout_miss_contexts_of_other_world_size(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     one = start_engine(tier(url))
     one.generate(PROMPTS[0])

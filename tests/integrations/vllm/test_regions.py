@@ -174,7 +174,9 @@ def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
 
 
 def test_remove_leftovers_region_replaced_during_scan_is_kept(
-    file, tmp_path, monkeypatch
+    file,
+    tmp_path,
+    monkeypatch,
 ):
     """An engine with the id of a killed one may create its region meanwhile."""
     listdir = os.listdir

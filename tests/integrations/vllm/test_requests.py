@@ -222,7 +222,10 @@ def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
     ],
 )
 def test_request_options_malformed_hint_is_ignored_and_logged_once(
-    caplog, kind, payload, version
+    caplog,
+    kind,
+    payload,
+    version,
 ):
     hints = [action(kind, payload, version)]
     assert request_options("a", None, hints) == GivenOptions(RequestOptions(), [])
@@ -256,7 +259,11 @@ def test_request_options_malformed_tenant_refuses_and_is_logged_once(tenant, cap
 )
 @pytest.mark.parametrize("parameters", [None, {"persistkv": {"tenant": "berta"}}])
 def test_request_options_ignored_hint_that_names_tenant_refuses_request(
-    parameters, kind, payload, version, caplog
+    parameters,
+    kind,
+    payload,
+    version,
+    caplog,
 ):
     """The request would be stored as one of another tenant."""
     hints = [

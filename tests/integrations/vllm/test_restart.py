@@ -32,7 +32,9 @@ def savings(url):
 
 
 def test_engine_restart_after_kill_and_after_exit_starts_warm(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     killed = start_engine(tier(url))
     assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
@@ -58,7 +60,10 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
 
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
 def test_engine_loads_only_what_is_faster_than_computing(
-    start_engine, url, expected, tokens_per_s
+    start_engine,
+    url,
+    expected,
+    tokens_per_s,
 ):
     writer = start_engine(tier(url))
     assert writer.generate(*PROMPTS[:2])["tokens"] == expected[:2]
@@ -75,7 +80,9 @@ def test_engine_loads_only_what_is_faster_than_computing(
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_engine_measured_prefills_are_those_of_steps(
-    start_engine, url, is_asynchronous
+    start_engine,
+    url,
+    is_asynchronous,
 ):
     """Neither the wait after an answer of one token, which has a single step, nor the schedule that
     does not wait for the step before."""
@@ -100,7 +107,10 @@ def test_engine_measured_prefills_are_those_of_steps(
 
 
 def test_engine_changed_model_misses_and_answers_correctly(
-    start_engine, url, tmp_path, expected
+    start_engine,
+    url,
+    tmp_path,
+    expected,
 ):
     checkpoint = make_model(tmp_path / "changing")
     writer = start_engine(tier(url), checkpoint=checkpoint)
@@ -132,7 +142,9 @@ def test_engine_restart_two_blocks_per_chunk_starts_warm(start_engine, url, expe
 
 
 def test_prewarm_promotes_recent_contexts_before_their_requests(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     loaded = "vllm:kv_offload_persistkv_load_bytes"
     writer = start_engine(tier(url))

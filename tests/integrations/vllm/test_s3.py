@@ -18,7 +18,10 @@ def expected(plain_engine):
 
 
 def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
-    start_engine, bucket_url, url, expected
+    start_engine,
+    bucket_url,
+    url,
+    expected,
 ):
     first = start_engine(tier(bucket_url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
@@ -33,7 +36,12 @@ def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
 
 @pytest.mark.slow
 def test_engine_bucket_lost_while_serving_answers_and_stores_on_disk(
-    start_engine, bucket_url, s3_server, url, plain_engine, expected
+    start_engine,
+    bucket_url,
+    s3_server,
+    url,
+    plain_engine,
+    expected,
 ):
     first = start_engine(tier(url), tier(bucket_url, deadline="2s"))
     assert first.generate(PROMPTS[0])["cached"] == [0]

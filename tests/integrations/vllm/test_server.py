@@ -30,7 +30,10 @@ def expected(plain_engine):
 
 
 def test_server_terminated_leaves_contexts_for_next_engine(
-    start_server, start_engine, url, expected
+    start_server,
+    start_engine,
+    url,
+    expected,
 ):
     server = start_server(tier(url))
     assert server.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
@@ -43,7 +46,9 @@ def test_server_terminated_leaves_contexts_for_next_engine(
 
 @pytest.mark.slow
 def test_server_restart_hits_stored_and_misses_opted_out_request(
-    start_server, url, expected
+    start_server,
+    url,
+    expected,
 ):
     first = start_server(tier(url), new=True)
     first.generate(PROMPTS[0], params={"persistkv": False})
@@ -87,7 +92,9 @@ def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, u
 
 @pytest.mark.slow
 def test_server_outage_of_bucket_is_logged_once_and_shown_by_gauges(
-    start_server, bucket_url, s3_server
+    start_server,
+    bucket_url,
+    s3_server,
 ):
     prefix = "vllm:kv_offload_persistkv_"
     server = start_server(tier(bucket_url, deadline="2s"), new=True)

@@ -68,7 +68,9 @@ def wait_recovered(engine: Engine, expected: Any, numbers: Iterator[int]) -> Non
 
 
 def test_engine_host_that_stops_during_loads_delays_requests_by_three_seconds(
-    start_engine: StartEngine, url: str, expected: Any
+    start_engine: StartEngine,
+    url: str,
+    expected: Any,
 ) -> None:
     fill(start_engine, url)
     engine = start_reader(start_engine, url)
@@ -84,7 +86,10 @@ def test_engine_host_that_stops_during_loads_delays_requests_by_three_seconds(
 
 
 def test_engine_bucket_that_stalls_delays_one_request_by_its_computation(
-    start_engine: StartEngine, s3_server: Program, bucket_url: str, expected: Any
+    start_engine: StartEngine,
+    s3_server: Program,
+    bucket_url: str,
+    expected: Any,
 ) -> None:
     """Requests after it are computed at once."""
     fill(start_engine, bucket_url)

@@ -332,7 +332,9 @@ def packs_by_tenant(url):
 
 
 def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
-    make_tier, url, rows
+    make_tier,
+    url,
+    rows,
 ):
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     for tenant in TENANTS:
@@ -513,7 +515,9 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier):
 
 
 def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
-    make_tier, caplog, tmp_path
+    make_tier,
+    caplog,
+    tmp_path,
 ):
     spec = make_spec()
     make_tier(spec=spec, max_tokens=ROWS * CHUNK + CHUNK - 1)
@@ -572,7 +576,8 @@ def test_tier_of_sleeping_engine_requests_no_step(make_tier, monkeypatch):
 
 
 def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
-    make_tier, monkeypatch
+    make_tier,
+    monkeypatch,
 ):
     from persistkv.integrations.vllm import tier as module
 
@@ -593,7 +598,8 @@ def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
 
 
 def test_tier_config_info_shows_no_namespace_after_weights_change(
-    make_tier, monkeypatch
+    make_tier,
+    monkeypatch,
 ):
     from persistkv.integrations.vllm import tier as module
 
@@ -621,7 +627,11 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
     [("RUNNING", True), ("FINISHED_STOPPED", False), ("FINISHED_ABORTED", False)],
 )
 def test_tier_measured_prefills_are_recorded_as_savings(
-    make_tier, url, monkeypatch, status, is_measured
+    make_tier,
+    url,
+    monkeypatch,
+    status,
+    is_measured,
 ):
     """The chunks that are stored between two ends of schedules show what the step before computed;
     the store tells from it how long the computation of restored tokens would have taken.

@@ -34,7 +34,9 @@ def expected(plain_engine):
 
 
 def test_engine_damaged_payloads_misses_and_answers_correctly(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -47,7 +49,10 @@ def test_engine_damaged_payloads_misses_and_answers_correctly(
 
 
 def test_engine_corrupt_store_starts_cold_and_stores_again(
-    start_engine, url, tmp_path, expected
+    start_engine,
+    url,
+    tmp_path,
+    expected,
 ):
     store = tmp_path / "store"
     writer = start_engine(tier(url))
@@ -71,7 +76,9 @@ def test_engine_corrupt_store_starts_cold_and_stores_again(
 
 @pytest.mark.slow
 def test_engine_full_disk_answers_correctly_and_keeps_store_open(
-    start_engine, plain_engine, tmp_path
+    start_engine,
+    plain_engine,
+    tmp_path,
 ):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -94,7 +101,9 @@ def test_engine_full_disk_answers_correctly_and_keeps_store_open(
 
 @pytest.mark.slow
 def test_engine_default_processes_prewarm_before_first_request(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     options = {
         "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
@@ -115,7 +124,9 @@ def test_engine_unknown_option_fails_start_naming_it(start_engine, url):
 
 
 def test_engine_second_on_same_store_hits_contexts_of_first(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     first, second = start_engine(tier(url)), start_engine(tier(url))
     assert first.generate(PROMPTS[0])["cached"] == [0]
@@ -129,7 +140,9 @@ def test_engine_second_on_same_store_hits_contexts_of_first(
 
 
 def test_engine_opted_out_request_misses_and_metrics_count_transfers(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     writer = start_engine(tier(url))
     writer.generate(PROMPTS[0], params={"persistkv": False})

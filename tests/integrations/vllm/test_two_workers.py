@@ -82,7 +82,9 @@ def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
 
 
 def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(
-    start_two, url, expected
+    start_two,
+    url,
+    expected,
 ):
     ended = start_two(url)
     assert ended.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}

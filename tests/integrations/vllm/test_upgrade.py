@@ -28,7 +28,9 @@ CACHED = 384
 
 
 def test_engine_newer_release_adopts_chunks_of_older_release(
-    start_engine, url, plain_engine
+    start_engine,
+    url,
+    plain_engine,
 ):
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS)
@@ -61,7 +63,9 @@ def test_engine_newer_release_adopts_chunks_of_older_release(
 
 
 def test_engine_adopt_never_misses_chunks_of_older_release(
-    start_engine, url, plain_engine
+    start_engine,
+    url,
+    plain_engine,
 ):
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS[:3])

@@ -350,7 +350,8 @@ def test_many_histories_serve_and_store_no_block_of_other_weights(tmp_path):
 
 
 def test_histories_without_comparison_serve_and_store_wrong_blocks(
-    tmp_path, monkeypatch
+    tmp_path,
+    monkeypatch,
 ):
     def answer(probe):
         probe._word.answered = probe._word.asked
@@ -427,7 +428,8 @@ def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_pa
 
 
 def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_next_name(
-    tmp_path, caplog
+    tmp_path,
+    caplog,
 ):
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
 
@@ -462,7 +464,12 @@ class Executor:
     """Records calls, and calls functions."""
 
     def collective_rpc(
-        self, method, timeout=None, args=(), kwargs=None, non_block=False
+        self,
+        method,
+        timeout=None,
+        args=(),
+        kwargs=None,
+        non_block=False,
     ):
         return method() if callable(method) else method
 

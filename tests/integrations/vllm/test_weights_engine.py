@@ -44,7 +44,11 @@ def expected(plain_engine):
     ],
 )
 def test_engine_changed_weights_detaches_and_keeps_store_clean(
-    start_engine, url, expected, how, environment
+    start_engine,
+    url,
+    expected,
+    how,
+    environment,
 ):
     plain = start_engine(environment=FUNCTIONS)
     plain.ask(do="change", how="function")
@@ -88,7 +92,9 @@ def test_engine_reloaded_weights_detaches(start_engine, url, tmp_path):
 
 
 def test_engine_unchanged_weights_after_function_and_reset_uses_store(
-    start_engine, url, expected
+    start_engine,
+    url,
+    expected,
 ):
     engine = start_engine(tier(url), environment=FUNCTIONS)
     engine.generate(BEFORE)
@@ -110,7 +116,10 @@ def test_engine_unchanged_weights_after_function_and_reset_uses_store(
     ],
 )
 def test_engine_named_weights_continue_under_their_own_identity(
-    start_engine, url, expected, environment
+    start_engine,
+    url,
+    expected,
+    environment,
 ):
     named = {"persistkv": {"weights": "step-1"}}
     engine = start_engine(tier(url), environment=environment)

@@ -136,7 +136,8 @@ def make_model_of(directory: Path, model_type: str, fields: dict[str, Any]) -> P
 
 
 def _tensors(
-    config: dict[str, Any], generator: torch.Generator
+    config: dict[str, Any],
+    generator: torch.Generator,
 ) -> dict[str, torch.Tensor]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     keys = config["num_key_value_heads"] * config["head_dim"]
@@ -163,7 +164,9 @@ def _random(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def _write(
-    directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))

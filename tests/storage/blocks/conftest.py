@@ -56,7 +56,9 @@ class OpenBlocks(Protocol):
     params=["lmdb", "file", "memory", pytest.param("s3", marks=pytest.mark.slow)]
 )
 def open_backend_of(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[], Backend]:
     """Return a function that opens the medium of the test, each time with its content."""
     for name, value in ACCESS.items():
@@ -116,7 +118,9 @@ def new_keys(count: int) -> list[bytes]:
 
 
 def random_blocks(
-    count: int, block_bytes: int = BLOCK_BYTES, seed: int = 0
+    count: int,
+    block_bytes: int = BLOCK_BYTES,
+    seed: int = 0,
 ) -> BlockArray:
     """Return random bytes, shape (count, block_bytes)."""
     rng = np.random.default_rng(seed)

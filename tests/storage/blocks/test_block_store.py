@@ -84,7 +84,8 @@ def test_groups_have_blocks_of_their_own_size(open_blocks: OpenBlocks) -> None:
 
 @pytest.mark.parametrize("timeout_s", [None, 30.0])
 def test_get_of_absent_keys_fills_the_others(
-    open_blocks: OpenBlocks, timeout_s: float | None
+    open_blocks: OpenBlocks,
+    timeout_s: float | None,
 ) -> None:
     store, keys, blocks = open_blocks(), new_keys(4), random_blocks(4)
     assert all(store.put(keys[:2], list(blocks[:2]), timeout_s=timeout_s))
@@ -242,7 +243,9 @@ def test_simultaneous_deletions_from_one_pack_both_hold(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", ["tables", "commit"])
 def test_deletion_begins_again_if_another_one_replaces_its_pack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
 ) -> None:
     with stores_of_two(tmp_path) as (first, second, backend):
         keys = stored_in_one_pack(first, second, 4)
@@ -261,7 +264,8 @@ def test_deletion_begins_again_if_another_one_replaces_its_pack(
 
 
 def test_deletion_fails_if_others_replace_its_pack_during_each_search(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with stores_of_two(tmp_path) as (first, second, backend):
         first_key, *others = stored_in_one_pack(first, second, 64)
@@ -278,7 +282,8 @@ def test_deletion_fails_if_others_replace_its_pack_during_each_search(
 
 
 def test_deletion_of_absent_blocks_ends_while_others_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with stores_of_two(tmp_path) as (first, second, backend):
         stored_in_one_pack(first, second, 1)
@@ -308,7 +313,9 @@ def stores_of_two(path: Path) -> Iterator[tuple[BlockStore, BlockStore, Backend]
 
 
 def stored_in_one_pack(
-    writer: BlockStore, reader: BlockStore, count: int
+    writer: BlockStore,
+    reader: BlockStore,
+    count: int,
 ) -> list[bytes]:
     """Store blocks, and return their keys when the other store knows them."""
     keys = new_keys(count)
@@ -399,7 +406,8 @@ def test_put_blocks_of_several_tenants_are_packs_and_contexts_of_each(
 
 @pytest.mark.parametrize("tenant", ["", "a\nb", "x" * 129])
 def test_put_key_of_malformed_tenant_raises_and_stores_nothing(
-    open_blocks: OpenBlocks, tenant: str
+    open_blocks: OpenBlocks,
+    tenant: str,
 ) -> None:
     store = open_blocks(tenant_of=lambda key: tenant if key == b"bad" else "good")
     keys, blocks = [b"fine", b"bad"], list(random_blocks(2))
@@ -428,7 +436,8 @@ def test_events_report_own_and_other_stores(open_blocks: OpenBlocks) -> None:
 
 @pytest.mark.parametrize("open_backend_of", ["lmdb"], indirect=True)
 def test_pin_survives_eviction_and_restart(
-    open_blocks: OpenBlocks, open_backend_of: Callable[[], Backend]
+    open_blocks: OpenBlocks,
+    open_backend_of: Callable[[], Backend],
 ) -> None:
     """On a medium that evicts in each commit; shared stores evict when they merge."""
     keys, blocks = new_keys(16), random_blocks(16)
@@ -472,7 +481,10 @@ def test_calls_after_close_and_in_a_child_raise(open_blocks: OpenBlocks) -> None
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 2), (8, 4)])
 def test_open_reads_with_more_threads_on_more_cores(
-    cores: int, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cores: int,
+    threads: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     with BlockStore.open(tmp_path / "default", identity(), [BLOCK_BYTES]):

@@ -59,7 +59,10 @@ def check(url: str, acknowledged: list[int]) -> int:
     "kills", [3, pytest.param(25, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_killed_writer_loses_no_acknowledged_put(
-    scheme: str, kills: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str,
+    kills: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     url = f"{scheme}://{tmp_path}/store?capacity=4GiB"

@@ -78,7 +78,8 @@ def test_timed_calls_of_many_threads_store_and_load_no_other_bytes(
 
 
 def test_acknowledged_calls_before_close_are_durable(
-    tmp_path: Path, often_switched: None
+    tmp_path: Path,
+    often_switched: None,
 ) -> None:
     url = f"lmdb://{tmp_path}/store?capacity=256MiB"
     store = BlockStore.open(url, identity(), [BLOCK_BYTES])

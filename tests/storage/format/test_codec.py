@@ -62,7 +62,8 @@ def test_parse_codec_argument_or_default_is_applied(text: str, codec: Codec) -> 
     ],
 )
 def test_parse_codec_invalid_text_raises_and_names_valid_values(
-    text: str, names: str
+    text: str,
+    names: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=names):
         parse_codec(text)
@@ -101,7 +102,8 @@ def test_decode_into_trailing_bytes_raise_corrupt(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", CODECS[1:], ids=str)
 @given(data=st.data())
 def test_decode_into_damaged_frame_never_writes_past_buffer(
-    codec: Codec, data: st.DataObject
+    codec: Codec,
+    data: st.DataObject,
 ) -> None:
     """Readers verify checksums first (see pack.py), so the codec only has to stay within its
     buffer."""

@@ -28,7 +28,10 @@ def floats(count: int, width: int) -> bytes:
 @pytest.mark.parametrize("width", WIDTHS)
 @given(length=st.integers(0, 300), first=st.integers(0, 7), seed=st.integers(0, 1000))
 def test_planes_codec_any_length_and_alignment_round_trips(
-    width: int, length: int, first: int, seed: int
+    width: int,
+    length: int,
+    first: int,
+    seed: int,
 ) -> None:
     raw = (
         np.random.default_rng(seed)
@@ -60,7 +63,8 @@ def test_planes_codec_format_matches_documentation(width: int, tail: int) -> Non
 
 @pytest.mark.parametrize(("width", "entropy_bits"), [(2, 8), (4, 24)])
 def test_planes_codec_floats_compress_close_to_entropy_of_high_byte(
-    width: int, entropy_bits: float
+    width: int,
+    entropy_bits: float,
 ) -> None:
     raw = floats(1 << 18, width)
     counts = np.bincount(

@@ -75,7 +75,9 @@ def test_packed_keys_longest_key_round_trips() -> None:
     ],
 )
 def test_packed_keys_inconsistent_lengths_raise_corrupt(
-    packed: PackedKeys, field: str, read: Callable[[PackedKeys], object]
+    packed: PackedKeys,
+    field: str,
+    read: Callable[[PackedKeys], object],
 ) -> None:
     with pytest.raises(CorruptPackError) as caught:
         read(packed)

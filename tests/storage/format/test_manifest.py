@@ -64,7 +64,8 @@ def test_manifest_any_fields_round_trip(manifest: RequestManifest) -> None:
     [(0.0, "low"), (-1.0, "low"), ("1h", "low"), (1.0, "high"), (1.0, 1)],
 )
 def test_decode_manifest_invalid_retention_raises_corrupt(
-    ttl_s: object, priority: object
+    ttl_s: object,
+    priority: object,
 ) -> None:
     body = msgspec.msgpack.encode(
         ("engine/7", 1.5, 40, (2, 1), 99, True, {}, b"", ttl_s, priority)
@@ -107,7 +108,9 @@ def test_context_digest_covers_each_group() -> None:
 )
 class TestDamagedManifest:
     def test_any_flipped_byte_raises_corrupt(
-        self, encoded: bytes, decode: Callable[[bytes], object]
+        self,
+        encoded: bytes,
+        decode: Callable[[bytes], object],
     ) -> None:
         for offset in range(len(encoded)):
             damaged = bytearray(encoded)
@@ -116,14 +119,18 @@ class TestDamagedManifest:
                 decode(bytes(damaged))
 
     def test_any_truncation_raises_corrupt(
-        self, encoded: bytes, decode: Callable[[bytes], object]
+        self,
+        encoded: bytes,
+        decode: Callable[[bytes], object],
     ) -> None:
         for length in range(len(encoded)):
             with pytest.raises(CorruptPackError):
                 decode(encoded[:length])
 
     def test_newer_version_raises_corrupt_and_is_named(
-        self, encoded: bytes, decode: Callable[[bytes], object]
+        self,
+        encoded: bytes,
+        decode: Callable[[bytes], object],
     ) -> None:
         with pytest.raises(CorruptPackError, match="2; this release reads 1"):
             decode(b"\2" + encoded[1:])

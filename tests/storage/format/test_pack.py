@@ -44,7 +44,8 @@ from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, writ
     st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
 )
 def test_pack_round_trip_returns_same_blocks_and_table(
-    parts: list[Segment], codec: Codec
+    parts: list[Segment],
+    codec: Codec,
 ) -> None:
     payload, table = write(*parts, codec=codec)
     assert PackTable.parse(payload + table.encode()) == table

@@ -41,7 +41,8 @@ REAL = [
     ),
 )
 def test_pack_table_parse_flipped_bytes_raise_corrupt(
-    encoded: bytes, flips: list[tuple[int, int]]
+    encoded: bytes,
+    flips: list[tuple[int, int]],
 ) -> None:
     damaged = bytearray(encoded)
     for position, value in flips:
@@ -54,7 +55,9 @@ def test_pack_table_parse_flipped_bytes_raise_corrupt(
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(REAL), st.integers(0, 1 << 16), st.binary(max_size=64))
 def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(
-    encoded: bytes, cut: int, extra: bytes
+    encoded: bytes,
+    cut: int,
+    extra: bytes,
 ) -> None:
     with pytest.raises(CorruptPackError):
         PackTable.parse(encoded[: cut % len(encoded)])
@@ -64,7 +67,8 @@ def test_pack_table_parse_truncated_raises_and_prefix_is_ignored(
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(REAL), st.data())
 def test_pack_table_parse_forged_table_is_sound_or_raises_corrupt(
-    encoded: bytes, data: st.DataObject
+    encoded: bytes,
+    data: st.DataObject,
 ) -> None:
     """Damaged tables with valid checksums: an accepted table keeps every guarantee that readers
     rely on."""
@@ -196,7 +200,8 @@ def test_pack_table_parse_valid_table_returns_frames() -> None:
     ],
 )
 def test_pack_table_parse_wrong_field_raises_and_names_it(
-    changes: dict[str, Any], field: str
+    changes: dict[str, Any],
+    field: str,
 ) -> None:
     tracemalloc.start()
     try:
@@ -235,7 +240,8 @@ def table_with(keys: list[bytes], key_length: int) -> bytes:
 @pytest.mark.parametrize("key_length", [0, 4, 12, 36])
 @pytest.mark.parametrize("count", [2, 20, 100, 300])
 def test_pack_table_parse_repeated_key_raises_corrupt(
-    count: int, key_length: int
+    count: int,
+    key_length: int,
 ) -> None:
     keys = [
         number.to_bytes(4, "big") * (key_length // 4 or 9) for number in range(count)

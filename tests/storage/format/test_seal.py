@@ -250,7 +250,9 @@ def test_key_seal_forged_frame_is_refused(kind: str, seed: int) -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=100), st.binary(max_size=100), st.data())
 def test_key_seal_forged_record_is_refused(
-    name: bytes, body: bytes, data: st.DataObject
+    name: bytes,
+    body: bytes,
+    data: st.DataObject,
 ) -> None:
     record = OURS.sealed(name, body)
     assert len(record) == len(body) + RECORD_BYTES

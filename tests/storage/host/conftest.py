@@ -64,7 +64,10 @@ class Hosted:
         return client
 
     def finish(
-        self, client: StoreClient, job_id: int, timeout_s: float = 90.0
+        self,
+        client: StoreClient,
+        job_id: int,
+        timeout_s: float = 90.0,
     ) -> JobOutcome:
         """Poll until the job ends; return its outcome."""
         deadline = time.monotonic() + timeout_s

@@ -21,7 +21,8 @@ from tests.storage.host.jobs import BLOCK, make_keys, pid_of
 
 
 def test_submit_store_beyond_queue_bytes_is_refused(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=80 * BLOCK)
     client.open()
@@ -38,7 +39,8 @@ def test_submit_store_beyond_queue_bytes_is_refused(
 
 
 def test_submit_store_job_larger_than_queue_is_accepted_alone(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=BLOCK)
     client.open()
@@ -49,7 +51,8 @@ def test_submit_store_job_larger_than_queue_is_accepted_alone(
 
 
 def test_client_stopped_host_process_does_not_block_engine(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """The engine queues thousands of messages to a process that reads none, and never blocks on
     them."""
@@ -72,7 +75,8 @@ def test_client_stopped_host_process_does_not_block_engine(
 
 
 def test_touch_sends_held_keys_once_and_drops_overflow(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(
         f"lmdb://{tmp_path}/store?capacity=64MiB", "thread", max_age_s=0.0
@@ -101,7 +105,8 @@ def test_touch_sends_held_keys_once_and_drops_overflow(
 
 
 def test_events_overflow_of_idle_engine_reports_loss(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """The keys in the events of an idle engine are bounded on both sides while another process
     fills the store."""
@@ -162,7 +167,9 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
 
 
 def test_end_request_full_manifest_queue_is_refused(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The queue of manifests is bounded while the store accepts nothing and long contexts end."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
@@ -177,7 +184,9 @@ def test_end_request_full_manifest_queue_is_refused(
 
 
 def test_end_request_without_keys_counts_toward_queue_bound(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Requests without keys use memory, too, and so do labels."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
@@ -194,7 +203,9 @@ def test_end_request_without_keys_counts_toward_queue_bound(
 
 
 def test_touch_stopped_host_bounds_queued_bytes(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No reply is pending, so the watchdog does not check the stopped host; the queue to it is
     still bounded."""

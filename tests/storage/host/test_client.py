@@ -42,7 +42,8 @@ from tests.storage.host.jobs import (
 
 
 def test_client_idle_receives_keys_of_other_clients(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     resting, writing = hosted.connect(url), hosted.connect(url)
@@ -63,7 +64,9 @@ def test_client_idle_receives_keys_of_other_clients(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_stored_blocks_load_after_reopen(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind)
@@ -102,7 +105,8 @@ def test_client_stored_blocks_load_after_reopen(
 
 
 def test_submit_store_invalid_key_raises_and_queues_nothing(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     client.open()
@@ -114,7 +118,10 @@ def test_submit_store_invalid_key_raises_and_queues_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("request_id", ["\ud800", 7])
 def test_client_request_id_without_encoding_is_refused(
-    hosted: Any, tmp_path: Path, kind: str, request_id: Any
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
+    request_id: Any,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
     client.open()
@@ -134,7 +141,9 @@ def test_client_request_id_without_encoding_is_refused(
 
 
 def test_client_host_dying_after_each_answer_is_restarted_ever_later(
-    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -149,7 +158,8 @@ def test_client_host_dying_after_each_answer_is_restarted_ever_later(
 
 
 def test_host_ignores_termination_signals_and_commits_on_close(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """A supervisor signals all processes of a unit at once; the host still commits all accepted
     blocks."""
@@ -211,7 +221,8 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
 
 
 def test_watchdog_detects_stopped_host_with_only_end_pending(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
@@ -238,7 +249,9 @@ def test_events_after_host_restart_report_loss(hosted: Any, tmp_path: Path) -> N
 
 
 def test_client_malformed_reply_ends_host_not_engine(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
     client.open()
@@ -252,7 +265,8 @@ def test_client_malformed_reply_ends_host_not_engine(
 
 
 def test_client_killed_host_fails_jobs_and_restarts(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -283,7 +297,8 @@ def test_client_killed_host_fails_jobs_and_restarts(
 
 
 def test_client_idle_host_killed_is_restarted_without_poll(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -345,7 +360,9 @@ def test_client_nobody_refers_to_is_not_kept_by_its_idle_thread(tmp_path: Path) 
 
 @pytest.mark.parametrize("num_answered", [0, 4, 7])
 def test_client_host_killed_mid_job_answers_each_job_once(
-    hosted: Any, tmp_path: Path, num_answered: int
+    hosted: Any,
+    tmp_path: Path,
+    num_answered: int,
 ) -> None:
     """Whatever the number of jobs that were answered before the kill, each job is answered once,
     and every stored block has its content."""
@@ -381,7 +398,8 @@ def test_client_host_killed_mid_job_answers_each_job_once(
 
 
 def test_watchdog_silent_host_is_killed_and_restarted(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
     client.open()
@@ -392,7 +410,8 @@ def test_watchdog_silent_host_is_killed_and_restarted(
 
 
 def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """With the default limit of 60 s. No row is written after the load has failed."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -413,7 +432,9 @@ def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
 
 
 def test_load_of_killed_host_fails_only_when_it_is_dead(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A process that waits for a disk outlives its SIGKILL, and may write rows until its end."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -440,7 +461,8 @@ def test_load_of_killed_host_fails_only_when_it_is_dead(
 
 @pytest.mark.slow
 def test_process_host_cpu_wait_s_counts_time_without_cpu(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -511,7 +533,9 @@ def test_client_late_replies_are_discarded(hosted: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_past_deadline_fails_without_reading(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
     client.open()
@@ -531,7 +555,9 @@ def test_load_past_deadline_fails_without_reading(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_probe_measures_reads_and_writes_no_row(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", kind)
     client.open()

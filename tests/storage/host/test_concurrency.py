@@ -54,7 +54,9 @@ def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) 
 
 
 def test_load_continues_while_commit_is_blocked(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
@@ -73,7 +75,9 @@ def test_load_continues_while_commit_is_blocked(
 
 
 def test_store_small_job_is_acknowledged_while_commit_is_blocked(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     medium.commits.shut()
     store(client, 1, make_keys(64))
@@ -89,7 +93,9 @@ def test_store_small_job_is_acknowledged_while_commit_is_blocked(
 
 
 def test_store_job_with_keys_in_flight_rewrites_failed_blocks(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     medium.commits.shut()
     store(client, 1, make_keys(64))
@@ -129,7 +135,9 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
 
 
 def test_load_partly_failed_ends_after_slowest_part(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     """One part of a load fails at once while another part still runs: the rows of both are in
     use."""
@@ -163,7 +171,9 @@ def test_load_partly_failed_ends_after_slowest_part(
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_close_waits_for_running_commits_and_loads(
-    hosted: Any, medium: Medium, codec: str
+    hosted: Any,
+    medium: Medium,
+    codec: str,
 ) -> None:
     client = hosted.connect("lmdb:///gated", "thread", codec=codec, max_age_s=1e6)
     client.open()
@@ -193,7 +203,9 @@ def test_close_waits_for_running_commits_and_loads(
 
 
 def test_load_missing_keys_is_answered_while_commit_is_blocked(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     medium.commits.shut()
     store(client, 1, make_keys(64))
@@ -205,7 +217,9 @@ def test_load_missing_keys_is_answered_while_commit_is_blocked(
 
 
 def test_corrupt_pack_is_deleted_after_running_commit_ends(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     store(client, 1, make_keys(64))
     assert hosted.finish(client, 1).failed == []
@@ -226,7 +240,9 @@ def test_corrupt_pack_is_deleted_after_running_commit_ends(
 
 
 def test_backend_memory_error_fails_job_and_store_continues(
-    hosted: Any, client: StoreClient, medium: Medium
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
 ) -> None:
     """Any error of the medium fails the job, and the store continues."""
     backend, no_memory = medium.backend, MemoryError("no memory for a frame")
@@ -248,7 +264,10 @@ def test_backend_memory_error_fails_job_and_store_continues(
 
 
 def test_thread_host_internal_error_refuses_running_jobs(
-    hosted: Any, client: StoreClient, medium: Medium, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    client: StoreClient,
+    medium: Medium,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An internal error must not pin rows for ever: a thread, unlike a process, cannot be killed to
     release them."""
@@ -289,7 +308,9 @@ MALFORMED = PackedKeys(b"keys", 3)
     ids=["depths", "store rows", "store keys", "load rows", "load keys"],
 )
 def test_host_malformed_job_fails_alone(
-    hosted: Any, medium: Medium, malformed: StoreJob | LoadJob
+    hosted: Any,
+    medium: Medium,
+    malformed: StoreJob | LoadJob,
 ) -> None:
     served = Served(memoryview(hosted.memory))
     served.connection.send(gated_hello())

@@ -43,7 +43,10 @@ def store_all(hosted: Any, client: StoreClient) -> None:
 @pytest.mark.parametrize("placement", ["inline", "extents"])
 @pytest.mark.parametrize("damage", [cut, fill_with_ones])
 def test_engine_damaged_store_survives_and_stores_again(
-    hosted: Any, tmp_path: Path, damage: Callable[[bytearray], None], placement: str
+    hosted: Any,
+    tmp_path: Path,
+    damage: Callable[[bytearray], None],
+    placement: str,
 ) -> None:
     url = f"lmdb://{tmp_path}/kv?capacity=64MiB&placement={placement}"
     client = hosted.connect(url)
@@ -73,7 +76,8 @@ def test_engine_damaged_store_survives_and_stores_again(
 
 
 def test_load_corrupt_pack_reports_removal_before_job_ends(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the
     pack."""

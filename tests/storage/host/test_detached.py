@@ -76,7 +76,9 @@ the foreground."""
 
 @contextmanager
 def engine_in_terminal(
-    url: str, first: int, sizes: str
+    url: str,
+    first: int,
+    sizes: str,
 ) -> Iterator[tuple[int, int, int]]:
     """Run an engine in the foreground of a new terminal until its jobs are answered. Yield the PID
     of the session's leader, the PID of the host process, and the terminal's other end, which the
@@ -189,14 +191,17 @@ def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
 
 
 def test_accepted_blocks_survive_killed_process_tree(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     kill_and_verify(hosted, tmp_path, 3)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_accepted_blocks_survive_killed_process_group(
-    hosted: Any, tmp_path: Path, number: signal.Signals
+    hosted: Any,
+    tmp_path: Path,
+    number: signal.Signals,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     with engine(url, 0, "3") as (pid, host):
@@ -206,7 +211,9 @@ def test_accepted_blocks_survive_killed_process_group(
 
 @pytest.mark.parametrize("end", ["leader", "terminal", "interrupt"])
 def test_accepted_blocks_survive_end_of_terminal(
-    hosted: Any, tmp_path: Path, end: str
+    hosted: Any,
+    tmp_path: Path,
+    end: str,
 ) -> None:
     """The leader of the session is killed, the terminal hangs up, or its user presses Ctrl-C."""
     url = f"lmdb://{tmp_path}/store"
@@ -224,7 +231,8 @@ def test_accepted_blocks_survive_end_of_terminal(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_accepted_blocks_survive_many_killed_process_trees(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     kill_and_verify(hosted, tmp_path, SLOW_REPEATS)
 
@@ -240,7 +248,11 @@ def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> 
 
 
 def end_and_reuse(
-    hosted: Any, tmp_path: Path, side: str, repeats: int, kind: str = "process"
+    hosted: Any,
+    tmp_path: Path,
+    side: str,
+    repeats: int,
+    kind: str = "process",
 ) -> None:
     """End one side during transfers, then reuse the free rows; no transfer may read or write them
     afterwards."""
@@ -291,7 +303,9 @@ def end_and_reuse(
 
 @pytest.mark.parametrize("side", ["engine", "host"])
 def test_rows_are_unused_after_engine_close_or_host_kill(
-    hosted: Any, tmp_path: Path, side: str
+    hosted: Any,
+    tmp_path: Path,
+    side: str,
 ) -> None:
     end_and_reuse(hosted, tmp_path, side, 4)
 
@@ -304,7 +318,10 @@ def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) ->
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("side", ["engine", "host"])
 def test_rows_are_unused_after_many_engine_closes_or_host_kills(
-    hosted: Any, tmp_path: Path, side: str, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    side: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # otherwise each restart waits up to 30 s
     monkeypatch.setattr(supervisor, "HEALTHY_S", 0.0)
@@ -313,7 +330,9 @@ def test_rows_are_unused_after_many_engine_closes_or_host_kills(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_without_time_to_flush_keeps_accepted_blocks(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url, kind, max_age_s=1e6)
@@ -341,7 +360,8 @@ def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
 
 
 def test_region_truncated_in_use_fails_jobs_and_host_restarts(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -386,7 +406,9 @@ def full_region(tmp_path: Path) -> Iterator[int]:
 
 
 def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(
-    hosted: Any, tmp_path: Path, full_region: int
+    hosted: Any,
+    tmp_path: Path,
+    full_region: int,
 ) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     client = StoreClient(
@@ -530,7 +552,9 @@ def test_load_with_hung_read_kills_host_after_deadline(
 
 
 def test_load_behind_hung_ones_fails_at_its_deadline(
-    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+    hosted: Any,
+    tmp_path: Path,
+    hanging: Callable[[str], Any],
 ) -> None:
     """The host answers it: none of its rows is in use."""
     client = hosted.connect(f"hanging://{tmp_path}/store")
@@ -553,7 +577,9 @@ def test_load_behind_hung_ones_fails_at_its_deadline(
 
 @pytest.mark.slow
 def test_orphan_host_with_hung_read_commits_accepted_blocks(
-    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+    hosted: Any,
+    tmp_path: Path,
+    hanging: Callable[[str], Any],
 ) -> None:
     client = hanging_store(hosted, tmp_path)
     assert client.flush(60)
@@ -580,7 +606,9 @@ def test_orphan_host_with_hung_read_commits_accepted_blocks(
 
 @pytest.mark.slow
 def test_open_succeeds_after_alarm_ends_hung_orphan_host(
-    hosted: Any, tmp_path: Path, hanging: Callable[[str], Any]
+    hosted: Any,
+    tmp_path: Path,
+    hanging: Callable[[str], Any],
 ) -> None:
     """The orphan holds the store's write lock."""
     client = hanging_store(hosted, tmp_path)

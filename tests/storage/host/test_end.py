@@ -27,7 +27,9 @@ from tests.storage.host.medium import (
 
 @pytest.mark.parametrize("ends_by", ["close", "end", "death"])
 def test_host_waits_for_hung_commit_at_the_end_without_using_the_cpu(
-    hosted: Any, medium: Medium, ends_by: str
+    hosted: Any,
+    medium: Medium,
+    ends_by: str,
 ) -> None:
     """Also while the closed connection, or the pidfd of the dead engine, stays readable."""
     engine = subprocess.Popen(["sleep", "1000"])
@@ -82,7 +84,8 @@ class Busy(Lifecycle):
 
 
 def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
-    hosted: Any, medium: Medium
+    hosted: Any,
+    medium: Medium,
 ) -> None:
     committed: list[bytes] = []
 
@@ -112,7 +115,9 @@ def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
 
 
 def test_host_internal_error_while_call_hangs_reports_the_end(
-    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    medium: Medium,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The host process then sets its alarm: an orphan that hangs must not keep the rows."""
     lifecycle = Ending()
@@ -137,7 +142,9 @@ def test_host_internal_error_while_call_hangs_reports_the_end(
 
 
 def test_host_internal_error_while_opening_closes_the_store(
-    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    medium: Medium,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     openings = Gate(medium.backend, "open_namespace")
     openings.shut()
@@ -161,7 +168,9 @@ def test_host_internal_error_while_opening_closes_the_store(
 
 
 def test_host_internal_error_during_the_end_reports_the_end_once(
-    hosted: Any, medium: Medium, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    medium: Medium,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A second report would set the alarm of the host process again, and double its time."""
     lifecycle = Ending()
@@ -179,7 +188,8 @@ def test_host_internal_error_during_the_end_reports_the_end_once(
 
 
 def test_host_commits_uses_of_loads_that_end_after_the_engine(
-    hosted: Any, medium: Medium
+    hosted: Any,
+    medium: Medium,
 ) -> None:
     """The load reads key tables of several packs, so its uses are recorded late."""
     contexts = [make_keys(64, start) for start in range(0, 384, 64)]

@@ -30,7 +30,8 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_after_interrupt_returns_within_timeout(
-    tmp_path: Path, kind: str
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     """A job that Ctrl-C interrupted in the caller's stack never ends."""
     seconds = float(

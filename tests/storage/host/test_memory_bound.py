@@ -34,7 +34,11 @@ def anonymous_bytes(client: StoreClient) -> int:
 )
 @pytest.mark.parametrize("durability", ["commit", "interval:1h"])
 def test_host_memory_under_job_flood_stays_below_staging_bytes(
-    hosted: Any, tmp_path: Path, codec: str, per_job: int, durability: str
+    hosted: Any,
+    tmp_path: Path,
+    codec: str,
+    per_job: int,
+    durability: str,
 ) -> None:
     hosted.array[:, 1::2] = np.random.default_rng(1).integers(
         60, 64, hosted.array[:, 1::2].shape

@@ -94,7 +94,8 @@ def _store(hosted: Any, client: StoreClient) -> None:
     ],
 )
 def test_open_failed_error_keeps_type_and_text_across_processes(
-    error: PersistKVError | ValueError, kind: type[PersistKVError]
+    error: PersistKVError | ValueError,
+    kind: type[PersistKVError],
 ) -> None:
     ours, theirs = socket.socketpair()
     engine, host = SocketConnection(ours, ToEngine), SocketConnection(theirs, ToStore)
@@ -110,7 +111,9 @@ def test_open_failed_error_keeps_type_and_text_across_processes(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_failure_raises_original_error_type_in_engine(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     with pytest.raises(
         ConfigurationError,
@@ -139,7 +142,10 @@ def test_open_failure_raises_original_error_type_in_engine(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_not_required_unusable_store_is_attached_when_it_opens(
-    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
 ) -> None:
     blocked = tmp_path / "store"
     blocked.write_text("in the way")
@@ -166,7 +172,8 @@ def test_open_not_required_unusable_store_is_attached_when_it_opens(
 
 
 def test_open_not_required_configuration_mistakes_raise(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigurationError, match="capacity"):
         hosted.connect(f"lmdb://{tmp_path}/a?capacity=-1").open(required=False)
@@ -181,7 +188,8 @@ def test_open_not_required_configuration_mistakes_raise(
 
 
 def test_open_not_required_dying_hosts_are_restarted_in_background(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, 5)
@@ -233,7 +241,9 @@ def test_open_store_locked_by_stopped_process_is_busy_then_attached(
 
 
 def test_open_identity_notice_reaches_engine_once(
-    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     _store(hosted, hosted.connect(url))
@@ -247,7 +257,9 @@ def test_open_identity_notice_reaches_engine_once(
 
 @pytest.mark.parametrize("deaths", [1, 3, 4])
 def test_open_host_killed_during_open_restarts_up_to_three_times(
-    hosted: Any, tmp_path: Path, deaths: int
+    hosted: Any,
+    tmp_path: Path,
+    deaths: int,
 ) -> None:
     template = hosted.connect(f"lmdb://{tmp_path}/store")
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGKILL, deaths)
@@ -264,7 +276,8 @@ def test_open_host_killed_during_open_restarts_up_to_three_times(
 
 
 def test_open_unreadable_store_restarts_with_empty_store(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     """An unreadable row ends the first open; the restarted host checks the store, and the engine
     gets an empty one."""
@@ -285,7 +298,8 @@ def test_open_unreadable_store_restarts_with_empty_store(
 
 
 def test_open_past_timeout_misses_until_store_is_open(
-    hosted: Any, tmp_path: Path
+    hosted: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
@@ -310,7 +324,9 @@ def test_open_past_timeout_misses_until_store_is_open(
 
 
 def test_open_hanging_host_is_killed_and_restarted(
-    hosted: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     host = SignalledHost((hosted.fd,), len(hosted.memory), signal.SIGSTOP, 1)
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
@@ -367,7 +383,9 @@ def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_serve_answers_ping_while_store_opens(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = block_open_backend(monkeypatch)
     served = Served(memoryview(hosted.memory))
@@ -381,7 +399,9 @@ def test_serve_answers_ping_while_store_opens(
 
 
 def test_serve_closed_during_open_closes_store_cleanly(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = block_open_backend(monkeypatch)
     served = Served(memoryview(hosted.memory))
@@ -450,7 +470,9 @@ def test_client_ignores_opened_store_of_host_that_it_has_killed() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_open_after_failed_open_or_close_raises_host_error(
-    hosted: Any, tmp_path: Path, kind: str
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
 ) -> None:
     (tmp_path / "file").touch()
     client = hosted.connect(f"lmdb://{tmp_path}/file/store", kind)

@@ -29,7 +29,10 @@ def keys(name: str) -> list[bytes]:
 
 
 def recent(
-    writer: Contexts, max_blocks: int, *held: str, choice: Choice | None = None
+    writer: Contexts,
+    max_blocks: int,
+    *held: str,
+    choice: Choice | None = None,
 ) -> list[list[bytes]]:
     held_keys = {key for name in held for key in keys(name)}
     found = recent_contexts(

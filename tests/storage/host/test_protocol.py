@@ -59,7 +59,8 @@ def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> 
 @pytest.mark.parametrize("make", [pair, ThreadConnection.pair])
 @pytest.mark.parametrize("next_call", ["send", "receive"])
 def test_connection_queued_message_leaves_with_next_call(
-    make: MakePair, next_call: str
+    make: MakePair,
+    next_call: str,
 ) -> None:
     engine, store = make()
     engine.queue(Flush(1))

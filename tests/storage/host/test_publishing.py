@@ -23,7 +23,10 @@ PATIENCE_S = 30.0
 
 @pytest.mark.parametrize("place", ["lmdb://{}/store?", "file://{}/store?status=1s&"])
 def test_status_in_store_with_key_shows_no_ids_of_requests(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
 ) -> None:
     """Clients may choose them, and they are encrypted elsewhere."""
     monkeypatch.setenv("PERSISTKV_TEST_KEY", "0123456789abcdef" * 4)

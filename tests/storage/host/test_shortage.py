@@ -31,7 +31,9 @@ def reloads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     changes = LmdbBackend.changes
 
     def all_changes(
-        backend: LmdbBackend, namespace: bytes, cursor: bytes | None
+        backend: LmdbBackend,
+        namespace: bytes,
+        cursor: bytes | None,
     ) -> Any:
         times.append(time.monotonic())
         return changes(backend, namespace, None)
@@ -64,7 +66,9 @@ def store_blocks(client: StoreClient, hosted: Any, job: int, keys: list[bytes]) 
 
 
 def test_idle_engine_host_keeps_few_lookup_tables(
-    hosted: Any, tmp_path: Path, reloads: list[float]
+    hosted: Any,
+    tmp_path: Path,
+    reloads: list[float],
 ) -> None:
     """The one that the engine uses, the one that was sent to it, and the present one."""
     url = f"lmdb://{tmp_path}/store"
@@ -89,7 +93,9 @@ def test_idle_engine_host_keeps_few_lookup_tables(
 
 
 def test_busy_engine_never_misses_held_keys_while_tables_change(
-    hosted: Any, tmp_path: Path, reloads: list[float]
+    hosted: Any,
+    tmp_path: Path,
+    reloads: list[float],
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread", refresh_s=0.02)
     client.open()
@@ -173,7 +179,9 @@ def test_host_lack_of_memory_fails_job_only(
 
 
 def test_host_lack_of_memory_for_copies_drops_the_job_and_later_commits_succeed(
-    hosted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hosted: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread", max_age_s=0.1)
     client.open()

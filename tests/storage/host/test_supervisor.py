@@ -35,7 +35,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def check_after(
-    dog: Watchdog, clock: Clock, *seconds: float, load_due: bool = False
+    dog: Watchdog,
+    clock: Clock,
+    *seconds: float,
+    load_due: bool = False,
 ) -> list[str]:
     found = []
     pings: list[float] = []

@@ -17,7 +17,10 @@ from tests.storage.host.jobs import BLOCK, KINDS, make_keys
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_store_logs_one_line_with_content_and_fill_level(
-    hosted: Any, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    tmp_path: Path,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     writer = hosted.connect(url + "?capacity=1GiB", identity={"model_name": "tiny"})
@@ -40,7 +43,9 @@ def test_open_store_logs_one_line_with_content_and_fill_level(
 
 
 def test_stats_while_medium_fails_have_no_size_and_log_no_line(
-    hosted: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hosted: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = FaultyBackend.of(MemoryBackend())
     monkeypatch.setattr(

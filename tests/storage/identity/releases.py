@@ -60,7 +60,10 @@ def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
 
 @cache
 def model(
-    seed: int = 0, dtype: str = "float32", theta: float = THETA, deviation: float = 0.05
+    seed: int = 0,
+    dtype: str = "float32",
+    theta: float = THETA,
+    deviation: float = 0.05,
 ) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(

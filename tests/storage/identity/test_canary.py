@@ -37,7 +37,9 @@ def contexts() -> list[KV]:
 
 @pytest.fixture(params=["memory", "lmdb"])
 def backend(
-    request: pytest.FixtureRequest, tmp_path: Path, contexts: list[KV]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    contexts: list[KV],
 ) -> Iterator[Backend]:
     """Store that holds the contexts of the old release, on each driver."""
     is_lmdb = request.param == "lmdb"
@@ -69,7 +71,9 @@ def depths_of(backend: Backend) -> tuple[int, ...]:
 
 
 def test_canary_equal_blocks_of_two_requests_adopt_namespace(
-    backend: Backend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: Backend,
+    contexts: list[KV],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, "persistkv")
     new = Release(backend, NEW)
@@ -91,7 +95,8 @@ def test_canary_equal_blocks_of_two_requests_adopt_namespace(
 
 
 def test_canary_recorded_adoption_serves_next_start_immediately(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     first = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -103,7 +108,8 @@ def test_canary_recorded_adoption_serves_next_start_immediately(
 
 
 def test_canary_adopted_blocks_equal_bytes_of_old_release(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -117,7 +123,9 @@ def test_canary_adopted_blocks_equal_bytes_of_old_release(
 
 
 def test_canary_different_block_refuses_for_all_later_starts(
-    backend: Backend, contexts: list[KV], caplog: pytest.LogCaptureFixture
+    backend: Backend,
+    contexts: list[KV],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     changed = contexts[0].copy()
     changed[2, 1, 0] *= 1.5
@@ -133,7 +141,8 @@ def test_canary_different_block_refuses_for_all_later_starts(
 
 
 def test_canary_one_request_is_undecided_and_stores_its_blocks(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
@@ -143,7 +152,8 @@ def test_canary_one_request_is_undecided_and_stores_its_blocks(
 
 
 def test_canary_option_adopt_never_disables_comparison(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW, adopt="never")
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -162,7 +172,8 @@ def test_canary_undescribed_rows_are_never_compared(backend: Backend) -> None:
 
 
 def test_canary_request_with_held_first_block_is_no_evidence(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     """The request may have loaded its first block instead of computing it."""
     new = Release(backend, NEW)
@@ -174,7 +185,8 @@ def test_canary_request_with_held_first_block_is_no_evidence(
 
 
 def test_canary_request_without_first_blocks_is_no_evidence(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -183,7 +195,8 @@ def test_canary_request_without_first_blocks_is_no_evidence(
 
 
 def test_canary_request_loaded_by_another_tier_is_no_evidence(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS, contexts, strict=True):
@@ -193,7 +206,8 @@ def test_canary_request_loaded_by_another_tier_is_no_evidence(
 
 
 def test_canary_unknown_loads_of_other_tiers_end_comparison(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     new.canary.loaded_elsewhere([])
@@ -203,7 +217,8 @@ def test_canary_unknown_loads_of_other_tiers_end_comparison(
 
 
 def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     short = 64  # tokens: 4 blocks
@@ -217,7 +232,8 @@ def test_canary_short_requests_adopt_only_their_depths_until_longer_agree(
 
 
 def test_canary_difference_beyond_adopted_depths_keeps_adoption(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -232,7 +248,8 @@ def test_canary_difference_beyond_adopted_depths_keeps_adoption(
 
 
 def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
@@ -245,7 +262,8 @@ def test_canary_used_adopted_blocks_are_stored_in_own_namespace(
 
 
 def test_canary_deleted_blocks_of_old_release_miss(
-    backend: Backend, contexts: list[KV]
+    backend: Backend,
+    contexts: list[KV],
 ) -> None:
     new = Release(backend, NEW)
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):

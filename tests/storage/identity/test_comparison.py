@@ -49,7 +49,9 @@ def test_comparison_equal_blocks_agree_without_error(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("tokens", "agrees"), [(2, True), (3, False)])
 def test_comparison_one_tenth_of_cell_tokens_may_differ(
-    pair: Pair, tokens: int, agrees: bool
+    pair: Pair,
+    tokens: int,
+    agrees: bool,
 ) -> None:
     pair.theirs[2, :tokens] *= -1
     found = pair.compare()
@@ -59,7 +61,9 @@ def test_comparison_one_tenth_of_cell_tokens_may_differ(
 
 @pytest.mark.parametrize(("factor", "agrees"), [(0.9, True), (1.1, False)])
 def test_comparison_error_is_relative_to_longer_vector(
-    pair: Pair, factor: float, agrees: bool
+    pair: Pair,
+    factor: float,
+    agrees: bool,
 ) -> None:
     pair.theirs[1] /= 1 - factor * LIMIT
     assert pair.compare().agrees is agrees
@@ -86,7 +90,8 @@ def test_comparison_block_with_zero_cells_agrees_but_counts_no_tokens(
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
 def test_comparison_not_finite_or_overflowing_number_differs(
-    pair: Pair, value: float
+    pair: Pair,
+    value: float,
 ) -> None:
     pair.ours[3, 5] = value
     assert not pair.compare().agrees
@@ -130,6 +135,8 @@ def test_comparison_decodes_every_number_of_each_dtype(dtype: str) -> None:
     ],
 )
 def test_fits_accepts_only_vectors_inside_block(
-    layout: VectorLayout, block_bytes: int, is_inside: bool
+    layout: VectorLayout,
+    block_bytes: int,
+    is_inside: bool,
 ) -> None:
     assert fits(NumberLayout("float32", (layout,)), 0, block_bytes) is is_inside

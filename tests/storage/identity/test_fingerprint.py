@@ -23,7 +23,8 @@ TENSORS = {
 
 
 def safetensors(
-    tensors: dict[str, tuple[str, list[int], bytes]], metadata: bool = False
+    tensors: dict[str, tuple[str, list[int], bytes]],
+    metadata: bool = False,
 ) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
     payload = b""
@@ -57,7 +58,9 @@ def checkpoint(tmp_path: Path) -> Path:
 
 class TestFingerprintCheckpoint:
     def test_same_tensors_in_other_files_give_same_fingerprint(
-        self, checkpoint: Path, tmp_path: Path
+        self,
+        checkpoint: Path,
+        tmp_path: Path,
     ) -> None:
         sharded = tmp_path / "sharded"
         sharded.mkdir()
@@ -79,7 +82,10 @@ class TestFingerprintCheckpoint:
         ],
     )
     def test_changed_bytes_shape_dtype_or_name_changes_fingerprint(
-        self, checkpoint: Path, name: str, tensor: tuple[str, list[int], bytes]
+        self,
+        checkpoint: Path,
+        name: str,
+        tensor: tuple[str, list[int], bytes],
     ) -> None:
         before = fingerprint_checkpoint(checkpoint)
         changed = {"a.bias": TENSORS["a.bias"], name: tensor}
@@ -87,7 +93,8 @@ class TestFingerprintCheckpoint:
         assert fingerprint_checkpoint(checkpoint) != before
 
     def test_same_tensors_as_state_dict_differ_only_in_prefix(
-        self, checkpoint: Path
+        self,
+        checkpoint: Path,
     ) -> None:
         in_memory = fingerprint_tensors(
             (name, dtype, shape, data) for name, (dtype, shape, data) in TENSORS.items()
@@ -100,7 +107,8 @@ class TestFingerprintCheckpoint:
         )
 
     def test_tensor_longer_than_one_piece_is_hashed_whole(
-        self, checkpoint: Path
+        self,
+        checkpoint: Path,
     ) -> None:
         data = bytearray(os.urandom(17 << 20))
         tensors = {"big": ("U8", [len(data)], bytes(data))}
@@ -112,7 +120,8 @@ class TestFingerprintCheckpoint:
         )
 
     def test_pytorch_file_is_hashed_whole_and_training_state_ignored(
-        self, tmp_path: Path
+        self,
+        tmp_path: Path,
     ) -> None:
         directory = tmp_path / "old"
         directory.mkdir()
@@ -127,7 +136,8 @@ class TestFingerprintCheckpoint:
 
 class TestWeightFiles:
     def test_single_file_precedes_index_and_index_precedes_other_files(
-        self, tmp_path: Path
+        self,
+        tmp_path: Path,
     ) -> None:
         for name in ("one.safetensors", "two.safetensors", "stray.safetensors"):
             (tmp_path / name).write_bytes(safetensors(TENSORS))
@@ -152,7 +162,9 @@ class TestWeightFiles:
         ],
     )
     def test_index_malformed_or_outside_directory_raises(
-        self, tmp_path: Path, index: str
+        self,
+        tmp_path: Path,
+        index: str,
     ) -> None:
         (tmp_path / "model.safetensors.index.json").write_text(index)
         with pytest.raises(ConfigurationError, match="index"):
@@ -166,7 +178,10 @@ class TestWeightFiles:
 
 
 def entry(
-    begin: object, end: object, shape: object = (2,), dtype: object = "F32"
+    begin: object,
+    end: object,
+    shape: object = (2,),
+    dtype: object = "F32",
 ) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
@@ -207,7 +222,8 @@ class TestSafetensorsHeader:
             fingerprint_checkpoint(checkpoint)
 
     def test_empty_tensors_and_unknown_dtypes_are_accepted(
-        self, checkpoint: Path
+        self,
+        checkpoint: Path,
     ) -> None:
         tensors = {
             "empty": ("F32", [0, 4], b""),
@@ -218,7 +234,8 @@ class TestSafetensorsHeader:
         assert fingerprint_checkpoint(checkpoint).startswith("checkpoint:")
 
     def test_any_flipped_byte_changes_fingerprint_or_raises(
-        self, checkpoint: Path
+        self,
+        checkpoint: Path,
     ) -> None:
         good = safetensors(TENSORS)
         before = fingerprint_checkpoint(checkpoint)
@@ -242,7 +259,9 @@ class TestFingerprintCache:
         return list((cache_home / "persistkv" / "fingerprints").iterdir())
 
     def test_record_is_used_until_file_changes(
-        self, checkpoint: Path, cache_home: Path
+        self,
+        checkpoint: Path,
+        cache_home: Path,
     ) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
@@ -255,7 +274,8 @@ class TestFingerprintCache:
         assert fingerprint_checkpoint(checkpoint) == first
 
     def test_change_that_keeps_size_and_mtime_is_detected(
-        self, checkpoint: Path
+        self,
+        checkpoint: Path,
     ) -> None:
         path = checkpoint / "model.safetensors"
         os.utime(path, ns=(1, 1))
@@ -268,7 +288,10 @@ class TestFingerprintCache:
 
     @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b'{"version": 1}'])
     def test_damaged_record_is_ignored(
-        self, checkpoint: Path, cache_home: Path, content: bytes
+        self,
+        checkpoint: Path,
+        cache_home: Path,
+        content: bytes,
     ) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (record,) = self.records(cache_home)
@@ -276,7 +299,10 @@ class TestFingerprintCache:
         assert fingerprint_checkpoint(checkpoint) == first
 
     def test_unwritable_cache_directory_is_ignored(
-        self, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        checkpoint: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         first = fingerprint_checkpoint(checkpoint)
         (tmp_path / "file").touch()
@@ -285,7 +311,8 @@ class TestFingerprintCache:
 
 
 def test_fingerprint_cache_recently_modified_file_is_not_recorded(
-    checkpoint: Path, cache_home: Path
+    checkpoint: Path,
+    cache_home: Path,
 ) -> None:
     fingerprint_checkpoint(checkpoint)
     assert not cache_home.exists()

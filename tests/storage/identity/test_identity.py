@@ -57,7 +57,8 @@ def test_identity_model_name_is_recorded_but_not_compared() -> None:
 
 @given(fields, fields)
 def test_identity_different_fields_change_digest_and_give_diff(
-    one: dict[str, Any], other: dict[str, Any]
+    one: dict[str, Any],
+    other: dict[str, Any],
 ) -> None:
     ours, theirs = Identity.of(one), Identity.of(other)
     if ours.encode() == theirs.encode():
@@ -139,7 +140,8 @@ def test_identity_diff_names_path_of_each_field() -> None:
     ],
 )
 def test_identity_diff_reports_type_and_structure_differences(
-    one: dict[str, Any], other: dict[str, Any]
+    one: dict[str, Any],
+    other: dict[str, Any],
 ) -> None:
     assert Identity.of(one).diff(Identity.of(other))
 

@@ -137,7 +137,10 @@ def contexts() -> list[list[KV]]:
 
 
 def verdict_after(
-    stored: list[KV], computed: list[KV], old_dtype: str, dtype: str
+    stored: list[KV],
+    computed: list[KV],
+    old_dtype: str,
+    dtype: str,
 ) -> str | None:
     """Return the verdict of a release that computes contexts which an older release stored."""
     backend = MemoryBackend()
@@ -179,7 +182,8 @@ def test_canary_planted_incompatibilities_are_refused(contexts: list[list[KV]]) 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_canary_thousand_planted_incompatibilities_are_refused(
-    contexts: list[list[KV]], seed: int
+    contexts: list[list[KV]],
+    seed: int,
 ) -> None:
     check(contexts, 100, seed)
 

@@ -161,7 +161,10 @@ class Engine:
             self._model.requests[write.manifest.id] = Held(digest, names, at)
 
     def _draw_packs(
-        self, namespace: bytes, seal: Seal, tenant: str
+        self,
+        namespace: bytes,
+        seal: Seal,
+        tenant: str,
     ) -> list[PackWriter]:
         """Return packs to store, and record which payloads may be read from now on."""
         numbers: set[int] = set()

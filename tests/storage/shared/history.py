@@ -145,7 +145,11 @@ class SimulatedStore(SharedBackend):
 
     @classmethod
     def open_blobs(
-        cls, url: StoreUrl, options: Mapping[str, str], *, read_only: bool
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+        *,
+        read_only: bool,
     ) -> Blobs:
         raise NotImplementedError
 
@@ -211,7 +215,10 @@ class History:
     """
 
     def __init__(
-        self, seed: int, directory: Path, hangs: Sequence[HangKind] = ()
+        self,
+        seed: int,
+        directory: Path,
+        hangs: Sequence[HangKind] = (),
     ) -> None:
         draw = self._draw = random.Random(seed)
         self._hangs = hangs
@@ -451,7 +458,10 @@ class History:
         return backend
 
     def read(
-        self, backend: SharedBackend, namespace: bytes, table: PackTable
+        self,
+        backend: SharedBackend,
+        namespace: bytes,
+        table: PackTable,
     ) -> bytes | None:
         """Read a pack and check its bytes; None if it is a miss."""
         try:
@@ -691,7 +701,10 @@ class History:
         assert sent <= most, f"{when}: {sent} requests to open"
 
     def _with_keys(
-        self, backend: SharedBackend, namespace: bytes, requests: Iterable[str]
+        self,
+        backend: SharedBackend,
+        namespace: bytes,
+        requests: Iterable[str],
     ) -> set[str]:
         """Return those of the requests whose keys can be read."""
         names = sorted(requests)
@@ -700,7 +713,10 @@ class History:
         return {name for name, keys in pairs if keys is not None}
 
     def _read_again(
-        self, backend: SharedBackend, namespace: bytes, table: PackTable
+        self,
+        backend: SharedBackend,
+        namespace: bytes,
+        table: PackTable,
     ) -> bytes | None:
         """Read a pack that may have several blobs, some of which are gone: each miss removes
         one."""
@@ -790,7 +806,9 @@ class History:
 
 
 def fail_or_events(
-    seed: int, directory: Path, hangs: Sequence[HangKind] = ()
+    seed: int,
+    directory: Path,
+    hangs: Sequence[HangKind] = (),
 ) -> tuple[str, set[str]]:
     """Run a history; return the text of its failure, empty if it has none, and which ``EVENTS``
     occurred."""

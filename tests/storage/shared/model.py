@@ -146,7 +146,10 @@ class Model:
         """Digests of requests, in the same sense."""
 
     def must_hold(
-        self, now: float, ended: Ended, acknowledged: float = math.inf
+        self,
+        now: float,
+        ended: Ended,
+        acknowledged: float = math.inf,
     ) -> set[bytes]:
         """Return the packs that the store must hold.
 
@@ -170,7 +173,10 @@ class Model:
         return found
 
     def _is_alive(
-        self, pack_id: bytes, commits: list[Stored], tombstones: set[bytes]
+        self,
+        pack_id: bytes,
+        commits: list[Stored],
+        tombstones: set[bytes],
     ) -> bool:
         ended = any(name[:ID_BYTES] == pack_id for name in tombstones)
         if not ended:

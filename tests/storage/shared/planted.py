@@ -57,7 +57,10 @@ def plant_inbox(patch: pytest.MonkeyPatch) -> None:
     refresh = IndexReader.refresh
 
     def planted(
-        self: IndexReader, *, inbox_age_s: float | None = None, stable: bool = False
+        self: IndexReader,
+        *,
+        inbox_age_s: float | None = None,
+        stable: bool = False,
     ) -> list[BlobInfo]:
         return refresh(self, stable=stable)
 
@@ -93,7 +96,10 @@ _is_second: defaultdict[Sweeper, bool] = defaultdict(bool)
 
 
 def _read_once(
-    sweeper: Sweeper, order: Sequence[str], *, stable: bool
+    sweeper: Sweeper,
+    order: Sequence[str],
+    *,
+    stable: bool,
 ) -> Iterator[Delta]:
     _is_second[sweeper] = not _is_second[sweeper]
     if not _is_second[sweeper]:

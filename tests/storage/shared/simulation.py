@@ -659,7 +659,10 @@ class Process(Clock):
         return Past(list(self._waits), self.world.now) if self._waits else None
 
     def _record(
-        self, what: str, result: object = None, error: StoreError | None = None
+        self,
+        what: str,
+        result: object = None,
+        error: StoreError | None = None,
     ) -> None:
         if self._waits is not None:
             self._waits.append(
@@ -876,7 +879,11 @@ class Process(Clock):
         raise Killed
 
     def _suspension(
-        self, fault: str, kind: str, name: str, text: str
+        self,
+        fault: str,
+        kind: str,
+        name: str,
+        text: str,
     ) -> tuple[float, float]:
         """Return the seconds for which the thread is suspended before its request arrives, and
         after the effect."""
@@ -977,7 +984,11 @@ class SimulatedBlobs(Blobs):
         return self._request("PUT", name, lambda: self._medium.put(name, data))
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         try:
             data = self._request(

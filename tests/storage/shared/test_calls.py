@@ -76,7 +76,11 @@ class KeepingBlobs(MemoryBlobs):
         self.kept: list[memoryview] = []
 
     def read(
-        self, name: str, offset: int, length: int, buffers: Iterable[memoryview]
+        self,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
     ) -> int:
         views = list(buffers)
         self.kept += [view[:1] for view in views]

@@ -122,7 +122,10 @@ def test_capacity_holds_however_fast_eight_writers_of_four_namespaces_write(
 
 
 def write_for(
-    town: Town, engines: Sequence[Engine], seeds: Iterator[int], seconds: int
+    town: Town,
+    engines: Sequence[Engine],
+    seeds: Iterator[int],
+    seconds: int,
 ) -> list[int]:
     """Let engines write 32 packs of 1.5 KB a second together; return the bytes of all namespaces
     after every fifth second."""
@@ -344,7 +347,8 @@ EVENTS = (
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("event", EVENTS)
 def test_capacity_holds_from_a_minute_after_an_event(
-    town: Town, event: Callable[[Town, Writers], None]
+    town: Town,
+    event: Callable[[Town, Writers], None],
 ) -> None:
     """They write 2.4 times the capacity in a minute."""
     writers = Writers(town, capacity=1 << 20, rate=8)

@@ -35,7 +35,9 @@ def has_key(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture
 def town(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_key: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_key: bool,
 ) -> Iterator[Town]:
     monkeypatch.setenv(KEY, SECRET)
     monkeypatch.setenv("PERSISTKV_OTHER_KEY", SECRET[::-1])
@@ -167,7 +169,8 @@ def shown_tenants(engine: Engine) -> set[str]:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_record_that_another_replaces_before_it_is_read_is_honoured_at_once(
-    town: Town, times: int
+    town: Town,
+    times: int,
 ) -> None:
     """Each `forget` writes a blob with all records, and deletes the one before."""
     engine = town.engine()
@@ -398,7 +401,9 @@ def test_second_key_of_the_same_moment_is_destroyed_too(town: Town) -> None:
 
 
 def test_forget_killed_at_each_call_is_completed_by_the_next_one(
-    tmp_path: Path, has_key: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    has_key: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(KEY, SECRET)
     for calls in itertools.count():
@@ -490,7 +495,8 @@ def damaged_key(town: Town, engine: Engine) -> None:
 @only_with_key
 @pytest.mark.parametrize("harm", [missing_key, damaged_key])
 def test_key_blob_that_somebody_harms_stops_no_other_tenant(
-    town: Town, harm: Callable[[Town, Engine], None]
+    town: Town,
+    harm: Callable[[Town, Engine], None],
 ) -> None:
     engine = town.engine()
     store_one(engine, "anna", 1)

@@ -35,7 +35,10 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def run_histories(
-    directory: Path, first: int, number: int, hangs: Sequence[HangKind] = ()
+    directory: Path,
+    first: int,
+    number: int,
+    hangs: Sequence[HangKind] = (),
 ) -> set[str]:
     """Run histories until one fails; return which ``EVENTS`` occurred."""
     occurred: set[str] = set()
@@ -98,7 +101,9 @@ def test_histories_many_random_lose_no_acknowledged_pack(disk: Path) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rule", sorted(PLANTED))
 def test_histories_find_a_planted_bug(
-    disk: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+    disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
 ) -> None:
     PLANTED[rule](monkeypatch)
     with pytest.raises(pytest.fail.Exception, match="AssertionError"):

@@ -58,7 +58,8 @@ def test_commits_that_cannot_be_deleted_are_merged_once(town: Town) -> None:
 
 
 def test_included_names_that_are_carried_on_are_bounded(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv.storage.shared.index.merge._MOST_CARRIED", 10)
     first = town.engine()

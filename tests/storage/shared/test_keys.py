@@ -121,7 +121,8 @@ def change_payload(town: Town) -> None:
 
 @pytest.mark.parametrize("attack", [forge_commit, forge_with_other_key, change_payload])
 def test_read_forged_pack_misses_and_commit_replaces_it(
-    town: Town, attack: Callable[[Town], None]
+    town: Town,
+    attack: Callable[[Town], None],
 ) -> None:
     first = keyed(town)
     rows = Rows(
@@ -173,7 +174,9 @@ def test_keyed_store_is_readable_only_with_same_key(town: Town) -> None:
 @pytest.mark.parametrize("present", ["", "key_env=PERSISTKV_OTHER_KEY"])
 @pytest.mark.parametrize("asked", ["", f"key_env={KEY}"])
 def test_open_with_another_key_says_that_content_exists(
-    tmp_path: Path, present: str, asked: str
+    tmp_path: Path,
+    present: str,
+    asked: str,
 ) -> None:
     place = f"file://{tmp_path}/store"
     with closing(open_backend(f"{place}?{present}")) as backend:
@@ -461,7 +464,8 @@ def fail() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_rotation_that_fails_at_any_call_keeps_content_and_is_repeated(
-    tmp_path: Path, after: bool
+    tmp_path: Path,
+    after: bool,
 ) -> None:
     for number in itertools.count():
         with town_of(tmp_path / str(number)) as town:
@@ -696,7 +700,8 @@ def test_store_deleted_after_rotation_is_not_written_for_replaced_key(
 
 
 def test_keyed_backend_key_is_absent_from_repr_and_log(
-    town: Town, caplog: pytest.LogCaptureFixture
+    town: Town,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = keyed(town)
     first.store(first.pack(1))

@@ -58,7 +58,8 @@ def is_base(name: str) -> bool:
 
 
 def test_base_is_written_only_when_segments_exceed_a_quarter_of_it(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv.storage.shared.index.merge._LEAST_BASE_BYTES", 4096)
     first = town.engine()

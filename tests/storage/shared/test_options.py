@@ -60,7 +60,8 @@ def test_open_cache_on_network_file_system_uses_temporary_directory_and_logs_it_
 
 
 def test_open_cache_on_local_file_system_keeps_replica_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mount(monkeypatch, tmp_path, "ext4")
     home = tmp_path / "home"

@@ -226,7 +226,8 @@ def test_opening_among_many_namespaces_reads_few_identities(town: Town) -> None:
 
 @pytest.mark.parametrize("commits", [1, 9])
 def test_emptied_medium_resets_changes_and_accepts_new_commits(
-    town: Town, commits: int
+    town: Town,
+    commits: int,
 ) -> None:
     first = town.engine(refresh_s=0.0)
     for seed in range(commits):
@@ -246,7 +247,8 @@ def test_emptied_medium_resets_changes_and_accepts_new_commits(
 
 
 def test_foreign_blob_named_policy_is_kept_and_nothing_is_evicted(
-    town: Town, caplog: pytest.LogCaptureFixture
+    town: Town,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     notes = b"my notes on policies"
     town.server.put("plain/policy", [notes])

@@ -132,7 +132,8 @@ def test_store_above_capacity_evicts_from_tenant_above_quota_before_older_conten
 
 
 def test_commit_and_step_read_few_of_many_quotas(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each is a transaction: 2,000 quotas took 65 ms of each commit."""
     engine = town.engine(capacity=1 << 30)

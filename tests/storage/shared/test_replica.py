@@ -138,7 +138,9 @@ def new_replica(parent: Path) -> Replica:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_replica_any_order_and_repetition_gives_the_same_content(
-    packs: list[PackWriter], tmp_path: Path, seed: int
+    packs: list[PackWriter],
+    tmp_path: Path,
+    seed: int,
 ) -> None:
     draw = random.Random(seed)
     objects = [
@@ -171,7 +173,9 @@ def test_replica_any_order_and_repetition_gives_the_same_content(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_replica_many_packs_at_once_are_as_one_by_one(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draw = random.Random(seed)
     found = [
@@ -216,7 +220,8 @@ def test_replica_many_packs_at_once_are_as_one_by_one(
 
 @pytest.mark.parametrize("part_bytes", [1000, 5000])
 def test_dump_of_many_packs_gives_no_part_above_the_limit(
-    tmp_path: Path, part_bytes: int
+    tmp_path: Path,
+    part_bytes: int,
 ) -> None:
     found = [
         sample_pack(NAMESPACE, number, blocks=2, block_bytes=64) for number in range(40)

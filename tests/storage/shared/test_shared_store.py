@@ -250,7 +250,8 @@ def test_listed_object_that_is_missing_is_skipped(town: Town) -> None:
 
 
 def test_junk_in_the_inbox_that_was_deleted_is_forgotten(
-    town: Town, caplog: pytest.LogCaptureFixture
+    town: Town,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     name = NAMES.new_commit(random.Random(1))
     town.engine()
@@ -326,7 +327,8 @@ def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minut
 
 
 def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
-    town: Town, monkeypatch: pytest.MonkeyPatch
+    town: Town,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("persistkv.storage.shared.index.merge._PART_BYTES", 2000)
     first, second = town.engine(), town.engine()
@@ -585,7 +587,8 @@ def test_replies_dated_a_year_back_expire_nothing(town: Town, age_s: int) -> Non
 
 @pytest.mark.parametrize("streams", [False, True])
 def test_read_of_missing_blob_tries_the_others_of_the_pack(
-    town: Town, streams: bool
+    town: Town,
+    streams: bool,
 ) -> None:
     first, second = town.engine(), town.engine()
     first.store(pack(1))
@@ -693,7 +696,8 @@ def sweep_during_a_commit(town: Town, sweeper: Engine) -> None:
 
 @pytest.mark.parametrize("ahead_s", [-365 * DAY_S, 365 * DAY_S])
 def test_sweep_with_replies_of_a_wrong_date_deletes_no_young_blob(
-    town: Town, ahead_s: float
+    town: Town,
+    ahead_s: float,
 ) -> None:
     sweeper = town.engine()
     sweeper.date_replies(ahead_s)

@@ -202,7 +202,8 @@ def test_simulated_world_same_seed_gives_same_steps() -> None:
 
 @pytest.mark.parametrize("repeats_names", [False, True])
 def test_simulated_copy_of_a_machine_goes_on_where_its_original_was(
-    monkeypatch: pytest.MonkeyPatch, repeats_names: bool
+    monkeypatch: pytest.MonkeyPatch,
+    repeats_names: bool,
 ) -> None:
     monkeypatch.setattr(Process, "repeats_names", repeats_names)
     drawn: defaultdict[str, list[str]] = defaultdict(list)

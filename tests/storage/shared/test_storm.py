@@ -265,7 +265,8 @@ def test_storm_of_fifty_engines_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_bases")
 def test_storm_of_fifty_engines_with_a_key_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PERSISTKV_STORM_KEY", "k" * 32)
     run_storms(tmp_path, range(1), "PERSISTKV_STORM_KEY")
@@ -281,7 +282,9 @@ def test_storm_of_fifty_engines_with_a_key_loses_nothing(
     ],
 )
 def test_storm_finds_a_planted_bug(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
 ) -> None:
     PLANTED[rule](monkeypatch)
     with pytest.raises(AssertionError, match=r"are lost|differs"):

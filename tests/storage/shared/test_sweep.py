@@ -111,14 +111,17 @@ MOVES = {"order": lost_while_a_commit_is_merged, "once": lost_while_a_base_is_wr
 
 @pytest.mark.parametrize("rule", sorted(MOVES))
 def test_sweep_while_names_move_deletes_no_named_pack(
-    tmp_path: Path, rule: str
+    tmp_path: Path,
+    rule: str,
 ) -> None:
     assert not any(MOVES[rule](seed, tmp_path / str(seed)) for seed in _SEEDS)
 
 
 @pytest.mark.parametrize("rule", sorted(MOVES))
 def test_sweep_without_its_rule_deletes_a_named_pack(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rule: str,
 ) -> None:
     PLANTED[rule](monkeypatch)
     assert any(MOVES[rule](seed, tmp_path / str(seed)) for seed in _SEEDS)

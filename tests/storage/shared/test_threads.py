@@ -30,7 +30,9 @@ def quick_switches() -> Iterator[None]:
 
 
 def opened(
-    blobs: MemoryBlobs | FaultyBlobs, *, background: bool = False
+    blobs: MemoryBlobs | FaultyBlobs,
+    *,
+    background: bool = False,
 ) -> SharedBackend:
     backend = SharedBackend(blobs, SharedOptions(cache=False), background=background)
     backend.open_namespace(sample_identity())

@@ -46,7 +46,12 @@ def put_latest(town: Town, time: float, *recent: tuple[str, int]) -> None:
 
 
 def seconds_until_seen(
-    town: Town, reader: Engine, pack_id: bytes, at_most: float, *, forge: bool = False
+    town: Town,
+    reader: Engine,
+    pack_id: bytes,
+    at_most: float,
+    *,
+    forge: bool = False,
 ) -> float:
     """Let time pass until a reader shows a pack; infinity: not within ``at_most`` seconds.
 
@@ -99,7 +104,8 @@ def test_engine_that_adds_its_segment_to_latest_leaves_merging_to_the_writer(
 
 @pytest.mark.parametrize("content", [b"", b"junk", b"junk" * 100_000])
 def test_commit_beside_junk_in_latest_is_seen_in_time(
-    town: Town, content: bytes
+    town: Town,
+    content: bytes,
 ) -> None:
     writer, reader = town.engine(), town.engine()
     for engine in (writer, reader):
@@ -146,7 +152,8 @@ def test_latest_with_a_wrong_size_costs_only_itself(town: Town, size: int) -> No
 
 @pytest.mark.parametrize("seed", range(10))
 def test_commit_after_the_death_of_the_merger_is_seen_in_time(
-    tmp_path: Path, seed: int
+    tmp_path: Path,
+    seed: int,
 ) -> None:
     with town_of(tmp_path, seed) as town:
         writer, reader = town.engine(), town.engine()
@@ -164,7 +171,8 @@ def test_commit_after_the_death_of_the_merger_is_seen_in_time(
 
 @pytest.mark.parametrize("seed", range(10))
 def test_commit_of_the_merger_before_its_death_is_seen_in_time(
-    tmp_path: Path, seed: int
+    tmp_path: Path,
+    seed: int,
 ) -> None:
     with town_of(tmp_path, seed) as town:
         writer, reader = town.engine(), town.engine()

@@ -49,7 +49,11 @@ class Engine:
     """One handle, as an engine has it."""
 
     def __init__(
-        self, town: Town, options: SharedOptions, *, read_only: bool = False
+        self,
+        town: Town,
+        options: SharedOptions,
+        *,
+        read_only: bool = False,
     ) -> None:
         self.clock = TownClock(town)
         medium = town.server.handle()
@@ -126,7 +130,11 @@ class Town:
         self._directory = directory
 
     def engine(
-        self, *, opens: bool = True, cache: str | None = None, **options: object
+        self,
+        *,
+        opens: bool = True,
+        cache: str | None = None,
+        **options: object,
     ) -> Engine:
         """Start an engine. ``cache``: name of its machine, which keeps replicas."""
         directory: str | bool = False if cache is None else str(self._directory / cache)
@@ -199,7 +207,11 @@ NAMES = Names(NAMESPACE)
 
 
 def pack(
-    seed: int, *, blocks: int = 2, block_bytes: int = 512, namespace: bytes = NAMESPACE
+    seed: int,
+    *,
+    blocks: int = 2,
+    block_bytes: int = 512,
+    namespace: bytes = NAMESPACE,
 ) -> PackWriter:
     return sample_pack(namespace, seed, blocks=blocks, block_bytes=block_bytes)
 

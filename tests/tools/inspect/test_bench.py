@@ -40,7 +40,9 @@ def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path, store):
 
 
 def test_bench_medium_without_plain_access_has_figures_and_no_ratios(
-    run, plug_ins, tmp_path
+    run,
+    plug_ins,
+    tmp_path,
 ):
     url = f"sqlite://{tmp_path}/kv.db?cache={tmp_path}/cache"
     found = json.loads(run("bench", url, *SMALL, "--json").stdout)

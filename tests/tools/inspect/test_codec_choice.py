@@ -74,7 +74,10 @@ def test_doctor_raw_bfloat16_recommends_planes(run: Run, fill: Fill) -> None:
 
 @pytest.mark.parametrize(("make", "codec"), [(bfloat16, PlanesCodec(2)), (noise, None)])
 def test_doctor_nothing_to_gain_is_ok(
-    run: Run, fill: Fill, make: Callable[[int], ByteArray], codec: Codec | None
+    run: Run,
+    fill: Fill,
+    make: Callable[[int], ByteArray],
+    codec: Codec | None,
 ) -> None:
     assert codec_finding(run, fill(make(32), codec))["level"] == "ok"
 

@@ -96,7 +96,11 @@ class TestIds:
 
     @pytest.mark.parametrize("command", ["show", "pin", "label", "copy", "prune"])
     def test_every_command_accepts_short_and_long_ids(
-        self, run, store, tmp_path, command
+        self,
+        run,
+        store,
+        tmp_path,
+        command,
     ):
         for name in (self.LONG[3][:5], self.LONG[3][:8], self.LONG[3]):
             arguments = {

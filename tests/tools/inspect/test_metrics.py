@@ -144,7 +144,8 @@ def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
 
 
 def test_store_collector_moved_store_is_down_until_restored_and_logs_both_once(
-    shown, caplog
+    shown,
+    caplog,
 ):
     from persistkv_tools.inspect.serve_metrics import StoreCollector
 

@@ -182,7 +182,11 @@ class TestInChromium:
         return start
 
     def test_page_shows_figures_without_console_errors(
-        self, run, store, page, chromium
+        self,
+        run,
+        store,
+        page,
+        chromium,
     ):
         done = chromium("--dump-dom", page.as_uri())
         assert done.returncode == 0, done.stderr
@@ -224,7 +228,12 @@ class TestInChromium:
 
     @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
     def test_page_follows_preferred_colour_scheme(
-        self, page, chromium, tmp_path, dark, light
+        self,
+        page,
+        chromium,
+        tmp_path,
+        dark,
+        light,
     ):
         image = tmp_path / "page.png"
         how = (

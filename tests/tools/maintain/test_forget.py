@@ -75,7 +75,9 @@ def test_forget_removes_content_of_tenant_and_signs_receipt(run, store, tmp_path
 
 
 def test_forget_receipt_is_genuine_only_for_its_store_and_after_rotation(
-    run, key, tmp_path
+    run,
+    key,
+    tmp_path,
 ):
     url, other = (f"lmdb://{tmp_path}/{name}?key_file={key}" for name in "ab")
     receipt = tmp_path / "receipt.json"

@@ -195,7 +195,10 @@ def test_pin_unpin_and_label_accept_several_ids_or_a_label(run, store, chosen, n
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
 )
 def test_pin_and_label_wrong_choice_exits_2_and_changes_nothing(
-    run, store, arguments, part
+    run,
+    store,
+    arguments,
+    part,
 ):
     before = labels(run, store)
     done = run(*(word.format(store=store) for word in arguments))

@@ -189,7 +189,10 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     ],
 )
 def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
-    run, family, options, code
+    run,
+    family,
+    options,
+    code,
 ):
     """A block that only anna's requests use stays in a pack that bert's request uses. Exit code 1
     is for requests selected by id, or by labels alone; other selections are housekeeping."""
@@ -216,7 +219,11 @@ def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
     ids=" ".join,
 )
 def test_prune_keep_last_and_daily_keep_newest_requests(
-    run, contexts, monkeypatch, options, stays
+    run,
+    contexts,
+    monkeypatch,
+    options,
+    stays,
 ):
     """Two requests today, two yesterday, one three days ago."""
     noon = time.mktime((2026, 11, 27, 12, 0, 0, 0, 0, -1))

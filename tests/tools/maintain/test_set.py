@@ -103,7 +103,9 @@ def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
 
 
 def test_set_ttl_counts_requests_that_the_next_commit_deletes(
-    run, contexts, monkeypatch
+    run,
+    contexts,
+    monkeypatch,
 ):
     """The use of a block delays its own expiry, and not that of a request."""
     url, writer = contexts
@@ -164,7 +166,9 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     "command", ["label one a=b", "pin one", "prune --older-than 30d --yes"]
 )
 def test_writing_command_url_with_other_capacity_keeps_recorded_one(
-    run, store, command
+    run,
+    store,
+    command,
 ):
     name, *rest = command.split()
     done = run(name, f"{store}?capacity=2MiB&ttl=1m", *rest)

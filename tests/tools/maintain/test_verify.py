@@ -156,7 +156,9 @@ class TestConcurrentChanges:
 
     @pytest.mark.parametrize("damaged", [False, True])
     def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(
-        self, memory, damaged
+        self,
+        memory,
+        damaged,
     ):
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
@@ -275,7 +277,10 @@ class TestResume:
             assert error in done.stderr
 
     def test_verify_interrupted_exits_130_and_resumes_from_state_file(
-        self, run, contexts, tmp_path
+        self,
+        run,
+        contexts,
+        tmp_path,
     ):
         url, writer = contexts
         for number in range(16):
@@ -320,7 +325,10 @@ class TestResume:
         assert "absent/state" in done.stderr
 
     def test_verify_resumed_rate_excludes_bytes_read_before(
-        self, run, contexts, tmp_path
+        self,
+        run,
+        contexts,
+        tmp_path,
     ):
         url, writer = contexts
         writer.add("one", "a b c")

@@ -117,7 +117,9 @@ class TestCopyContent:
         }
 
     def test_interrupted_copy_resumes_with_remaining_requests(
-        self, source, memory_store
+        self,
+        source,
+        memory_store,
     ):
         backend, _ = source
         target = FaultyBackend.of(memory_store())
@@ -144,7 +146,9 @@ class TestCopyContent:
         }
 
     def test_damaged_pack_and_its_request_are_counted_and_not_copied(
-        self, source, memory_store
+        self,
+        source,
+        memory_store,
     ):
         backend, writer = source
         flip(backend, writer.namespace, writer.packs["anna-2"], 0)
@@ -169,7 +173,9 @@ class TestCopyContent:
         assert not copied.complete
 
     def test_requests_evicted_during_copy_are_reported_as_lost(
-        self, memory_store, tmp_path
+        self,
+        memory_store,
+        tmp_path,
     ):
         """The capacity of the target shrinks during the copy."""
         backend = memory_store()
@@ -245,7 +251,12 @@ class TestCopyCommand:
         ids=" ".join,
     )
     def test_copy_selection_copies_matching_requests(
-        self, run, store, tmp_path, chosen, names
+        self,
+        run,
+        store,
+        tmp_path,
+        chosen,
+        names,
     ):
         target = f"lmdb://{tmp_path}/copy"
         done = run("copy", store[0], target, *chosen)
@@ -254,7 +265,11 @@ class TestCopyCommand:
 
     @pytest.mark.parametrize("target", ["absent", "present", "small"])
     def test_copy_dry_run_predicts_result_and_writes_nothing(
-        self, run, store, tmp_path, target
+        self,
+        run,
+        store,
+        tmp_path,
+        target,
     ):
         url, writer = store
         writer.add("carl-1", "c1 c2", age_s=1.0)
@@ -292,7 +307,10 @@ class TestCopyCommand:
         assert run("verify", target).returncode == 0
 
     def test_copy_directory_packed_and_unpacked_elsewhere_reproduces_store(
-        self, run, store, tmp_path
+        self,
+        run,
+        store,
+        tmp_path,
     ):
         """A directory is the portable form of a store."""
         url, writer = store
@@ -314,7 +332,13 @@ class TestCopyCommand:
     )
     @pytest.mark.parametrize("medium", ["file", "lmdb"])
     def test_copy_to_store_with_another_key_reproduces_content(
-        self, run, store, tmp_path, medium, first, second
+        self,
+        run,
+        store,
+        tmp_path,
+        medium,
+        first,
+        second,
     ):
         """Shared stores are in the same directory: content under another key is another store."""
         url, writer = store

@@ -72,7 +72,9 @@ def fill(url: str) -> None:
 
 class TestOtherProcesses:
     def test_target_filled_after_plan_refuses_and_writes_nothing(
-        self, opened: Backend, tmp_path: Path
+        self,
+        opened: Backend,
+        tmp_path: Path,
     ) -> None:
         url = f"lmdb://{tmp_path}/target?capacity=16MiB"
         with closing(open_backend(url)) as target:
@@ -85,7 +87,9 @@ class TestOtherProcesses:
             assert not any(name.startswith("r") for name in held(target))
 
     def test_target_filled_during_copy_reports_what_it_lost(
-        self, opened: Backend, tmp_path: Path
+        self,
+        opened: Backend,
+        tmp_path: Path,
     ) -> None:
         url = f"lmdb://{tmp_path}/target?capacity=16MiB"
         with closing(open_backend(url)) as target:
@@ -107,7 +111,10 @@ class TestOtherProcesses:
 
     @pytest.mark.parametrize("place", ["lmdb", "file"])
     def test_source_evicting_during_copy_reports_left_out_requests(
-        self, tmp_path: Path, run: Run, place: str
+        self,
+        tmp_path: Path,
+        run: Run,
+        place: str,
     ) -> None:
         url = f"lmdb://{tmp_path}/small?capacity=12MiB"
         goal = f"{place}://{tmp_path}/goal"
@@ -134,7 +141,10 @@ class TestOtherProcesses:
         assert run("verify", goal).returncode == 0
 
     def test_killed_copy_resumes_without_copying_twice(
-        self, source: str, tmp_path: Path, run: Run
+        self,
+        source: str,
+        tmp_path: Path,
+        run: Run,
     ) -> None:
         goal = f"lmdb://{tmp_path}/goal?capacity=64MiB"
         arguments = ["copy", source, goal, "--rate", "1MiB"]
@@ -166,7 +176,12 @@ class TestStoresThatCannotBeUsed:
     @pytest.mark.parametrize("side", ["source", "target"])
     @pytest.mark.parametrize("kind", ["absent", "directory", "short"])
     def test_unreadable_key_file_exits_2_naming_it(
-        self, source: str, tmp_path: Path, run: Run, side: str, kind: str
+        self,
+        source: str,
+        tmp_path: Path,
+        run: Run,
+        side: str,
+        kind: str,
     ) -> None:
         key = tmp_path / "key"
         if kind == "directory":
@@ -181,7 +196,11 @@ class TestStoresThatCannotBeUsed:
         assert not (tmp_path / "shared").exists()
 
     def test_shared_objects_of_newer_format_are_skipped_with_a_warning_and_stay(
-        self, source: str, tmp_path: Path, run: Run, start: Run
+        self,
+        source: str,
+        tmp_path: Path,
+        run: Run,
+        start: Run,
     ) -> None:
         """A shared store ignores objects of a newer release, and never deletes them."""
         other = f"file://{tmp_path}/shared?cache=no"
@@ -204,7 +223,11 @@ class TestStoresThatCannotBeUsed:
 
     @pytest.mark.parametrize("side", ["source", "target"])
     def test_local_store_of_newer_format_exits_3_and_is_not_changed(
-        self, source: str, tmp_path: Path, run: Run, side: str
+        self,
+        source: str,
+        tmp_path: Path,
+        run: Run,
+        side: str,
     ) -> None:
         other = f"lmdb://{tmp_path}/newer"
         assert run("copy", source, other, "--newest", "2").returncode == 0
@@ -218,7 +241,11 @@ class TestStoresThatCannotBeUsed:
 
     @pytest.mark.parametrize("place", ["lmdb", "file"])
     def test_full_disk_exits_3_and_next_run_resumes(
-        self, source: str, tmp_path: Path, run: Run, place: str
+        self,
+        source: str,
+        tmp_path: Path,
+        run: Run,
+        place: str,
     ) -> None:
         """A limit on file sizes acts like a full disk: packs do not fit below it."""
         goal = f"{place}://{tmp_path}/goal"
@@ -236,7 +263,8 @@ class TestStoresThatCannotBeUsed:
 
 
 def run_limited(
-    *arguments: str, before: Callable[[], None]
+    *arguments: str,
+    before: Callable[[], None],
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a process for which ``before`` sets limits."""
     return subprocess.run(
@@ -283,7 +311,10 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 def test_only_target_with_store_variable_copies_from_it(
-    source: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    source: str,
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PERSISTKV_STORE", source)
     for number, chosen in enumerate((["r01", "r02"], ["--newest", "3"])):

@@ -49,7 +49,10 @@ class TestSmallTargets:
         }
 
     def test_new_target_too_small_is_refused_and_not_created(
-        self, run, source, tmp_path
+        self,
+        run,
+        source,
+        tmp_path,
     ):
         done = run("copy", source, self.target(tmp_path, "8MiB"))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -61,7 +64,10 @@ class TestSmallTargets:
         assert not (tmp_path / "target").exists()
 
     def test_target_too_small_is_refused_and_keeps_its_content(
-        self, run, source, tmp_path
+        self,
+        run,
+        source,
+        tmp_path,
     ):
         target = self.target(tmp_path, "32MiB", 8)
         before = self.held(run, target)
@@ -79,7 +85,11 @@ class TestSmallTargets:
 
     @pytest.mark.parametrize("count", [0, 8])
     def test_proposed_number_of_newest_requests_fits_and_evicts_nothing(
-        self, run, source, tmp_path, count
+        self,
+        run,
+        source,
+        tmp_path,
+        count,
     ):
         target = self.target(tmp_path, "24MiB", count)
         number = self.proposed(run, source, target)
@@ -101,7 +111,11 @@ class TestSmallTargets:
     @pytest.mark.parametrize("shared", ["", "shared "])
     @pytest.mark.parametrize("capacity", ["1MiB", "1.5MiB", "2MiB", "2.5MiB"])
     def test_proposed_number_fits_into_tiny_target(
-        self, run, tmp_path, capacity, shared
+        self,
+        run,
+        tmp_path,
+        capacity,
+        shared,
     ):
         """The catalogue takes 1 MiB of a store that is smaller than 32 MiB."""
         url = f"lmdb://{tmp_path}/few?capacity=64MiB"
@@ -139,7 +153,11 @@ class TestSmallTargets:
         ("capacity", "expected"), [("12GiB", 12 << 30), ("64MiB", 10 << 30)]
     )
     def test_copy_new_target_gets_source_capacity_if_above_default(
-        self, run, tmp_path, capacity, expected
+        self,
+        run,
+        tmp_path,
+        capacity,
+        expected,
     ):
         source = f"lmdb://{tmp_path}/source?capacity={capacity}"
         with closing(open_backend(source)) as backend:
@@ -168,7 +186,12 @@ class TestSmallTargets:
     @pytest.mark.parametrize("share", [1.02, 1.1, 1.3])
     @pytest.mark.parametrize("placement", ["extents", "inline"])
     def test_copy_interrupted_into_barely_large_target_resumes(
-        self, run, source, tmp_path, share, placement
+        self,
+        run,
+        source,
+        tmp_path,
+        share,
+        placement,
     ):
         """A target of the smallest accepted capacity, or a larger one, also accepts the rest of an
         interrupted copy."""
@@ -210,7 +233,9 @@ class TestSmallTargets:
             assert TargetRoom(capacity_for(size)).free_bytes >= size
 
     def test_copy_target_without_capacity_accepts_all_requests(
-        self, source, memory_store
+        self,
+        source,
+        memory_store,
     ):
         target = memory_store()
         with closing(open_backend(source, read_only=True)) as backend:

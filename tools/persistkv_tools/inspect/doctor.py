@@ -115,7 +115,9 @@ COMMAND = Command(doctor, (_URL,))
 
 
 def examine(
-    url: str | None, environment: Mapping[str, str], shared_memory: Path = SHARED_MEMORY
+    url: str | None,
+    environment: Mapping[str, str],
+    shared_memory: Path = SHARED_MEMORY,
 ) -> Iterator[Check]:
     """Run all checks of the machine and, unless it is None, of the store; yield their outcomes."""
     yield from _packages()
@@ -126,7 +128,11 @@ def examine(
 
 
 def _passed(
-    check: str, passed: bool, found: str, todo: str, level: Level = Level.WARNING
+    check: str,
+    passed: bool,
+    found: str,
+    todo: str,
+    level: Level = Level.WARNING,
 ) -> Check:
     """Return the outcome of a check: OK if it passed, otherwise ``level`` with the remedy."""
     return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)

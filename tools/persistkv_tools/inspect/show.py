@@ -295,7 +295,11 @@ def _node_line(node: TreeNode, shorts: Mapping[str, str]) -> str:
 
 
 def show_context(
-    url: str, backend: Backend, found: FoundRequest, *, key_limit: int
+    url: str,
+    backend: Backend,
+    found: FoundRequest,
+    *,
+    key_limit: int,
 ) -> ContextView:
     """Return the view of one request, with at most ``key_limit`` keys of each group.
 
@@ -390,7 +394,10 @@ def _sharers(
 
 
 def _group_view(
-    number: int, keys: list[bytes], places: dict[bytes, _Place], key_limit: int
+    number: int,
+    keys: list[bytes],
+    places: dict[bytes, _Place],
+    key_limit: int,
 ) -> GroupView:
     """Return the keys of one KV cache group of the request, and where the first of them are.
 
@@ -454,7 +461,9 @@ def _pack_views(
 
 
 def prefix_tree(
-    backend: Backend, found: FoundRequest, node_limit: int
+    backend: Backend,
+    found: FoundRequest,
+    node_limit: int,
 ) -> tuple[TreeNode, int]:
     """Return the prefix tree of all requests in a request's namespace, and the index of the KV
     cache group whose keys it is made of: the one with the most blocks of the request. Requests
@@ -501,7 +510,9 @@ def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Ch
 
 
 def _branches(
-    chains: Sequence[_Chain], depth: int, chosen: str
+    chains: Sequence[_Chain],
+    depth: int,
+    chosen: str,
 ) -> list[Sequence[_Chain]]:
     """Divide sorted chains by their key at ``depth``: the branch of the chosen request first, then
     the largest. Shorter chains are left out."""

@@ -186,7 +186,10 @@ def _difference_count(comparison: ComparisonView) -> int:
 
 
 def _compare_within(
-    chosen: Sequence[Namespace], spaces: Sequence[Namespace], *, only_older: bool
+    chosen: Sequence[Namespace],
+    spaces: Sequence[Namespace],
+    *,
+    only_older: bool,
 ) -> list[list[ComparisonView]]:
     """Return, for each chosen namespace, its comparisons with the others of its store.
 
@@ -203,7 +206,9 @@ def _compare_within(
 
 
 def _compare_against(
-    against: str, chosen: Sequence[Namespace], backend: Backend
+    against: str,
+    chosen: Sequence[Namespace],
+    backend: Backend,
 ) -> list[list[ComparisonView]]:
     """Return, for the model or each namespace that ``against`` names, its comparisons with the
     chosen namespaces.
@@ -223,7 +228,9 @@ def _compare_against(
 
 
 def _compare_namespaces_of(
-    against: str, chosen: Sequence[Namespace], backend: Backend
+    against: str,
+    chosen: Sequence[Namespace],
+    backend: Backend,
 ) -> list[list[ComparisonView]]:
     """Return, for each namespace of the store ``against``, or for the namespace of this store with
     that id, its comparisons with the chosen namespaces."""

@@ -141,7 +141,10 @@ class _Usage:
         return packs
 
     def uses(
-        self, names: Iterable[str], *, needed: bool = True
+        self,
+        names: Iterable[str],
+        *,
+        needed: bool = True,
     ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
         """See the function ``with_uses``."""
         manifests = (self.manifests[name] for name in names)
@@ -164,7 +167,9 @@ class _Usage:
         return used
 
     def choose(
-        self, selection: Selection, named: Collection[tuple[bytes, str]]
+        self,
+        selection: Selection,
+        named: Collection[tuple[bytes, str]],
     ) -> None:
         """Choose the requests that fulfil ``selection`` for deletion.
 
@@ -509,7 +514,9 @@ def _age_order(view: RequestView) -> tuple[float, str]:
 
 
 def _usages(
-    backend: Backend, namespaces: Iterable[Namespace], named: set[tuple[bytes, str]]
+    backend: Backend,
+    namespaces: Iterable[Namespace],
+    named: set[tuple[bytes, str]],
 ) -> list[_Usage]:
     """Return the usages of the namespaces; only those of the named requests, if there are any."""
     named_spaces = {space for space, _ in named}

@@ -189,7 +189,8 @@ def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] |
 
 
 def _unread_tenants(
-    spaces: list[NamespacePacks], recorded: list[TenantTotals]
+    spaces: list[NamespacePacks],
+    recorded: list[TenantTotals],
 ) -> Iterator[Defect]:
     """Yield a finding for each tenant whose totals count other packs or bytes than can be read. The
     default tenant has no totals of its own."""
@@ -226,7 +227,8 @@ def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
 
 
 def packs_left(
-    spaces: list[NamespacePacks], state: VerifyState
+    spaces: list[NamespacePacks],
+    state: VerifyState,
 ) -> list[tuple[NamespacePacks, bytes]]:
     """Return the packs that a run still has to read, in the order of namespace and pack ids."""
     left = []
@@ -240,7 +242,9 @@ def packs_left(
 
 
 def _cut(
-    items: Iterable[T], size_of: Callable[[T], int], most_bytes: float
+    items: Iterable[T],
+    size_of: Callable[[T], int],
+    most_bytes: float,
 ) -> Iterator[list[T]]:
     """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
     part: list[T] = []
@@ -257,7 +261,8 @@ def _cut(
 
 
 def _portions(
-    packs: Iterable[tuple[NamespacePacks, bytes]], most_bytes: float
+    packs: Iterable[tuple[NamespacePacks, bytes]],
+    most_bytes: float,
 ) -> Iterator[list[tuple[NamespacePacks, bytes]]]:
     """Divide packs, sorted by namespace, into portions of one namespace each and of at most
     ``most_bytes``; a larger pack is a portion of its own."""
@@ -404,7 +409,12 @@ class Verifier:
         return held
 
     def _count(
-        self, space: NamespacePacks, table: PackTable, tally: Tally, *, is_suspect: bool
+        self,
+        space: NamespacePacks,
+        table: PackTable,
+        tally: Tally,
+        *,
+        is_suspect: bool,
     ) -> None:
         """Count a pack whose pieces were read. A suspect pack, of which a piece was not good, is
         checked again first, and its findings are added to the tally."""
@@ -419,7 +429,10 @@ class Verifier:
         tally.stored_bytes += table.payload_length
 
     def _confirmed(
-        self, space: NamespacePacks, table: PackTable, tally: Tally
+        self,
+        space: NamespacePacks,
+        table: PackTable,
+        tally: Tally,
     ) -> list[Defect]:
         """Check a suspect pack again and return its findings; none if it was deleted or replaced by
         a good one."""
@@ -451,7 +464,9 @@ def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
 
 
 def check_manifests(
-    backend: Backend, spaces: list[NamespacePacks], took: Took
+    backend: Backend,
+    spaces: list[NamespacePacks],
+    took: Took,
 ) -> tuple[int, list[Defect]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks
     that are not held."""
@@ -475,7 +490,10 @@ def check_manifests(
 
 
 def _suspects(
-    backend: Backend, space: NamespacePacks, names: list[str], took: Took
+    backend: Backend,
+    space: NamespacePacks,
+    names: list[str],
+    took: Took,
 ) -> dict[str, Defect]:
     """Return a finding for each of these requests with unreadable keys or with blocks that are not
     held, by its id."""

@@ -223,7 +223,9 @@ def _free_bytes(free: FreeSpace | None) -> int:
 
 
 def _print_sizes(
-    stats: BackendStats, free: FreeSpace | None, keep_bytes: int | None
+    stats: BackendStats,
+    free: FreeSpace | None,
+    keep_bytes: int | None,
 ) -> None:
     """Print the size of the store after the deletion, and why it may be above ``--keep-size``."""
     # the oldest chosen requests are gone, and the packs still do not fit

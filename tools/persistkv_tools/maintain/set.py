@@ -158,7 +158,10 @@ def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
 
 
 def _consequences(
-    backend: Backend, url: str, before: Policy, after: Policy
+    backend: Backend,
+    url: str,
+    before: Policy,
+    after: Policy,
 ) -> Consequences:
     """Return the effects of a change of the policy: evictions, expiry, and a lack of disk
     space."""
@@ -213,7 +216,11 @@ def _expiring(backend: Backend, policy: Policy) -> int:
 
 
 def _print(
-    before: Policy, after: Policy, found: Consequences, *, is_local: bool
+    before: Policy,
+    after: Policy,
+    found: Consequences,
+    *,
+    is_local: bool,
 ) -> None:
     """Print the old and the new policy, and the effects of the change."""
     sizes = [_size(before.capacity), _size(after.capacity)]

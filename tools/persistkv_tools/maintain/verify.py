@@ -200,7 +200,11 @@ def verify(
 
 
 def _repair(
-    store: StoreHandle, summary: Summary, *, yes: bool, json: bool
+    store: StoreHandle,
+    summary: Summary,
+    *,
+    yes: bool,
+    json: bool,
 ) -> tuple[Summary, StoreError | None]:
     """Show the plan, ask, and delete bad packs. Return the summary with the repairs, and the
     error that ended the repair, if there was one."""
@@ -483,7 +487,10 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
 
 
 def _plan_namespace(
-    backend: Backend, space: NamespacePacks, doomed: Sequence[bytes], plan: RepairPlan
+    backend: Backend,
+    space: NamespacePacks,
+    doomed: Sequence[bytes],
+    plan: RepairPlan,
 ) -> None:
     """Add the bad packs of one namespace to the plan, and the requests that name them."""
     name = space.namespace.hex()
@@ -522,7 +529,10 @@ def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -
 
 
 def _delete(
-    backend: Backend, space: NamespacePacks, pack_id: bytes, done: Repaired
+    backend: Backend,
+    space: NamespacePacks,
+    pack_id: bytes,
+    done: Repaired,
 ) -> None:
     """Delete a bad pack and shorten the requests that name it, unless it is good or gone meanwhile.
     Repeated while other processes write between the reading and the commits."""
@@ -563,7 +573,9 @@ def _delete(
 
 
 def _shortenings(
-    backend: Backend, space: NamespacePacks, bad: Sequence[bytes]
+    backend: Backend,
+    space: NamespacePacks,
+    bad: Sequence[bytes],
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
     """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them
     to the blocks before their first bad pack. The commit leaves out those that would keep none.

@@ -193,7 +193,9 @@ def _refuse_same_store(url: str, target: str) -> None:
 
 
 def _sources(
-    backend: Backend, chosen: Iterable[FoundRequest], spaces: Iterable[Namespace]
+    backend: Backend,
+    chosen: Iterable[FoundRequest],
+    spaces: Iterable[Namespace],
 ) -> list[Source]:
     """Return the sources of the chosen requests and of these namespaces."""
     namespaces = {space.id: space for space in spaces}

@@ -115,7 +115,11 @@ class CopyPlan:
     """
 
     def __init__(
-        self, sources: Sequence[Source], target: Backend | None, *, everything: bool
+        self,
+        sources: Sequence[Source],
+        target: Backend | None,
+        *,
+        everything: bool,
     ) -> None:
         self.sources = sources
         self.missing: list[Missing] = []
@@ -169,7 +173,10 @@ class CopyPlan:
         )
 
     def place(
-        self, target: Backend | None, url: str, source_capacity: int | None
+        self,
+        target: Backend | None,
+        url: str,
+        source_capacity: int | None,
     ) -> CopyTarget:
         """Return where to write the content.
 
@@ -199,7 +206,11 @@ class CopyPlan:
         return CopyTarget(target_url, capacity)
 
     def _compare(
-        self, source: Source, target: Backend | None, *, everything: bool
+        self,
+        source: Source,
+        target: Backend | None,
+        *,
+        everything: bool,
     ) -> None:
         """Add the requests and packs of a source that the target lacks, and count those that it
         holds."""

@@ -68,7 +68,11 @@ class _NamespaceWriter:
     """Writes to one namespace of the target. Commits update ``copied``."""
 
     def __init__(
-        self, backend: Backend, source: Source, copied: Copied, took: Took
+        self,
+        backend: Backend,
+        source: Source,
+        copied: Copied,
+        took: Took,
     ) -> None:
         self._backend = backend
         self._source = source

@@ -237,7 +237,10 @@ class GuardedTier:
         self.tier.submit_load(job)
 
     def on_restored(
-        self, keys: Sequence[OffloadKey], context: ReqContext, epoch: int | None
+        self,
+        keys: Sequence[OffloadKey],
+        context: ReqContext,
+        epoch: int | None,
     ) -> None:
         if epoch == self._epoch and not self.is_opening:
             self.tier.on_restored(keys, context)

@@ -309,7 +309,11 @@ class _Call(NamedTuple):
 
 
 def attach_watch(
-    spec: Any, executor: Any, weights: str | None, *, is_only_source: bool
+    spec: Any,
+    executor: Any,
+    weights: str | None,
+    *,
+    is_only_source: bool,
 ) -> WeightsWatch:
     """Return the watch of an engine, one for all of its tiers.
 

@@ -25,7 +25,10 @@ class WeightsWord:
 
     @classmethod
     def create(
-        cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY
+        cls,
+        engine_id: str,
+        rank: int,
+        directory: str = SHARED_MEMORY_DIRECTORY,
     ) -> WeightsWord:
         """Create the word of a worker, in place of one that an earlier engine left.
 
@@ -48,7 +51,10 @@ class WeightsWord:
 
     @classmethod
     def attach(
-        cls, engine_id: str, rank: int, directory: str = SHARED_MEMORY_DIRECTORY
+        cls,
+        engine_id: str,
+        rank: int,
+        directory: str = SHARED_MEMORY_DIRECTORY,
     ) -> WeightsWord:
         """Map the word that a worker of this engine has created, and remove its file.
 

@@ -48,7 +48,10 @@ _RAISED_LIMITS = (
 
 
 def main(
-    region_bytes: int, engine_pidfd: int, socket_fd: int, *region_fds: int
+    region_bytes: int,
+    engine_pidfd: int,
+    socket_fd: int,
+    *region_fds: int,
 ) -> None:
     """Run the host process: serve the engine until it ends the connection or dies, then close the
     store and return.

@@ -51,7 +51,10 @@ class _Server:
     """Serves one engine: opens a store for it, and closes the store when the engine ends."""
 
     def __init__(
-        self, channel: Channel, rows_buffer: memoryview, lifecycle: Lifecycle
+        self,
+        channel: Channel,
+        rows_buffer: memoryview,
+        lifecycle: Lifecycle,
     ) -> None:
         self._channel = channel
         self._buffer: memoryview | None = rows_buffer

@@ -75,7 +75,9 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
 
 
 def _with_keys(
-    backend: Backend, namespace: bytes, requests: Sequence[_UsedRequest]
+    backend: Backend,
+    namespace: bytes,
+    requests: Sequence[_UsedRequest],
 ) -> Iterator[tuple[_UsedRequest, list[bytes]]]:
     """Yield requests with their keys in token order, one KV cache group after the other; without
     those whose keys are damaged or no longer held."""

@@ -32,7 +32,11 @@ class Eraser:
     """
 
     def __init__(
-        self, medium: Medium, names: Names, replica: Replica, tenant: str
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+        tenant: str,
     ) -> None:
         self._medium = medium
         self._names = names

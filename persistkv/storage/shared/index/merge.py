@@ -82,7 +82,11 @@ class Merger:
     """Merges the index of one namespace. Only one thread at a time may call its methods."""
 
     def __init__(
-        self, medium: Medium, names: Names, replica: Replica, reader: IndexReader
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+        reader: IndexReader,
     ) -> None:
         self._medium = medium
         self._names = names

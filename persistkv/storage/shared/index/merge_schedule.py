@@ -101,7 +101,12 @@ class MergeSchedule:
         self._is_incomplete = incomplete
 
     def note_latest(
-        self, now: float, *, is_own: bool, written: float, time: float
+        self,
+        now: float,
+        *,
+        is_own: bool,
+        written: float,
+        time: float,
     ) -> None:
         """Record that ``latest`` was read.
 

@@ -63,7 +63,9 @@ class IndexObjects:
         return encode(stored)
 
     def _unless_destroyed(
-        self, data_key: bytes, use: Callable[[], bytes]
+        self,
+        data_key: bytes,
+        use: Callable[[], bytes],
     ) -> bytes | None:
         """Return the result of a call that seals or opens with a data key; None: the key is
         destroyed, so the content counts as forgotten."""

@@ -73,7 +73,10 @@ class IndexReader:
         exist last, as a list or another object has shown."""
 
     def refresh(
-        self, *, inbox_age_s: float | None = None, stable: bool = False
+        self,
+        *,
+        inbox_age_s: float | None = None,
+        stable: bool = False,
     ) -> list[BlobInfo]:
         """Read new objects; return the commits in the inbox, without those that cannot be read.
 
@@ -169,7 +172,10 @@ class IndexReader:
         return latest
 
     def read_objects(
-        self, infos: Iterable[BlobInfo], *, is_inbox: bool = False
+        self,
+        infos: Iterable[BlobInfo],
+        *,
+        is_inbox: bool = False,
     ) -> list[str]:
         """Read objects into the replica, unless it contains them; return the names of missing ones.
 

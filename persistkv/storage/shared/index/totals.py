@@ -301,7 +301,11 @@ class NamespaceLimits:
     """
 
     def __init__(
-        self, board: TotalsBoard, replica: Replica, medium: Medium, policy: Policy
+        self,
+        board: TotalsBoard,
+        replica: Replica,
+        medium: Medium,
+        policy: Policy,
     ) -> None:
         self._board = board
         self._replica = replica
@@ -412,7 +416,9 @@ def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
 
 
 def _tenant_bounds(
-    mine: Totals, others: Sequence[Totals], policy: Policy
+    mine: Totals,
+    others: Sequence[Totals],
+    policy: Policy,
 ) -> dict[bytes, Bound]:
     """Return the bound of a namespace for each tenant with a quota, by the digest of its name."""
     bounds: dict[bytes, Bound] = {}
@@ -425,7 +431,8 @@ def _tenant_bounds(
 
 
 def _tenant_horizons(
-    all_totals: Sequence[Totals], policy: Policy
+    all_totals: Sequence[Totals],
+    policy: Policy,
 ) -> dict[bytes, float]:
     """Return for each tenant that exceeds its quota the time before which its content is evicted,
     by the digest of its name."""

@@ -12,7 +12,9 @@ _TAIL_BYTES = 64 << 10  # 64 KiB: most tables are shorter, and are read with one
 
 
 def unnamed_packs(
-    medium: Medium, names: Names, replica: Replica
+    medium: Medium,
+    names: Names,
+    replica: Replica,
 ) -> dict[bytes, BlobInfo]:
     """Return the blobs of packs that a replica does not hold, by pack id and nonce.
 

@@ -95,7 +95,10 @@ class Application:
     """
 
     def __init__(
-        self, rows: TableRows, namespace: bytes, forgotten: ForgottenTenants
+        self,
+        rows: TableRows,
+        namespace: bytes,
+        forgotten: ForgottenTenants,
     ) -> None:
         self._rows = rows
         self._forgotten = forgotten
@@ -170,7 +173,8 @@ class Application:
         return others
 
     def _split_new(
-        self, entries: Sequence[PackEntry]
+        self,
+        entries: Sequence[PackEntry],
     ) -> tuple[list[PackEntry], list[PackEntry]]:
         """Return the entries of packs of which neither the replica nor another entry knows
         anything, in the order of their names, and all others, for which ``_add_pack`` must look at
@@ -433,7 +437,10 @@ class _Additions:
     """
 
     def __init__(
-        self, state: NamespaceState, order: TimedOrder, forgotten: ForgottenTenants
+        self,
+        state: NamespaceState,
+        order: TimedOrder,
+        forgotten: ForgottenTenants,
     ) -> None:
         self._forgotten = forgotten
         self.counted = 0

@@ -91,7 +91,10 @@ def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
 
 
 def _request_entries(
-    rows: TableRows, namespace: bytes, digest: bytes, version: Version
+    rows: TableRows,
+    namespace: bytes,
+    digest: bytes,
+    version: Version,
 ) -> Iterator[Entry]:
     """Iterate over what describes a request: its deletion, pin and newest version."""
     if version.dropped:
@@ -106,7 +109,10 @@ def _request_entries(
 
 
 def _manifest_entry(
-    rows: TableRows, namespace: bytes, digest: bytes, version: int
+    rows: TableRows,
+    namespace: bytes,
+    digest: bytes,
+    version: int,
 ) -> ManifestEntry | None:
     """Return the content of a request; None: it is not held."""
     row = namespace + digest

@@ -403,7 +403,9 @@ class Replica:
         return CommitPlan(cursor, packs, removals, pins)
 
     def _held_pins(
-        self, rows: TableRows, batch: CommitBatch
+        self,
+        rows: TableRows,
+        batch: CommitBatch,
     ) -> list[tuple[bytes, bool]]:
         """Return (digest, pinned) of the requests that a batch pins or unpins, and that are held or
         that it writes."""
@@ -608,7 +610,10 @@ def _moments(keys: Iterable[Buffer]) -> list[int]:
 
 
 def _steps(
-    moments: Sequence[int], points: int, num_bytes: int, packs: int
+    moments: Sequence[int],
+    points: int,
+    num_bytes: int,
+    packs: int,
 ) -> list[tuple[float, int]]:
     """Return how old the packs are that may be evicted: at most ``points`` pairs (time, bytes of
     those that were last used at this time or earlier), both ascending.

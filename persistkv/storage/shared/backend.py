@@ -252,7 +252,7 @@ class SharedBackend(Backend):
             stored_bytes=stored_bytes,
             read_bytes=read_bytes,
             skipped=skipped,
-            capacity=self._policy.now().capacity,
+            capacity=self._policy.current().capacity,
             damaged=None,
         )
 
@@ -285,7 +285,7 @@ class SharedBackend(Backend):
             if self._closed:
                 break
             try:
-                namespace.step(self._policy.now())
+                namespace.step(self._policy.current())
             except StoreError as error:
                 self._log(error)
                 # Soon: the step has left the rest of its work. What failed has a pause of its own.
@@ -343,7 +343,7 @@ class SharedBackend(Backend):
         with self._lock:
             self._check_open()
             self._refresh_policy()
-        return self._policy.now()
+        return self._policy.current()
 
     def set_policy(self, policy: Policy) -> None:
         """Record another policy; other handles read it within a minute."""
@@ -533,7 +533,7 @@ class SharedBackend(Backend):
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Fill the buffers of spans; return for each whether it was filled (``Backend.read``)."""
         opened = self._searched(namespace, [span.pack_id for span in spans])
-        opened.follower.use()
+        opened.follower.note_use()
         return opened.packs.read(spans)
 
     def read_frames(
@@ -545,7 +545,7 @@ class SharedBackend(Backend):
         take: TakeFrame,
     ) -> None:
         opened = self._searched(namespace, [pack_id])
-        opened.follower.use()
+        opened.follower.note_use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
@@ -567,7 +567,7 @@ class SharedBackend(Backend):
             replica = self._fresh(namespace.id).replica
             states.append(replica.catalogue.state())
             disk_bytes += replica.disk_bytes()
-        return totals(states, disk_bytes, self._policy.now().capacity)
+        return totals(states, disk_bytes, self._policy.current().capacity)
 
     def tenants(self) -> list[TenantTotals]:
         """Return the totals of the tenants in all namespaces together, by name; also those of
@@ -579,7 +579,7 @@ class SharedBackend(Backend):
                 whole = found.setdefault(part.tenant, new)
                 whole.packs += part.packs
                 whole.stored_bytes += part.stored_bytes
-        for tenant, quota in self._policy.now().quotas.items():
+        for tenant, quota in self._policy.current().quotas.items():
             found.setdefault(tenant, TenantTotals(tenant)).quota = quota
         return [found[tenant] for tenant in sorted(found)]
 

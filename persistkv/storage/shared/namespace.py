@@ -117,8 +117,8 @@ class SharedNamespace:
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
             inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
-            # ``latest`` was not read: this only plans a base
-            self.merger.followed(None)
+            # the list may show many segments that no base includes
+            self.merger.plan_base()
             self.is_open = True
             self.follower.start()
             self._limits.start()
@@ -161,7 +161,7 @@ class SharedNamespace:
             erased = eraser.erase_unnamed()
             if self._medium.seal.encrypts:
                 return erased
-            left = self.merger.write_again(self._limits.now)
+            left = self.merger.write_again(self._limits.current)
             return erased._replace(left=[*erased.left, *left])
 
     def commit(self, batch: CommitBatch) -> CommitResult:
@@ -171,7 +171,7 @@ class SharedNamespace:
         :raises StoreError: the medium or the replica failed.
         """
         self.open()
-        self.follower.use()
+        self.follower.note_use()
         # deletions must not wait for a merge, nor fail with it
         if batch.packs or batch.manifests:
             self._make_room(batch)
@@ -185,11 +185,11 @@ class SharedNamespace:
         :raises StoreError: the medium failed; nothing may be added.
         """
         tenants = {tenant_digest(pack.tenant) for pack in batch.packs}
-        if not self.merger.is_over(self._limits.now, tenants):
+        if not self.merger.is_over(self._limits.current, tenants):
             return
         with self._lock:
             # a step that held the lock may have changed them
-            limits = self._limits.now
+            limits = self._limits.current
             # the rest may be pinned: a merge would not help
             if not self.merger.evicts(limits):
                 return
@@ -206,7 +206,7 @@ class SharedNamespace:
         # such a batch writes packs in place of those that it deletes
         if batch.deletions or batch.bad:
             return
-        limits = self._limits.now
+        limits = self._limits.current
         for tenant, num_bytes in bytes_by_tenant(batch.packs).items():
             digest = tenant_digest(tenant)
             bound = limits.tenants.get(digest)
@@ -253,8 +253,8 @@ class SharedNamespace:
                 return
             if self._limits.is_due(policy):
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
-                self.merger.check_limits(self._limits.now)
-            self.merger.step(self._limits.now)
+                self.merger.check_limits(self._limits.current)
+            self.merger.step(self._limits.current)
         # without the lock: it may take many minutes, and commits that need room wait for the lock
         self._sweeper.step()
 

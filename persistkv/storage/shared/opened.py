@@ -102,7 +102,7 @@ class OpenedNamespaces:
         """
         now = self._medium.clock.monotonic()
         self._release_abandoned(now)
-        found = self._board.abandoned(self._policy.now())
+        found = self._board.abandoned(self._policy.current())
         if found is None or found in self._opened or found in self._abandoned:
             return
         # a thousand engines may find it at once: few of them take it

@@ -94,7 +94,7 @@ class RecordedPolicy:
         """Whether the medium has answered."""
         return self._stored is not None
 
-    def now(self) -> Policy:
+    def current(self) -> Policy:
         """Return the policy that was read last; without limits before the first answer."""
         stored = self._stored
         return Policy(None, None) if stored is None else stored.policy
@@ -217,7 +217,7 @@ class RecordedPolicy:
         # The store was deleted while this handle was open: all that the handle knows is written
         # again. The policy comes last, because it marks the store.
         if self._stored is not None:
-            policy = self.now()
+            policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()
         name = self._clock.random.randbytes(NONCE_BYTES)
@@ -281,7 +281,7 @@ class RecordedPolicy:
 
     def _report_differences(self) -> None:
         """Warn if the recorded policy is not the wanted one."""
-        differences = self.now().contradictions(self._wanted)
+        differences = self.current().contradictions(self._wanted)
         if differences and self._creates:
             text = "%s: the URL says %s; the store keeps its recorded policy"
             logger.warning(

@@ -284,7 +284,7 @@ def test_late_commit_under_destroyed_key_is_never_shown_and_others_are_merged(
     planted |= store_one(late, "anna", 2)
     store_one(late, "berta", 3)
     late.backend._open(NAMESPACE).merger.merge(
-        late.backend._open(NAMESPACE)._limits.now
+        late.backend._open(NAMESPACE)._limits.current
     )
     town.run(3600)
     assert not town.names("/inbox/")
@@ -363,7 +363,7 @@ def test_base_of_an_engine_that_has_not_learned_it_keeps_later_content(
     store_one(other, "berta", 3)
     namespace = unaware.backend._open(NAMESPACE)
     namespace.reader.refresh(inbox_age_s=0.0)
-    namespace.merger.merge(namespace._limits.now)
+    namespace.merger.merge(namespace._limits.current)
     namespace.merger.write_base(1)
     town.server.delete(
         [name for name in town.names("/index/") if "/00010001-" not in name]

@@ -27,7 +27,7 @@ _REGULAR_S = 10.0  # age of ``latest`` while an engine merges regularly
 
 class Follower:
     """Reads the commits of other engines in one namespace at the right times. One thread at a time
-    may use it; any thread may call ``use``.
+    may use it; any thread may call ``note_use``.
 
     :param refresh_s: between two reads of ``latest`` while the handle is in use.
     :param merger: None: the handle only reads.
@@ -66,7 +66,7 @@ class Follower:
         # opening has read it
         self._inbox_at = now + _INBOX_S
 
-    def use(self) -> None:
+    def note_use(self) -> None:
         """Record that the handle is in use: it follows other engines more closely then."""
         was_idle = self.is_idle()
         now = self._clock.monotonic()

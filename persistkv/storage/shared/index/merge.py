@@ -184,7 +184,7 @@ class Merger:
         engines that merge at the same time, one overwrites the ``latest`` of the other. Plan a base
         if one is wanted.
 
-        :param latest: None: there is none, or it was not read.
+        :param latest: None: there is none.
         :raises StoreError: the medium failed.
         """
         if latest is not None:
@@ -194,7 +194,7 @@ class Merger:
                 # same time, each adds its segment: if each became the writer, none would stay it
                 # for long enough to merge again, and none of the others would merge meanwhile.
                 self._write_latest(latest.writer, latest.time)
-        self._plan_base()
+        self.plan_base()
 
     def _note_latest(self, latest: Latest) -> None:
         """Pass on to the schedule which engine has merged last, and when."""
@@ -287,7 +287,7 @@ class Merger:
             found_others=found_others,
             incomplete=is_incomplete,
         )
-        self._plan_base()
+        self.plan_base()
 
     def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
         """Delete those of the commits that an object includes."""
@@ -449,7 +449,7 @@ class Merger:
 
     # Bases
 
-    def _plan_base(self) -> None:
+    def plan_base(self) -> None:
         """Plan a base if one is wanted, or cancel the plan. The last merger writes it at once,
         others only after minutes: usually one engine does it."""
         if not self._is_base_wanted():

@@ -312,7 +312,7 @@ class NamespaceLimits:
         self._clock = medium.clock
         self._policy = policy
         """The policy at the last refresh."""
-        self.now = Limits()
+        self.current = Limits()
         """The present limits."""
         self.due_at = math.inf
         """Monotonic time of the next ``refresh``, unless the namespace grows much before."""
@@ -361,7 +361,7 @@ class NamespaceLimits:
     def _has_used_share(self, growth: int) -> bool:
         """Return whether half of the share of the free space is used."""
         pause_s = self._clock.monotonic() - self._refreshed_at
-        whole = self.now.whole
+        whole = self.current.whole
         # with a horizon, the store evicts old content: it has no room to share
         if whole is None or not whole.share or whole.horizon > -math.inf:
             return False
@@ -390,7 +390,7 @@ class NamespaceLimits:
             except StoreError as error:
                 text = "%s: the totals of the store were not exchanged (%s)"
                 logger.warning(text, namespace.hex(), error)
-        self.now = self._board.limits(policy, namespace)
+        self.current = self._board.limits(policy, namespace)
 
 
 _NOTHING = Totals(0, ())

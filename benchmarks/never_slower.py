@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from persistkv.base import make_offload_key
-from persistkv.integrations.vllm.loading import PrefixLoads
+from persistkv.integrations.vllm.loading import StoreLoads
 from persistkv.storage.store.index import Index, LookupTable
 from persistkv.tiering.load_cost import (
     LoadChooser,
@@ -293,7 +293,7 @@ def vllm_decision_us() -> float:
         cache=SimpleNamespace(tokens_per_hash=CHUNK_TOKENS),
         groups=[SimpleNamespace(group_id=0)],
     )
-    loads = PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(10_000))
+    loads = StoreLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(10_000))
     store: Any = _HeldContext()
     taken = []
     for _ in range(2_000):

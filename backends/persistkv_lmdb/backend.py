@@ -79,7 +79,7 @@ from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, fit_policy, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
-from persistkv_lmdb.forgetting import Forgetting
+from persistkv_lmdb.forgetting import LmdbForgetting
 from persistkv_lmdb.inline import read_pieces
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
@@ -350,7 +350,7 @@ class LmdbBackend(Backend):
         check_tenant("tenant", tenant)
         environment = self._writable()
         with files.translated_io(self._path):
-            return Forgetting(environment, tenant).run()
+            return LmdbForgetting(environment, tenant).run()
 
     # Namespaces. They have rows only while they have content: the commit that adds the first pack
     # or manifest writes them, and the one that removes the last deletes them.

@@ -48,7 +48,7 @@ _ROWS_AT_ONCE = 4_096  # per read transaction
 _TURN_S = 0.001
 
 
-class Forgetting:
+class LmdbForgetting:
     """Forgets one tenant, in the order that the module's docstring explains; used once."""
 
     def __init__(self, environment: Environment, tenant: str) -> None:

@@ -97,7 +97,7 @@ class Extent(NamedTuple):
         return self.segment == other.segment and self.end == other.page
 
 
-class _Run(NamedTuple):
+class _ByteRun(NamedTuple):
     """Consecutive bytes of one segment file; offset and length in bytes."""
 
     segment: int
@@ -263,7 +263,7 @@ class SegmentFiles:
             written += length
         return written
 
-    def _begin_write(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+    def _begin_write(self, runs: Sequence[_ByteRun], buffers: list[memoryview]) -> None:
         """Start one write in another thread; ``settle`` waits for it."""
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
@@ -420,14 +420,14 @@ class SegmentFiles:
             if fd is not None:
                 os.close(fd)
 
-    def _write_runs(self, runs: Sequence[_Run], buffers: list[memoryview]) -> None:
+    def _write_runs(self, runs: Sequence[_ByteRun], buffers: list[memoryview]) -> None:
         """Write buffers to the file ranges ``runs``, which together are as long."""
         with translated_io(self._path):
             for run in runs:
                 self._write_run(run, front(buffers, run.length))
                 buffers = after_bytes(buffers, run.length)
 
-    def _write_run(self, run: _Run, buffers: list[memoryview]) -> None:
+    def _write_run(self, run: _ByteRun, buffers: list[memoryview]) -> None:
         """Write one run with O_DIRECT, or through the page cache if that is refused."""
         fds = self._descriptors(run.segment)
         if fds.direct is not None and self._direct:
@@ -439,7 +439,7 @@ class SegmentFiles:
                     raise
         write_all(fds.buffered, buffers, run.offset)
 
-    def _read(self, run: _Run, buffers: Sequence[memoryview], direct: bool) -> bool:
+    def _read(self, run: _ByteRun, buffers: Sequence[memoryview], direct: bool) -> bool:
         """Read bytes of a file into buffers; return False if the file is lost or too short.
 
         An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through
@@ -549,7 +549,7 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_number else None
 
 
-def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_Run]:
+def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_ByteRun]:
     """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer
     bytes if the extents end earlier.
 
@@ -565,7 +565,7 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_R
             return
         count = min(length, size - offset)
         file_offset = extent.page * PAGE_BYTES + offset
-        yield _Run(extent.segment, file_offset, count)
+        yield _ByteRun(extent.segment, file_offset, count)
         length -= count
         offset = 0
 

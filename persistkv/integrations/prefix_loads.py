@@ -28,7 +28,7 @@ _LATE = 3.0
 
 
 @dataclass
-class _Load:
+class _RunningLoad:
     """A load in progress. Times are those of the clock of ``PrefixLoads``, in seconds."""
 
     began: float
@@ -68,7 +68,7 @@ class PrefixLoads:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         """Numbers of loads to come."""
-        self._running: dict[int, _Load] = {}
+        self._running: dict[int, _RunningLoad] = {}
         """Loads in progress, by the number that ``begin_load`` has returned."""
         self._prober: ThreadPool | None = None
         """Thread that reads blocks of declined prefixes; None: no prefix is ever declined."""
@@ -113,7 +113,7 @@ class PrefixLoads:
             expected_s = self._times.expected_s(num_bytes)
             late_s = max(self._stalled_s, _LATE * expected_s)
             self._times.begin(number, num_bytes)
-            self._running[number] = _Load(now, now + late_s)
+            self._running[number] = _RunningLoad(now, now + late_s)
         return number
 
     def end_load(self, number: int, loaded_bytes: int) -> None:

@@ -15,7 +15,7 @@ from persistkv.memory.timed import TimedBlocks
 from persistkv.rounding import round_up
 
 
-class _Run(NamedTuple):
+class _BlockRun(NamedTuple):
     """Blocks of a call with a deadline."""
 
     blocks: TimedBlocks
@@ -43,7 +43,7 @@ class ScatteredBlocks(BlockMemory):
         row_stride = round_up(largest, PAGE_BYTES)
         groups = map(GroupLayout.of_bytes, block_bytes)
         self.layout = RowLayout(row_stride, tuple(groups))
-        self._places: dict[int, Regions | _Run] = {}
+        self._places: dict[int, Regions | _BlockRun] = {}
         """By number of a block, its regions, or the blocks of the call that it is part of."""
         self._next = 0
         """Number of the next block; none is used twice."""
@@ -59,7 +59,7 @@ class ScatteredBlocks(BlockMemory):
         """Register the blocks of a call with a deadline; see ``add``. Adjacent ones are one
         piece."""
         numbers = self._new_numbers(len(blocks))
-        run = _Run(blocks, numbers.start)
+        run = _BlockRun(blocks, numbers.start)
         # no object for each block: hundreds of them make the garbage collector run
         placed = dict.fromkeys(numbers, run)
         self._places.update(placed)
@@ -88,7 +88,7 @@ class ScatteredBlocks(BlockMemory):
         last = block_ids[-1]
         place = self._places[first]
         # all of one call, and adjacent: a single view
-        if isinstance(place, _Run) and place is self._places[last]:
+        if isinstance(place, _BlockRun) and place is self._places[last]:
             adjacent = range(first, last + 1)
             if list(block_ids) == list(adjacent):
                 piece = place.part(first, len(block_ids))
@@ -101,7 +101,7 @@ class ScatteredBlocks(BlockMemory):
     def verified(self, group: int, block_ids: Sequence[int]) -> None:
         for number in block_ids:
             place = self._places[number]
-            if isinstance(place, _Run):
+            if isinstance(place, _BlockRun):
                 place.blocks.verified(number - place.first)
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
@@ -122,7 +122,7 @@ class ScatteredBlocks(BlockMemory):
     def _regions(self, number: int) -> Regions:
         """Return the regions of a block; one region for a block of a call with a deadline."""
         place = self._places[number]
-        if isinstance(place, _Run):
+        if isinstance(place, _BlockRun):
             block = place.part(number, 1)
             return [block]
         return place

@@ -20,7 +20,7 @@ class _Found(NamedTuple):
     """Index of the key in the part."""
 
 
-class _Load(NamedTuple):
+class _LoadTask(NamedTuple):
     """A load task that was not queried with success yet."""
 
     number: int
@@ -40,7 +40,7 @@ class ObjectLoads:
         """:param prefill_tokens_per_s: see ``LMCacheOptions``."""
         self._stores = stores
         self._loads = PrefixLoads(prefill_tokens_per_s)
-        self._tasks: dict[int, _Load] = {}
+        self._tasks: dict[int, _LoadTask] = {}
         """Loads in progress by LMCache's task."""
 
     def hits(
@@ -79,7 +79,7 @@ class ObjectLoads:
         """Note that a load task begins; ``sizes`` are the bytes of its objects."""
         num_bytes = sum(sizes)
         number = self._loads.begin_load(num_bytes)
-        self._tasks[task] = _Load(number, sizes)
+        self._tasks[task] = _LoadTask(number, sizes)
 
     def end(self, task: int, results: Sequence[bool]) -> None:
         """Note that a load task has ended, and learn from its time.

@@ -180,7 +180,7 @@ class WaitingChunks:
         return keys
 
 
-class PrefixLoads:
+class StoreLoads:
     """Decides about the loads of one store."""
 
     def __init__(

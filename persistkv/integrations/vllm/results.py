@@ -14,7 +14,7 @@ from persistkv.tenants import engine_key
 from persistkv.tiering.base import JobResult as TierResult
 
 
-class _Load(NamedTuple):
+class _LoadJob(NamedTuple):
     """A load in flight."""
 
     request: LiveRequest
@@ -29,7 +29,7 @@ class JobResults:
 
     def __init__(self, metrics: MetricsReader) -> None:
         self._metrics = metrics
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[int, _LoadJob] = {}
         """Loads in flight by job id; any other job is a store."""
         self._passed_over: list[JobResult] = []
         """Results for the next ``translate`` of store jobs that were not submitted."""
@@ -46,7 +46,7 @@ class JobResults:
         keys: Sequence[OffloadKey],
     ) -> None:
         """Register a load that is submitted now."""
-        self._loads[job_id] = _Load(request, keys)
+        self._loads[job_id] = _LoadJob(request, keys)
 
     def pass_over(self, job_id: int) -> None:
         """Add the result of a store job that the tier leaves out on purpose: success, without
@@ -77,7 +77,7 @@ class JobResults:
             transfer_bytes=result.num_bytes,
         )
 
-    def _end_load(self, load: _Load, result: TierResult) -> JobResult:
+    def _end_load(self, load: _LoadJob, result: TierResult) -> JobResult:
         """Return the result of a load job as vLLM expects it, and pass it on to the request and the
         metrics."""
         # a job that failed as a whole has loaded nothing

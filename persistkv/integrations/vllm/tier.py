@@ -57,8 +57,8 @@ from persistkv.integrations.vllm.identity import (
     shared_layout,
 )
 from persistkv.integrations.vllm.loading import (
-    PrefixLoads,
     StepMeter,
+    StoreLoads,
     WaitingChunks,
     group_windows,
     shared_prefill,
@@ -143,7 +143,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)
-        self._prefix_loads = PrefixLoads(offloading, group_tokens, prefill)
+        self._prefix_loads = StoreLoads(offloading, group_tokens, prefill)
         self._region_fds: tuple[int, ...] = ()
         """Descriptors of the files behind the primary tier, for the store's process; closed by
         ``shutdown``."""

@@ -39,9 +39,9 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import GLANCE_TOKEN, Answers
 from persistkv.storage.host.connection import CONGESTED_BYTES, discard
+from persistkv.storage.host.hosted_keys import HostedKeys
 from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
-from persistkv.storage.host.stored_keys import StoredKeys
 from persistkv.storage.host.supervisor import KILL_S, RUNNING, Host, State, Supervisor
 from persistkv.storage.records import (
     Choice,
@@ -191,9 +191,9 @@ class StoreClient:
         """Process that created this client; a forked child has another id."""
         self.idle = IdleSupervision(self._look)
         """Looks after the host about once a second while there is no ``poll``."""
-        self._stored_keys = StoredKeys(reports_events=hello.options.events)
-        self.table = self._stored_keys.table
-        """Fingerprints of the keys that are durable and can be loaded; see ``StoredKeys``."""
+        self._hosted_keys = HostedKeys(reports_events=hello.options.events)
+        self.table = self._hosted_keys.table
+        """Fingerprints of the keys that are durable and can be loaded; see ``HostedKeys``."""
         self.contains = self.table.contains
         """Whether a key is stored: a method of ``table``, bound once because each lookup calls
         it."""
@@ -442,7 +442,7 @@ class StoreClient:
         open, or if more than 65,536 keys would wait to be sent.
         """
         if self.state is State.OPEN:
-            self._stored_keys.touch(keys)
+            self._hosted_keys.touch(keys)
 
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
@@ -512,7 +512,7 @@ class StoreClient:
         # setting ``polled_at`` keeps the idle thread from looking for a second
         now = self.idle.polled_at = time.monotonic()
         is_due = now >= self._next_look
-        if is_due or self.has_pending_work or self._stored_keys.touched:
+        if is_due or self.has_pending_work or self._hosted_keys.touched:
             self._look()
         outcomes = self._in_flight.outcomes
         self._in_flight.outcomes = []
@@ -529,7 +529,7 @@ class StoreClient:
         if self._open_failures.last is not None:
             self._open_failures.report(self._open_failures.last)
             self._open_failures.last = None
-        if self._stored_keys.touched:
+        if self._hosted_keys.touched:
             self._send_touched()
         # a slice in each look: the memory of a whole replaced table takes 27 ms to release
         self.table.release_some()
@@ -549,7 +549,7 @@ class StoreClient:
         connection = self.supervisor.connection
         is_congested = connection.outbox_bytes > CONGESTED_BYTES
         if self.state is State.OPEN and not is_congested:
-            touched = self._stored_keys.take_touched()
+            touched = self._hosted_keys.take_touched()
             packed = PackedKeys.of(touched)
             connection.send(protocol.Touch(packed))
 
@@ -561,12 +561,12 @@ class StoreClient:
         Empty unless ``StoreOptions.events`` is set. Keys that the store held when it was opened are
         not included.
         """
-        return self._stored_keys.take_events()
+        return self._hosted_keys.take_events()
 
     @property
     def has_events(self) -> bool:
         """Whether ``take_events`` has something to return."""
-        return self._stored_keys.has_events
+        return self._hosted_keys.has_events
 
     @_exclusive
     def take_persisted(self) -> dict[str, bool]:
@@ -628,7 +628,7 @@ class StoreClient:
 
     def _take_report(self, report: StoreReport) -> None:
         """Add the changes of keys, and end the requests that the host has finished."""
-        self._stored_keys.add_report(report)
+        self._hosted_keys.add_report(report)
         for request, whole in report.persisted:
             self._in_flight.answer_end(request, whole)
 
@@ -645,7 +645,7 @@ class StoreClient:
         """Keep the error, which ``open`` raises or the next look reports, and end the host."""
         self._open_failures.last = message.error()
         self.supervisor.end_failed_open()
-        self._stored_keys.forget()
+        self._hosted_keys.forget()
 
     def _pong(self, message: protocol.Pong) -> None:
         if self.supervisor.watchdog.call_hangs(message.longest_s):
@@ -684,7 +684,7 @@ class StoreClient:
         """Have the host killed, and forget its keys: lookups miss until another host is open. Its
         jobs stay in flight until it has exited."""
         self.supervisor.mark_lost()
-        self._stored_keys.forget()
+        self._hosted_keys.forget()
 
     # Blocking calls, for shutdown, tests and tools
 

@@ -43,7 +43,7 @@ class JobOutcome(NamedTuple):
     """Whether a load job was not finished at its deadline, or its host was killed."""
 
 
-class _Job(NamedTuple):
+class _SentJob(NamedTuple):
     keys: Sequence[bytes]
     num_bytes: int
     """Raw bytes of a store job; 0 for a load job."""
@@ -60,7 +60,7 @@ class InFlight:
     def __init__(self, max_queue_bytes: int) -> None:
         """:param max_queue_bytes: bound on the raw bytes of store jobs in flight."""
         self._max_queue_bytes = max_queue_bytes
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, _SentJob] = {}
         """Store and load jobs that the host has not answered, by id."""
         self.queued_bytes = 0
         """Raw bytes of the store jobs in flight."""
@@ -96,7 +96,7 @@ class InFlight:
 
     def add_store(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
         """Add a store job that is sent to the host."""
-        self._jobs[job_id] = _Job(keys, num_bytes, False, time.monotonic())
+        self._jobs[job_id] = _SentJob(keys, num_bytes, False, time.monotonic())
         self.queued_bytes += num_bytes
 
     def add_load(
@@ -107,7 +107,7 @@ class InFlight:
     ) -> None:
         """Add a load job that is sent to the host."""
         ends_at = math.inf if deadline is None else deadline
-        self._jobs[job_id] = _Job(keys, 0, True, time.monotonic(), ends_at)
+        self._jobs[job_id] = _SentJob(keys, 0, True, time.monotonic(), ends_at)
         self.num_loads += 1
 
     def earliest_deadline(self) -> float:

@@ -10,8 +10,8 @@ import pytest
 
 from persistkv.base import OffloadKey, make_offload_key
 from persistkv.integrations.vllm.loading import (
-    PrefixLoads,
     StepMeter,
+    StoreLoads,
     WaitingChunks,
     shared_prefill,
 )
@@ -51,13 +51,13 @@ class Tier:
         return self._chunk_s * num_bytes / CHUNK_BYTES
 
 
-def prefix_loads() -> PrefixLoads:
+def prefix_loads() -> StoreLoads:
     """Return the decisions of an engine that computes a chunk in 32 ms."""
     offloading = SimpleNamespace(
         cache=SimpleNamespace(tokens_per_hash=HASH_TOKENS),
         groups=[SimpleNamespace(group_id=0)],
     )
-    return PrefixLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
+    return StoreLoads(offloading, [CHUNK_TOKENS], PrefillSpeed(1000))
 
 
 def chunks_from(

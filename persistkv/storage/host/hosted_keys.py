@@ -12,7 +12,7 @@ _TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 
 
-class StoredKeys:
+class HostedKeys:
     """Which keys are stored, which of them were used, and which have changed.
 
     ``forget`` clears it when the host ends: another host reads the store again.

@@ -21,10 +21,10 @@ _IRRELEVANT = frozenset(
     }
 )
 _JSON_TYPES = (bool, int, float, str, type(None))
-_PART = "_config"
+_NESTED = "_config"
 """End of the names of fields that are configurations themselves, such as ``text_config``."""
-# kept whole: a dtype in it is not that of the model
 _QUANTIZATION = "quantization_config"
+"""The exception: it is no part of the model, and is kept whole, with its own dtypes."""
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,8 +34,9 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, item in config.items():
         if name in _IRRELEVANT:
             continue
-        is_part = name.endswith(_PART) and name != _QUANTIZATION
-        if is_part and item:
+        is_nested = name.endswith(_NESTED) and name != _QUANTIZATION
+        # None or empty: the model lacks this part
+        if is_nested and item:
             fields[name] = plain_config(item)
         else:
             fields[name] = plain(item)
@@ -58,6 +59,6 @@ def plain(value: Any) -> Any:
         return sorted(items, key=json.dumps)
     # JSON has neither infinity nor NaN
     is_json = isinstance(value, _JSON_TYPES)
-    if isinstance(value, float) and not math.isfinite(value):
-        is_json = False
+    if isinstance(value, float):
+        is_json = math.isfinite(value)
     return value if is_json else str(value)

@@ -51,8 +51,8 @@ class PrefixLoads:
     ) -> None:
         """:param prefill_tokens_per_s: tokens per second that the engine computes; None: every
             prefix is loaded.
-        :param call_bytes: most bytes that the engine loads with one call, one after the other;
-            None: all.
+        :param call_bytes: maximum bytes of one call. The engine divides a larger load into several
+            calls, which it makes one after the other. None: one call loads everything.
         :param timeout_s: seconds after which a load ends, whatever it has brought.
         :param clock: returns seconds.
         """
@@ -79,20 +79,22 @@ class PrefixLoads:
 
     def expected_load_s(self, num_bytes: int) -> float:
         """Return the expected seconds of a load of so many bytes; 0 if nothing is known."""
-        # whole calls of ``call_bytes``, one after the other, and one for the rest
-        num_calls = 0
-        if self._call_bytes is not None:
-            num_calls, num_bytes = divmod(num_bytes, self._call_bytes)
+        call_bytes = self._call_bytes
+        if call_bytes is None:
+            return self._times.expected_s(num_bytes)
+        # whole calls, and one for the rest
+        num_calls, rest_bytes = divmod(num_bytes, call_bytes)
         expected_s = 0.0
         if num_calls:
-            expected_s = num_calls * self._times.expected_s(self._call_bytes or 0)
-        if num_bytes:
-            expected_s += self._times.expected_s(num_bytes)
+            expected_s = num_calls * self._times.expected_s(call_bytes)
+        if rest_bytes:
+            expected_s += self._times.expected_s(rest_bytes)
         return expected_s
 
     def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
         """Return whether loading so many bytes is expected to be faster than computing their
         tokens."""
+        # without a prober, no speed of the engine is known: every prefix is loaded
         if self._prober is None or num_bytes <= 0:
             return True
         # the chooser asks ``expected_load_s`` of this object for the time of the load
@@ -101,8 +103,10 @@ class PrefixLoads:
             # first, so that the decision takes the loads that hang now into account
             self._end_late()
             # the prefix is one run that begins at token 0: it is loaded whole or not at all
-            is_worth = self._chooser.choose([run], 0).num_runs > 0
-            self.num_declined += not is_worth
+            decision = self._chooser.choose([run], 0)
+            is_worth = decision.num_runs > 0
+            if not is_worth:
+                self.num_declined += 1
         return is_worth
 
     def begin_load(self, num_bytes: int) -> int:
@@ -113,7 +117,7 @@ class PrefixLoads:
             expected_s = self._times.expected_s(num_bytes)
             late_s = max(self._stalled_s, _LATE * expected_s)
             self._times.begin(number, num_bytes)
-            self._running[number] = _RunningLoad(now, now + late_s)
+            self._running[number] = _RunningLoad(began=now, late_at=now + late_s)
         return number
 
     def end_load(self, number: int, loaded_bytes: int) -> None:

@@ -25,10 +25,11 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     """Names and values that are stored with the request's context and shown by ``persistkv ls``."""
     pin: bool = False
-    """See ``Retention``, as for ``priority``; ``persistkv unpin`` ends it."""
+    """``Retention.pin``; ``persistkv unpin`` ends it."""
     ttl: str | None = None
     """``Retention.ttl_s`` as a duration such as ``30s`` or ``12h``."""
     priority: Priority = "normal"
+    """``Retention.priority``."""
     tenant: str | None = None
     """Name of the tenant whose request it is, 1 to 128 characters: no block of it is served to a
     request of another one. None: the default tenant, or none if the tier requires one."""
@@ -56,15 +57,17 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         :raises ConfigurationError: they are invalid.
         """
-        if parameters is not None and not isinstance(parameters, Mapping):
+        if parameters is None:
+            return cls()
+        if not isinstance(parameters, Mapping):
             expected = (
                 f'a mapping such as {{"{REQUEST_PARAMETER}": {{"store": false}}}}'
             )
             raise ConfigurationError("kv_transfer_params", parameters, expected)
-        # absent options count as ``true``: the defaults
-        given = parameters.get(REQUEST_PARAMETER, True) if parameters else True
+        # absent options count as ``true``, which means the defaults
+        given = parameters.get(REQUEST_PARAMETER, True)
         if isinstance(given, bool):
-            return cls(given, given)
+            return cls(store=given, load=given)
         try:
             options = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:

@@ -86,7 +86,9 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         super().__init__(max_capacity_bytes=0)  # 0 turns LMCache's own eviction off
         self.options = lmcache_options(params)
         if l1_memory_desc is not None:
-            # LMCache accesses most of it later: then the disk transfers megabytes, not pages
+            # Objects are read and written with O_DIRECT, which transfers each physically contiguous
+            # part on its own: few large ones with huge pages. The kernel uses them for the memory
+            # that LMCache has not accessed yet, which is most of it.
             prefer_huge_pages(l1_memory_desc.ptr, l1_memory_desc.size)
         weights = _weights(self.options.models)
         self._stores = LayoutStores(self.options, weights, version("lmcache"))
@@ -196,14 +198,14 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         if results is None:
             return None
         lookup = self._looked_up.pop(task_id)
-        results = self._loads.hits(lookup.keys, lookup.parts, results)
-        found = list(itertools.compress(lookup.keys, results))
-        # here, so that the locks of processes that are gone do not pile up
+        hits = self._loads.hits(lookup.keys, lookup.parts, results)
+        hit_keys = list(itertools.compress(lookup.keys, hits))
+        # expired with each lookup, because nobody releases the locks of processes that are gone
         self._leases.expire()
-        self._leases.acquire(found)
-        if found:
-            self._notify_keys_accessed(found)
-        return _bitmap(results)
+        self._leases.acquire(hit_keys)
+        if hit_keys:
+            self._notify_keys_accessed(hit_keys)
+        return _bitmap(hits)
 
     def submit_unlock(self, keys: ObjectKeys) -> None:
         self._leases.release(keys)

@@ -79,7 +79,8 @@ class Content:
     def _list(self, model_name: str | None) -> Iterable[_Listed]:
         """Yield the entries of all open stores, or of those of one model, in no order."""
         for place, store in self._stores.items():
-            if model_name not in (None, place.model_name):
+            is_listed = model_name is None or place.model_name == model_name
+            if not is_listed:
                 continue
             blocks = store.stored_blocks(timeout_s=self._list_timeout_s)
             for block in blocks:
@@ -94,11 +95,13 @@ class Content:
                 usage = store.usage(timeout_s=_USAGE_S)
                 of_salts = {}
                 for tenant, num_bytes in usage.tenants.items():
-                    of_salts[salt_of_tenant(tenant)] = num_bytes
+                    salt = salt_of_tenant(tenant)
+                    of_salts[salt] = num_bytes
                 self._last_usage[place] = of_salts
             except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
-            by_salt.update(self._last_usage.get(place, {}))
+            last_usage = self._last_usage.get(place, {})
+            by_salt.update(last_usage)
         return AdapterUsage(
             total_bytes_used=by_salt.total(),
             # none: the store bounds itself, and LMCache's own eviction stays off

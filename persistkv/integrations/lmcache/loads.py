@@ -19,6 +19,11 @@ class _Found(NamedTuple):
     number: int
     """Index of the key in the part."""
 
+    @property
+    def layout(self) -> ObjectLayout:
+        """Layout of the key's object."""
+        return self.part.place.layout
+
 
 class _LoadTask(NamedTuple):
     """A load task that was not queried with success yet."""
@@ -58,22 +63,26 @@ class ObjectLoads:
         if not found:
             return list(results)
         # Ranks and object groups have an object each of the same tokens, which count once.
-        chunks = set()
+        chunk_hashes = set()
         num_bytes = 0
         for position, held in found.items():
-            chunks.add(keys[position].chunk_hash)
-            num_bytes += held.part.place.layout.num_bytes
+            chunk_hashes.add(keys[position].chunk_hash)
+            num_bytes += held.layout.num_bytes
+        # the objects of a chunk differ in bytes, but all have its tokens, whichever layout is taken
         first = next(iter(found.values()))
-        place = first.part.place
-        num_tokens = len(chunks) * _tokens_of(place.layout)
+        num_tokens = len(chunk_hashes) * _tokens_of(first.layout)
         if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
             return list(results)
-        # declined: one of its blocks is read now and then, to notice when the store is fast again
-        store = self._stores.get(place)
-        if store is not None:
-            key = first.part.keys[first.number]
-            self._loads.probe(store, key, place.layout.num_bytes)
+        self._probe(first)
         return [False] * len(results)
+
+    def _probe(self, held: _Found) -> None:
+        """Read an object of a declined lookup, if it is time for that, to notice when the store is
+        fast again."""
+        store = self._stores.get(held.part.place)
+        if store is not None:
+            key = held.part.keys[held.number]
+            self._loads.probe(store, key, held.layout.num_bytes)
 
     def begin(self, task: int, sizes: Sequence[int]) -> None:
         """Note that a load task begins; ``sizes`` are the bytes of its objects."""
@@ -113,5 +122,7 @@ def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found
 def _tokens_of(layout: ObjectLayout) -> int:
     """Return the number of tokens in an object; 0 if its shape does not show it. The last dimension
     of its arrays has the numbers of a token, the last but one the tokens."""
-    shape = layout.shapes[0] if layout.shapes else ()
+    if not layout.shapes:
+        return 0
+    shape = layout.shapes[0]
     return shape[-2] if len(shape) > 1 else 0

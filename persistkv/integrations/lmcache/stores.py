@@ -91,10 +91,11 @@ class LayoutStores:
     def open(self, place: Place) -> BlockStore | None:
         """Return the store, and open it first if it is not open; None if it does not open, which is
         logged."""
-        # None here means that the store may not be opened now
         found = self._open.get(place)
-        if found is not None or self._is_closed or not self.may_open(place):
+        if found is not None:
             return found
+        if self._is_closed or not self.may_open(place):
+            return None
         try:
             if len(self._open) >= _MOST_LAYOUTS:
                 raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
@@ -119,12 +120,13 @@ class LayoutStores:
 
     def _add(self, place: Place, store: BlockStore) -> bool:
         """Keep an open store; return False if ``close`` was called meanwhile."""
-        # held no longer: ``close`` must not wait for a medium that hangs
+        # the lock is not held while the store is opened: ``close`` must not wait for a hung medium
         with self._lock:
-            if not self._is_closed:
-                self._open[place] = store
-                self._failed_at.pop(place, None)
-            return not self._is_closed
+            if self._is_closed:
+                return False
+            self._open[place] = store
+            self._failed_at.pop(place, None)
+            return True
 
     def _identity(self, place: Place) -> BlockIdentity:
         """Return the identity of the objects of one model and layout."""
@@ -171,22 +173,22 @@ class LayoutStores:
         """Return the place of a namespace; None if it is not this adapter's."""
         if decoded is None:
             return None
-        identity, (num_bytes, *_) = (
-            decoded  # one KV cache group: the bytes of an object
-        )
+        identity, block_bytes = decoded
         more = identity.more
         if identity.engine != _ENGINE or more.get("model") not in self._weights:
             return None
         shapes = tuple(tuple(shape) for shape in more.get("object_shapes", []))
         dtypes = tuple(more.get("dtypes", []))
-        layout = ObjectLayout(shapes, dtypes, num_bytes)
+        # the adapter's namespaces have one KV cache group, whose blocks are the objects
+        object_bytes = block_bytes[0]
+        layout = ObjectLayout(shapes, dtypes, object_bytes)
         place = Place(more["model"], layout)
         # other weights, releases and engines have other identities
         return place if self._identity(place) == identity else None
 
     def close(self) -> bool:
-        """Close all stores, and one that is being opened when it is open; return whether none of
-        them hung."""
+        """Close all open stores; return whether none of them hung. One that is being opened now is
+        closed by the thread that opens it."""
         with self._lock:
             self._is_closed = True
             closed = [store.close() for store in self._open.values()]

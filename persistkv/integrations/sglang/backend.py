@@ -118,13 +118,14 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(self, keys: PageKeys, extra_info: Any = None) -> int:
         """Return the length of the run of held pages at the start; 0 if computing them is expected
         to be faster than loading them. Does not wait for I/O."""
-        held = self._held(MAIN_POOL, keys)
+        store = self._pools.get(MAIN_POOL)
+        if store is None:
+            return 0
+        held = store.held(keys)
         # pages after a gap are no use: SGLang restores prefixes
         num_pages = leading(held)
-        store = self._pools.get(MAIN_POOL)
-        if store is None or store.is_worth(keys[:num_pages]):
-            return num_pages
-        return 0
+        is_worth = store.is_worth(keys[:num_pages])
+        return num_pages if is_worth else 0
 
     def batch_get_v1(
         self,
@@ -258,8 +259,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> list[Any]:
         """Read pages into tensors; return each tensor, or None."""
         store = self._pools[MAIN_POOL]
-        # a store for pages that are read in their pool has another order of bytes than tensors
-        if not store.is_copied or target_locations is None:
+        # pages that were stored straight from the pool are not in the byte order of tensors
+        if not store.has_flat_pages or target_locations is None:
             return [None] * len(keys)
         found = store.read_tensors(keys, target_locations)
         tensors: list[Any] = []
@@ -286,10 +287,10 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store pages; return whether all of them are durable."""
         store = self._pools[MAIN_POOL]
-        # see ``batch_get``
-        if not store.is_copied or values is None:
+        # tensors do not have the byte order of pages that are stored straight from the pool
+        if not store.has_flat_pages or values is None:
             return False
-        stored = store.write_tensors(keys, values, None)
+        stored = store.write_tensors(keys, values, depth=None)
         return all(stored)
 
     # The rest

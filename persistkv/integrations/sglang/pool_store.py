@@ -37,8 +37,9 @@ _SEPARATOR = b"\0"
 class PoolStore:
     """Pages of one pool. Thread-safe.
 
-    If the pool's pages are copied into tensors, their bytes are in another order than in the pool:
-    the identity has one region instead of several.
+    They are stored straight from the regions of the pool, or SGLang copies each of them into a
+    tensor, a flat page. The bytes of a flat page are in another order than in the pool: its
+    identity has one region instead of several.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class PoolStore:
         self._options = options
         self._transfers = transfers
         sizes = self._region_sizes() if may_use_regions else None
-        self.is_copied = sizes is None
-        """Whether pages are copied into tensors."""
+        self.has_flat_pages = sizes is None
+        """Whether the store's pages are flat; False: they are in the pool's order of bytes."""
         if sizes is None:
             sizes = [memory.flat_bytes()]
         self._page_bytes = sum(sizes)
@@ -121,10 +122,10 @@ class PoolStore:
     def read(self, keys: PageKeys, host_indices: Any) -> list[bool]:
         """Read pages into the pool; return for each whether the pool holds it."""
         memory = self.memory
-        if not self.is_copied:
+        if not self.has_flat_pages:
             pages = memory.regions(host_indices)
             return self._get(keys, pages)
-        # SGLang copies between its pool and tensors, which the store fills
+        # the store fills tensors, which SGLang copies into its pool
         tensors = [memory.new_flat_page() for _ in keys]
         found = self.read_tensors(keys, tensors)
         for page, tensor in enumerate(tensors):
@@ -135,7 +136,7 @@ class PoolStore:
     def write(self, keys: PageKeys, host_indices: Any, depth: int | None) -> list[bool]:
         """Store pages of the pool; return for each whether it is durable."""
         memory = self.memory
-        if not self.is_copied:
+        if not self.has_flat_pages:
             pages = memory.regions(host_indices)
             return self._put(keys, pages, depth)
         tensors = memory.flat_pages(host_indices)
@@ -172,14 +173,15 @@ class PoolStore:
         begin = time.monotonic()
         wanted_bytes = len(keys) * self._page_bytes
         load = self._loads.begin_load(wanted_bytes)
-        # nothing, should the call raise: a load that was begun must end
-        num_pages = 0
         try:
             found = self._call(keys, get)
-            num_pages = sum(found)
-        finally:
-            num_bytes = num_pages * self._page_bytes
-            self._loads.end_load(load, num_bytes)
+        except BaseException:
+            # a load that was begun must end
+            self._loads.end_load(load, loaded_bytes=0)
+            raise
+        num_pages = sum(found)
+        num_bytes = num_pages * self._page_bytes
+        self._loads.end_load(load, num_bytes)
         seconds = time.monotonic() - begin
         self._transfers.read(num_pages, num_bytes, seconds)
         return found

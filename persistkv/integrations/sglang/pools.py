@@ -45,8 +45,8 @@ class PageMemory(NamedTuple):
         :raises ValueError: there are not as many indices, or SGLang returns another number of
             regions.
         """
-        num_pages, rest = divmod(len(host_indices), self.page_size)
-        if rest:
+        num_pages, spare_indices = divmod(len(host_indices), self.page_size)
+        if spare_indices:
             raise ValueError(
                 f"{len(host_indices)} indices for pages of {self.page_size} tokens"
             )
@@ -54,8 +54,8 @@ class PageMemory(NamedTuple):
             return []
         # the regions of all pages in one list, page by page
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
-        per_page, rest = divmod(len(addresses), num_pages)
-        if rest:
+        per_page, spare_regions = divmod(len(addresses), num_pages)
+        if spare_regions:
             raise ValueError(f"{len(addresses)} regions for {num_pages} pages")
         regions: list[memoryview] = []
         for address, size in zip(addresses, sizes, strict=True):
@@ -140,17 +140,16 @@ def pool_identity(
     layout = getattr(pool, "layout", None)
     if not isinstance(layout, str):
         raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
-    layers = [
-        plain_number(getattr(pool, "start_layer", None)),
-        plain_number(getattr(pool, "end_layer", None)),
-    ]
+    start_layer = plain_number(getattr(pool, "start_layer", None))
+    end_layer = plain_number(getattr(pool, "end_layer", None))
+    shape = (memory.page_size, *geometry.values())
     return BlockIdentity(
         model_name=config.model_name or "",
         weights=weights,
         engine="sglang",
         release=release,
         dtype=_dtype(pool, options, name),
-        shapes=((memory.page_size, *geometry.values()),),
+        shapes=(shape,),  # one KV cache group
         layout=f"{layout}, {len(sizes)} regions",
         rank=_rank(config, name),
         more={
@@ -158,7 +157,7 @@ def pool_identity(
             "attention_backend": options.attention_backend,
             "geometry": geometry,
             "region_bytes": list(sizes),
-            "layers": layers,
+            "layers": [start_layer, end_layer],
             "split_heads": bool(config.should_split_heads),
         },
     )
@@ -177,15 +176,18 @@ def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
 
     :raises MissingOptionError: the pool does not show it, and the option does not name it.
     """
-    dtype = dtype_name(getattr(pool, "dtype", ""))
-    if dtype in ("", _OPAQUE) and not options.kv_cache_dtype:
+    pool_dtype = dtype_name(getattr(pool, "dtype", ""))
+    named_dtype = options.kv_cache_dtype
+    if named_dtype:
+        # both: the user names one type for all pools, and those of a model may differ
+        return f"{pool_dtype} {named_dtype}" if pool_dtype else named_dtype
+    if pool_dtype in ("", _OPAQUE):
         raise MissingOptionError(
             WHERE,
-            f"option kv_cache_dtype, because pool {name} shows only {dtype or 'no type'}",
+            f"option kv_cache_dtype, because pool {name} shows only "
+            f"{pool_dtype or 'no type'}",
         )
-    if options.kv_cache_dtype:
-        dtype = f"{dtype} {options.kv_cache_dtype}".lstrip()
-    return dtype
+    return pool_dtype
 
 
 def _rank(config: Any, name: str) -> str:

@@ -25,6 +25,7 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
 _SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
+_LEAST_S = 1e-6  # of a load: not 0, whose logarithm does not exist
 # Share by which a load may take longer than usual by chance. If the few known loads of a size did,
 # it must not seem too slow: it would never be loaded again, and nothing would correct the estimate.
 # So the estimate is lower by this share, divided by the root of the number of samples.
@@ -51,7 +52,8 @@ _TRIAL_EACH = 8
 # is later: a load that stalls makes a request a fifth slower, unless its usual time is longer.
 _LATE = 3.0
 _LATE_SHARE = 0.2
-# A store is stalled if a load brought nothing in 2.5 times its expected time.
+# A store is stalled if a load brought nothing in 2.5 times its expected time: less than ``_LATE``,
+# so a load that reaches a deadline of three times its expected time without a block is a stall.
 _STALL = 2.5
 UNKNOWN_DEADLINE_S = 10.0
 """Deadline in seconds of a load while the engine's speed is unknown."""
@@ -179,24 +181,35 @@ class LoadTimes:
 
         :param num_bytes: bytes of the load and of those in flight before it, above 0.
         """
-        seconds = max(seconds, 1e-6)  # not 0, whose logarithm does not exist
+        seconds = max(seconds, _LEAST_S)
         usual = self._by_class.get(num_bytes.bit_length())
         # The first load of a size sets its usual time, within bounds that follow from other sizes.
         # An excess beyond the bounds remains as ``change``.
         if usual is None:
             self._set_usual(num_bytes, seconds / self._slowdown)
         usual_s = self._usual_s(num_bytes)
-        # how many times as long as expected the load took. The slowdown takes ``rate`` of this
-        # change (a share of its logarithm), and the new sample of the usual time ``own_share``.
+        # how many times as long as expected the load took
         change = seconds / usual_s / self._slowdown
-        is_noise = 1 / _CHANGE < change < _CHANGE
-        # earlier samples say nothing about the time after a stall
-        rate = _NOISE_RATE if is_noise and not self.is_stalled else 1.0
-        self._slowdown *= change**rate
+
+        # The shares of the change, of its logarithm, by which the slowdown moves, and by which the
+        # new sample of the usual time differs from the present one.
+        if not 1 / _CHANGE < change < _CHANGE:
+            # the store has changed, or the usual time of this size is wrong
+            slowdown_share = 1.0
+            size_share = _OWN_SHARE
+        elif self.is_stalled:
+            # earlier samples say nothing about the slowdown after a stall
+            slowdown_share = 1.0
+            size_share = 0.0
+        else:
+            # noise
+            slowdown_share = _NOISE_RATE
+            size_share = 1 - _NOISE_RATE
+        self._slowdown *= change**slowdown_share
         self.is_stalled = False
+        # the first load of a size was its first sample, too
         if usual is not None:
-            own_share = 1 - rate if is_noise else _OWN_SHARE
-            usual.add(num_bytes, usual_s * change**own_share)
+            usual.add(num_bytes, usual_s * change**size_share)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
         """Add a load that was abandoned at its deadline. The blocks that had arrived count like a
@@ -212,17 +225,19 @@ class LoadTimes:
             return
         self.observe(loaded_bytes, seconds)
         rest_s = self._rest_s(num_bytes, loaded_bytes, seconds)
-        # lower bound on the usual time of the whole load
-        least_s = max(_LONGER * seconds, seconds + rest_s) / self._slowdown
+        # how long the whole load would have taken, at least
+        least_s = max(_LONGER * seconds, seconds + rest_s)
+        # usual times are those of the store without its present slowdown
+        least_usual_s = least_s / self._slowdown
         # the estimate is long enough already
-        if self._usual_s(num_bytes) >= least_s:
+        if self._usual_s(num_bytes) >= least_usual_s:
             return
         usual = self._by_class.get(num_bytes.bit_length())
         if usual is None:
-            self._set_usual(num_bytes, least_s)
+            self._set_usual(num_bytes, least_usual_s)
         else:
             # one sample of many: a single late load must not exclude its size
-            usual.add(num_bytes, least_s)
+            usual.add(num_bytes, least_usual_s)
 
     def _rest_s(self, num_bytes: int, loaded_bytes: int, seconds: float) -> float:
         """Return how long the rest of an abandoned load would have taken, at least; 0 if less than
@@ -238,26 +253,32 @@ class LoadTimes:
         """Add a load that brought nothing before its deadline, which was ``seconds`` after its
         begin: the store has stalled, or the deadline was too close to the expected time to tell.
 
-        A deadline is at least three times the time that was expected of the load, or earlier if the
-        engine computes the tokens in less time than that (``_deadline_s``).
+        A deadline is three times the time that was expected of the load, or later; it is earlier
+        only if the engine computes the tokens in less time than that (``_deadline_s``).
         """
         usual = self._by_class.get(num_bytes.bit_length())
-        usual_s = self._usual_s(num_bytes)
-        # Clearly longer than expected: no loads until a probe, a small test read, or a running load
-        # ends. For a size that was never loaded, no expected time is known: the silence may be
-        # latency that is usual for it. So the slowdown, which holds for all sizes, does not grow.
-        if usual is None or seconds >= _STALL * usual_s * self._slowdown:
+        # No load of this size is known: the silence may be its usual latency. The store counts as
+        # stalled until a probe, a small test read, or a running load ends. The slowdown, which
+        # holds for all sizes, does not grow.
+        if usual is None:
             self.stall()
             return
-        # Otherwise the deadline was less than 2.5 times the expected time, because computing these
-        # tokens takes no longer. The load may have been only a little late. So its expected time
-        # rises to a tenth above the deadline: loading these tokens then seems slower than computing
-        # them, while loads that save more time are still chosen.
+        usual_s = self._usual_s(num_bytes)
+        # clearly longer than expected
+        if seconds >= _STALL * usual_s * self._slowdown:
+            self.stall()
+            return
+        # The deadline was early, because computing these tokens takes no longer. The load may have
+        # been only a little late. So its expected time rises to a tenth above the deadline: loading
+        # these tokens then seems slower than computing them, while loads that save more time are
+        # still chosen.
         least_s = _LONGER * seconds
+        least_usual_s = least_s / self._slowdown
         # The usual time of the size moves part of the way, as with each sample. The slowdown takes
         # the rest, so that their product reaches ``least_s``.
-        usual.add(num_bytes, max(usual_s, least_s / self._slowdown))
-        self._slowdown = max(self._slowdown, least_s / self._usual_s(num_bytes))
+        usual.add(num_bytes, max(usual_s, least_usual_s))
+        least_slowdown = least_s / self._usual_s(num_bytes)
+        self._slowdown = max(self._slowdown, least_slowdown)
 
     def stall(self) -> None:
         """Mark the store as stalled: a load, or a probe, brought nothing before its deadline.
@@ -270,9 +291,9 @@ class LoadTimes:
         least_s, most_s = self._bounds(num_bytes)
         bounded_s = min(max(seconds, least_s), most_s)
         self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, bounded_s)
-        # classes of sizes, which are in the order of the sizes themselves
+        # the order of the classes is that of the sizes in them
         ascending = sorted(self._by_class)
-        self._sizes = [self._by_class[name] for name in ascending]
+        self._sizes = [self._by_class[size_class] for size_class in ascending]
 
     def _bounds(self, num_bytes: int) -> tuple[float, float]:
         """Return the shortest and the longest plausible usual time of loads of a size.
@@ -298,44 +319,54 @@ class LoadTimes:
         """Return the expected seconds of a load that begins now; 0 if nothing is known."""
         if self.is_stalled:
             return math.inf
-        num_bytes += self._queued_bytes
-        expected_s = self._usual_s(num_bytes) * self._slowdown
-        usual = self._by_class.get(num_bytes.bit_length())
+        # the load ends after those in flight
+        total_bytes = num_bytes + self._queued_bytes
+        expected_s = self._usual_s(total_bytes) * self._slowdown
+        usual = self._by_class.get(total_bytes.bit_length())
         if usual is not None:
-            # a wrong load costs a little and corrects the estimate; nothing shows a wrong refusal
+            # Less while few loads of this size are known: a load that was wrongly chosen costs
+            # little and corrects the estimate, but nothing would correct a wrong refusal.
             expected_s *= usual.certain_share
         return expected_s
 
     def _place_of(self, num_bytes: int) -> int:
-        """Return the place in ``_sizes`` of the first size that is not smaller."""
+        """Return the place in ``_sizes`` of the first size that is not smaller than ``num_bytes``;
+        the length of ``_sizes`` if all are smaller."""
         return bisect_left(
             self._sizes, float(num_bytes), key=lambda usual: usual.num_bytes
         )
 
     def _usual_s(self, num_bytes: int) -> float:
-        """Return the usual time of loads of a size, on a line through those of its neighbours."""
+        """Return the usual time of loads of a size, on a line through those of its neighbours; 0 if
+        nothing is known."""
         sizes = self._sizes
         if not sizes:
             return 0.0
         place = self._place_of(num_bytes)
         if place == len(sizes):
             return self._beyond_s(num_bytes)
-        # The line through ``sizes[upper]`` and the size before it. No size is before the smallest
-        # one: then the line through the two smallest, or that of a single size without latency.
-        upper = max(place, 1) if len(sizes) > 1 else 0
-        slope = self._slope(upper, sizes[upper].seconds)
-        at = sizes[place]
-        less_s = slope * (at.num_bytes - num_bytes)
-        return max(at.seconds - less_s, 1e-6)
+        # The line between the next larger size and the one before it. Below the smallest size, the
+        # line between the two smallest continues; a single size has a line without latency.
+        upper_place = place
+        if place == 0 and len(sizes) > 1:
+            upper_place = 1
+        slope = self._slope(upper_place, sizes[upper_place].seconds)
+        larger = sizes[place]
+        less_s = slope * (larger.num_bytes - num_bytes)
+        return max(larger.seconds - less_s, _LEAST_S)
 
     def _beyond_s(self, num_bytes: int) -> float:
         """Return the usual time of loads that are larger than all known ones: on the line of the
         last two, and faster beyond twice the largest known size."""
-        last = self._sizes[-1]
+        last_place = len(self._sizes) - 1
+        last = self._sizes[last_place]
+        # not steeper by chance: nothing corrects an estimate of sizes that are never loaded
+        slope = self._slope(last_place, last.least_s)
         far_bytes = max(0.0, num_bytes - 2 * last.num_bytes)
         near_bytes = num_bytes - last.num_bytes - far_bytes
-        slope = self._slope(len(self._sizes) - 1, last.least_s)
-        return last.seconds + slope * (near_bytes + far_bytes / _TRIAL_SPEEDUP)
+        near_s = slope * near_bytes
+        far_s = slope * far_bytes / _TRIAL_SPEEDUP
+        return last.seconds + near_s + far_s
 
     def _slope(self, place: int, seconds: float) -> float:
         """Return the seconds per byte between the size at ``place`` and the one before it. For the
@@ -347,9 +378,9 @@ class LoadTimes:
         if place == 0:
             return seconds / upper.num_bytes
         lower = self._sizes[place - 1]
-        rise = max(0.0, seconds - lower.seconds)
-        run = max(1.0, upper.num_bytes - lower.num_bytes)
-        return rise / run
+        more_s = max(0.0, seconds - lower.seconds)
+        more_bytes = max(1.0, upper.num_bytes - lower.num_bytes)
+        return more_s / more_bytes
 
 
 class PrefillSpeed:
@@ -362,46 +393,49 @@ class PrefillSpeed:
     def __init__(self, tokens_per_s: float | None = None) -> None:
         """:param tokens_per_s: a fixed speed at all depths; None: as observed."""
         self._is_fixed = tokens_per_s is not None
-        self._seconds = 0.0  # of a token at depth 0
-        self._growth = 0.0  # of a token's seconds, per token before it
+        # the line: seconds of a token at depth 0, and their growth per token before it
+        self._first_s = 0.0
+        self._growth_s = 0.0
         self._weight = 0.0  # tokens of the samples, which decay; 0: no speed is known
         if tokens_per_s is not None:
-            self._seconds = 1 / tokens_per_s
+            self._first_s = 1 / tokens_per_s
             self._weight = 1.0
-        # weighted means over the samples: of the depth (tokens before the middle of a sample), of
-        # its square, of the seconds per token, and of their product with the depth
-        self._depth = 0.0
-        self._depth_squared = 0.0
-        self._rate = 0.0
-        self._rate_depth = 0.0
+        # The means from which the line is computed, weighted and decaying: of the depth (tokens
+        # before the middle of a sample), its square, the seconds of a token, and of their product.
+        self._mean_depth = 0.0
+        self._mean_depth_squared = 0.0
+        self._mean_token_s = 0.0
+        self._mean_product = 0.0
 
     def observe(self, start: int, stop: int, seconds: float) -> None:
         """Add a computation of the tokens from ``start`` to ``stop - 1``, which took ``seconds``
-        alone. Ignored if the speed is fixed."""
+        without the time of other computations. Ignored if the speed is fixed."""
         num_tokens = stop - start
         if self._is_fixed or num_tokens <= 0 or seconds <= 0:
             return
         depth = (start + stop) / 2
-        rate = seconds / num_tokens
+        token_s = seconds / num_tokens
         self._weight = _MEMORY * self._weight + num_tokens
         share = num_tokens / self._weight  # of this sample in each mean
-        self._depth += share * (depth - self._depth)
-        self._rate += share * (rate - self._rate)
-        self._depth_squared += share * (depth * depth - self._depth_squared)
-        self._rate_depth += share * (rate * depth - self._rate_depth)
+        self._mean_depth += share * (depth - self._mean_depth)
+        self._mean_token_s += share * (token_s - self._mean_token_s)
+        self._mean_depth_squared += share * (depth * depth - self._mean_depth_squared)
+        self._mean_product += share * (token_s * depth - self._mean_product)
         self._fit()
 
     def _fit(self) -> None:
         """Compute the line of a token's seconds by depth from the means (least squares)."""
-        variance = self._depth_squared - self._depth**2
+        depth = self._mean_depth
+        token_s = self._mean_token_s
+        variance = self._mean_depth_squared - depth**2
         # samples of about one depth show no growth: the one computed before is kept
-        if variance > _FLAT * self._depth_squared:
-            covariance = self._rate_depth - self._rate * self._depth
-            self._growth = max(0.0, covariance / variance)
+        if variance > _FLAT * self._mean_depth_squared:
+            covariance = self._mean_product - token_s * depth
+            self._growth_s = max(0.0, covariance / variance)
         # the largest growth with which a token at depth 0 takes no negative time
-        highest = self._rate / self._depth if self._depth else 0.0
-        self._growth = min(self._growth, highest)
-        self._seconds = self._rate - self._growth * self._depth
+        highest = token_s / depth if depth else 0.0
+        self._growth_s = min(self._growth_s, highest)
+        self._first_s = token_s - self._growth_s * depth
 
     def expected_s(self, start: int, stop: int) -> float | None:
         """Return the expected seconds of the computation of the tokens from ``start`` to ``stop -
@@ -410,7 +444,7 @@ class PrefillSpeed:
             return None
         # the depths of all these tokens, summed
         sum_of_depths = (stop * stop - start * start) / 2
-        return self._seconds * (stop - start) + self._growth * sum_of_depths
+        return self._first_s * (stop - start) + self._growth_s * sum_of_depths
 
 
 class Loads(Protocol):
@@ -446,6 +480,18 @@ class LoadDecision(NamedTuple):
     """Seconds after which the load is abandoned."""
 
 
+class _Estimate(NamedTuple):
+    """Expected times of the first runs of a request."""
+
+    num_runs: int
+    load_s: float
+    """Expected seconds of their load; 0: nothing is known, or ``always_load`` is set."""
+    compute_s: float | None
+    """Expected seconds of their computation; None: unknown."""
+    always_load: bool = False
+    """Whether one of the stores is to be loaded from whatever it takes."""
+
+
 class LoadChooser:
     """Decides for the requests of one engine."""
 
@@ -467,39 +513,42 @@ class LoadChooser:
             time.
         :param start: tokens that need no load.
         """
-        # Set if the load of all runs is refused. The reason also tells why the last runs are
-        # computed if fewer runs are loaded.
-        refused: LoadDecision | None = None
-        # the longest prefix first
-        for num_runs in range(len(runs), 0, -1):
-            chosen = runs[:num_runs]
-            load_s = _parallel_load_s(chosen)
-            compute_s = self.prefill.expected_s(start, chosen[-1].stop)
-            reason = Reason.LOADED if refused is None else refused.reason
-            # a store is to be loaded from whatever it takes
-            if load_s is None:
-                return LoadDecision(num_runs, reason, 0.0, compute_s, math.inf)
-            if self._is_worth(load_s, compute_s):
-                self._was_chosen = True
-                deadline_s = _deadline_s(load_s, compute_s)
-                return LoadDecision(num_runs, reason, load_s, compute_s, deadline_s)
-            if refused is None:
-                reason = _reason(chosen, start, self.prefill)
-                refused = LoadDecision(0, reason, load_s, compute_s, 0.0)
-        if refused is None:
+        if not runs:
             raise ValueError("there is nothing to choose from")
+        whole = self._estimate(runs, start)
+        if self._is_worth(whole):
+            return self._load(whole, Reason.LOADED)
+        # why the last runs are computed, also if those before them are loaded
+        reason = _reason(runs, start, self.prefill)
+        # the longest prefix first
+        for num_runs in range(len(runs) - 1, 0, -1):
+            prefix = self._estimate(runs[:num_runs], start)
+            if self._is_worth(prefix):
+                return self._load(prefix, reason)
         self._was_chosen = False
-        return refused
+        return LoadDecision(0, reason, whole.load_s, whole.compute_s, deadline_s=0.0)
 
-    def _is_worth(self, load_s: float, compute_s: float | None) -> bool:
-        """Return whether to load: the load is faster than the computation, or it is a trial, of
-        those that are a little slower."""
-        if compute_s is None:
-            return math.isfinite(load_s)  # a stalled store is slower than any engine
-        limit = 1.0 if self._was_chosen else 1 - _HYSTERESIS
-        if load_s <= limit * compute_s:
+    def _estimate(self, runs: Sequence[LoadRun], start: int) -> _Estimate:
+        """Return the expected times of these runs, which begin at token ``start``."""
+        load_s = _parallel_load_s(runs)
+        compute_s = self.prefill.expected_s(start, runs[-1].stop)
+        if load_s is None:
+            return _Estimate(len(runs), 0.0, compute_s, always_load=True)
+        return _Estimate(len(runs), load_s, compute_s)
+
+    def _is_worth(self, estimate: _Estimate) -> bool:
+        """Return whether to load: the load is faster than the computation, or it is a trial. Each
+        eighth load that is not, but nearly, is a trial."""
+        if estimate.always_load:
             return True
-        if load_s > _CLOSE * compute_s:
+        load_s = estimate.load_s
+        compute_s = estimate.compute_s
+        # a load after a refusal needs a margin, so that decisions do not alternate by chance
+        limit = 1.0 if self._was_chosen else 1 - _HYSTERESIS
+        if _is_faster(load_s, compute_s, limit):
+            return True
+        is_close = compute_s is not None and load_s <= _CLOSE * compute_s
+        if not is_close:
             return False
         self._num_close += 1
         is_trial = self._num_close >= _TRIAL_EACH
@@ -507,10 +556,24 @@ class LoadChooser:
             self._num_close = 0
         return is_trial
 
+    def _load(self, estimate: _Estimate, reason: Reason) -> LoadDecision:
+        """Return the decision to load, with the reason why runs after these are computed."""
+        deadline_s = math.inf
+        if not estimate.always_load:
+            self._was_chosen = True
+            deadline_s = _deadline_s(estimate.load_s, estimate.compute_s)
+        return LoadDecision(
+            estimate.num_runs,
+            reason,
+            estimate.load_s,
+            estimate.compute_s,
+            deadline_s,
+        )
+
 
 def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None:
     """Return the expected seconds until all runs are loaded, if each had ``multiple`` times its
-    bytes. None: one of their stores is to be loaded from whatever it takes."""
+    bytes. None: one of their stores has no cost limit, it is always loaded from."""
     bytes_by_store: dict[Loads, int] = {}
     for run in runs:
         before = bytes_by_store.get(run.store, 0)
@@ -526,16 +589,24 @@ def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None
 
 
 def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reason:
-    """Return why runs are computed. ``TOO_SHORT``: loading a prefix of 16 times the tokens would be
-    worth it, so only the latency is too long for these; ``TOO_SLOW``: not even that."""
+    """Return why runs are computed. ``TOO_SHORT``: a load of 16 times the tokens would be faster
+    than their computation, so the latency of the store is too long for so few; otherwise
+    ``TOO_SLOW``."""
     long_stop = start + _LONG * (runs[-1].stop - start)
-    load_s = _parallel_load_s(runs, _LONG)
-    compute_s = prefill.expected_s(start, long_stop)
-    if load_s is None:
+    long_load_s = _parallel_load_s(runs, _LONG)
+    long_compute_s = prefill.expected_s(start, long_stop)
+    # a store without a cost limit is never too slow
+    if long_load_s is None or _is_faster(long_load_s, long_compute_s):
         return Reason.TOO_SHORT
-    # as in ``_is_worth``: a store that is not stalled is worth it while the speed is unknown
-    is_worth = math.isfinite(load_s) if compute_s is None else load_s <= compute_s
-    return Reason.TOO_SHORT if is_worth else Reason.TOO_SLOW
+    return Reason.TOO_SLOW
+
+
+def _is_faster(load_s: float, compute_s: float | None, limit: float = 1.0) -> bool:
+    """Return whether a load takes at most ``limit`` times as long as the computation. While the
+    engine's speed is unknown, all loads are faster, except those of a stalled store."""
+    if compute_s is None:
+        return math.isfinite(load_s)
+    return load_s <= limit * compute_s
 
 
 def _deadline_s(load_s: float, compute_s: float | None) -> float:

@@ -218,11 +218,13 @@ class PersistentTier(SecondaryTierManager):
         """Whether the store is not used any more, see ``detach``."""
         self._prefetches: deque[Choice | StoredContext] = deque(maxlen=_MOST_PREFETCHES)
         """Queue of ``prefetch``, the oldest entry first."""
-        self._known: list[StoredContext] | None = None
-        """Answer for ``take_recent`` to a prefetch whose keys were given; None: there is none, and
-        the host's answer counts."""
+        self._known_answer: list[StoredContext] | None = None
+        """Answer for ``take_recent`` to a prefetch whose keys were given, which needs no host;
+        None: the host answers."""
         # bound here, which saves a call in ``lookup``, which runs once per block
         self._contains = self.client.contains
+        if self.options.load_policy == "never":
+            self._contains = _contains_nothing
         self.load_deadline_s = self.options.load_deadline_s
         self.load_counts: dict[Reason, int] = dict.fromkeys(Reason, 0)
         """Number of requests by what became of the blocks that the store held for them, and of
@@ -231,8 +233,6 @@ class PersistentTier(SecondaryTierManager):
         """Expected times of loads from this store."""
         self._probes = ProbeTimer(time.monotonic)
         """When to try the store again after it was judged too slow."""
-        if self.options.load_policy == "never":
-            self._contains = _contains_nothing
         self._requires_tenant = self.options.tenant == "required"
 
     def _store_options(self) -> StoreOptions:
@@ -308,16 +308,21 @@ class PersistentTier(SecondaryTierManager):
         if self.refuses(context):
             self._finished.append(JobResult(job_metadata.job_id, success=False))
             return
+        # without a description, these keys are all that is known of the context at its end
         if context.description is None:
             self._blocks_of(context).stored_keys.extend(keys)
-        # the host needs no job for blocks that are all held, unless it wants every job
-        holds_all = not self.client.wants_all and self.client.table.prefix(keys) == len(
-            keys
-        )
-        if self._detached or holds_all:
+        if self._detached:
+            self._finished.append(JobResult(job_metadata.job_id, success=False))
+            return
+        holds_all = False
+        # the host may want every job, also those of held blocks
+        if not self.client.wants_all:
+            num_held = self.client.table.prefix(keys)
+            holds_all = num_held == len(keys)
+        if holds_all:
             # a store of held blocks is a use of them
             self.touch(keys, context)
-            self._finished.append(JobResult(job_metadata.job_id, not self._detached))
+            self._finished.append(JobResult(job_metadata.job_id, success=True))
             return
         self.client.submit_store(
             job_metadata.job_id,
@@ -332,7 +337,7 @@ class PersistentTier(SecondaryTierManager):
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Send a load job to the host, with the earlier of the job's and the tier's deadlines."""
         if self._detached:
-            self._finished.append(JobResult(job_metadata.job_id, False))
+            self._finished.append(JobResult(job_metadata.job_id, success=False))
             return
         job_id = job_metadata.job_id
         deadline = time.monotonic() + self.load_deadline_s
@@ -378,8 +383,8 @@ class PersistentTier(SecondaryTierManager):
             return
         most = 1 if self._probes.is_small else PROBED_KEYS
         is_sent = self.client.probe(keys[:most], PROBE_S)
-        # no answer will come
         if not is_sent:
+            # no answer will come
             self._probes.end()
 
     def on_load_abandoned(self, job_id: int) -> None:
@@ -395,8 +400,8 @@ class PersistentTier(SecondaryTierManager):
         self._probes.end()
         if probed.num_bytes:
             self._load_times.observe(probed.num_bytes, probed.seconds)
-        # nothing was read before the deadline
         else:
+            # nothing was read before the deadline
             self._load_times.stall()
 
     def _end_load(self, outcome: JobOutcome) -> None:
@@ -405,7 +410,8 @@ class PersistentTier(SecondaryTierManager):
         # the outcome of a store job
         if load is None:
             return
-        if outcome.refused and not outcome.is_late:  # it was not sent
+        # it was not sent, or its host died by itself: this shows nothing about the store
+        if outcome.refused and not outcome.is_late:
             self._load_times.cancel(outcome.job_id)
             return
         self._load_times.end(
@@ -414,11 +420,11 @@ class PersistentTier(SecondaryTierManager):
             outcome.seconds,
             is_late=outcome.is_late,
         )
-        reason = Reason.LOADED
         if outcome.is_late or load.is_abandoned:
             reason = Reason.DEADLINE
-        # a load that ended in time shows more than a probe
         else:
+            reason = Reason.LOADED
+            # a load that ended in time shows more than a probe
             self._probes.reset()
         job = load.job
         self._count_load(job.req_context, reason, job.decision, outcome.seconds)
@@ -520,10 +526,17 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         self.client.flush(timeout_s)
+        # ``flush`` has taken a part of the time, or all of it
         while self.client.num_jobs and time.monotonic() < deadline:
-            self._finished = self.get_finished_jobs()  # for the next call
-            time.sleep(_NAP_S)
+            self._poll_and_wait()
         return not self.client.num_jobs
+
+    def _poll_and_wait(self) -> None:
+        """Take the host's answers, keep the results for the next ``get_finished_jobs``, and wait
+        until another poll is worth it."""
+        # it returns those that were kept before, too
+        self._finished = self.get_finished_jobs()
+        time.sleep(_NAP_S)
 
     # Requests
 
@@ -562,6 +575,7 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_id, False)
             return
         description = req_context.description
+        is_described = description is not None
         if description is None:
             description = self._describe(blocks.stored_keys)
         num_groups = len(description.group_keys)
@@ -579,17 +593,17 @@ class PersistentTier(SecondaryTierManager):
         if not self.options.unique_request_ids:
             stored_id = secrets.token_hex(16)
         end = RequestEnd(
-            req_id,
-            stored_id,
-            tuple(map(list[bytes], description.group_keys)),
-            description.num_tokens,
-            self.config.block_size,
-            # whether the keys are in the order of the context: those of ``_describe`` may not be
-            description is req_context.description,
-            description.labels,
-            description.retention,
-            num_restored,
-            req_context.tenant or DEFAULT_TENANT,
+            request=req_id,
+            manifest_id=stored_id,
+            group_keys=tuple(map(list[bytes], description.group_keys)),
+            tokens=description.num_tokens,
+            block_size=self.config.block_size,
+            # the keys of ``_describe`` are in the order of their arrival
+            ordered=is_described,
+            labels=description.labels,
+            retention=description.retention,
+            restored_tokens=num_restored,
+            tenant=req_context.tenant or DEFAULT_TENANT,
         )
         self.client.end_request(end)
 
@@ -598,8 +612,11 @@ class PersistentTier(SecondaryTierManager):
         arrival."""
         num_groups = len(self.config.layout.groups)
         description = RequestDescription(num_groups)
-        for key in dict.fromkeys(keys):
+        # a block that was stored twice counts once
+        distinct = dict.fromkeys(keys)
+        for key in distinct:
             group = get_offload_group_idx(key)
+            # the store has no group for other keys
             if group < num_groups:
                 description.extend(group, [key])
         return description
@@ -623,20 +640,27 @@ class PersistentTier(SecondaryTierManager):
         :returns: False if nothing was asked for: the store is not open (retry later), ``prefetch``
             has no entry, or the tier is detached.
         """
-        if self._detached or (prefetched and not self._prefetches):
+        if self._detached:
             return False
-        if not prefetched:
-            return self.client.ask_recent(max_blocks)
-        choice = self._prefetches[0]
-        if isinstance(choice, Choice):
-            asked = self.client.ask_recent(max_blocks, choice)
-        else:  # the keys are known: the store has nothing to add
-            keys = choice.keys[:max_blocks]
-            self._known = [StoredContext(choice.tenant, keys)]
-            asked = True
-        if asked:
+        if prefetched:
+            return self._ask_prefetched(max_blocks)
+        return self.client.ask_recent(max_blocks)
+
+    def _ask_prefetched(self, max_blocks: int) -> bool:
+        """Ask for the oldest entry of ``prefetch``; see ``ask_recent``."""
+        if not self._prefetches:
+            return False
+        oldest = self._prefetches[0]
+        is_asked = True
+        if isinstance(oldest, Choice):
+            is_asked = self.client.ask_recent(max_blocks, oldest)
+        else:
+            # the keys are known: the store has nothing to add
+            keys = oldest.keys[:max_blocks]
+            self._known_answer = [StoredContext(oldest.tenant, keys)]
+        if is_asked:
             self._prefetches.popleft()
-        return asked
+        return is_asked
 
     def prefetch(self, choice: Choice | StoredContext) -> None:
         """Queue contexts to promote. Each later ``ask_recent`` with ``prefetched`` takes the oldest
@@ -663,11 +687,11 @@ class PersistentTier(SecondaryTierManager):
         """Return the answer to the last ``ask_recent`` once: a context per stored request. An empty
         list: there is no such request, or the store cannot be read. None: no answer has arrived.
         """
-        if self._known is None:
-            return self.client.take_recent()
-        known = self._known
-        self._known = None
-        return known
+        known = self._known_answer
+        if known is not None:
+            self._known_answer = None
+            return known
+        return self.client.take_recent()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return the keys that became durable or were removed since the last call, as at most two
@@ -678,10 +702,11 @@ class PersistentTier(SecondaryTierManager):
         # ``lost`` is reported even if no removed key is known
         if changes.removed or changes.lost:
             keys = list(map(OffloadKey, changes.removed))
-            events.append(OffloadingEvent(keys, medium, True, changes.lost))
+            event = OffloadingEvent(keys, medium, removed=True, lost=changes.lost)
+            events.append(event)
         if changes.stored:
             keys = list(map(OffloadKey, changes.stored))
-            events.append(OffloadingEvent(keys, medium, False))
+            events.append(OffloadingEvent(keys, medium, removed=False))
         return events
 
     def reset_cache(self, weights_changed: bool) -> None:
@@ -715,8 +740,7 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         while req_id not in self._ended and time.monotonic() < deadline:
-            self._finished = self.get_finished_jobs()  # for the next call
-            time.sleep(_NAP_S)
+            self._poll_and_wait()
         return self._ended.get(req_id, False)
 
     def shutdown(self) -> None:

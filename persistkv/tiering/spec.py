@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
@@ -41,18 +41,28 @@ def create_secondary_tier(
     """
     options = dict(tier_config)
     kind = options.pop("type", None)
-    tier = SECONDARY_TIERS.get(kind)
+    tier = SECONDARY_TIERS.get(kind)  # raises if there is no such type
+    parameters = list(signature(tier).parameters.values())
     # without the two that every tier has: the configuration and the view of the rows
-    parameters = list(signature(tier).parameters.values())[2:]
-    # such a tier checks its options
-    if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
-        known = {parameter.name for parameter in parameters}
-        for name in options.keys() - known:
-            expected = f"one of {', '.join(sorted(known)) or 'none'}"
-            raise ConfigurationError(
-                f"tier {kind} option {name}", options[name], expected
-            )
+    parameters_of_options = parameters[2:]
+    kinds = [parameter.kind for parameter in parameters_of_options]
+    # a tier that takes any options checks their names itself
+    if Parameter.VAR_KEYWORD not in kinds:
+        known = [parameter.name for parameter in parameters_of_options]
+        _check_option_names(f"tier {kind}", options, known)
     return tier(config, primary_kv_view, **options)
+
+
+def _check_option_names(
+    where: str,
+    options: Mapping[str, Any],
+    known: Sequence[str],
+) -> None:
+    """Raise ConfigurationError if an option is not one of the known ones."""
+    for name, value in options.items():
+        if name not in known:
+            expected = f"one of {', '.join(sorted(known)) or 'none'}"
+            raise ConfigurationError(f"{where} option {name}", value, expected)
 
 
 class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
@@ -106,37 +116,34 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             SECONDARY_TIERS.get(tier.get("type"))
 
     def _identity_of_rows(self) -> Mapping[str, Any]:
-        """Return the identity, with all on which the order of bytes in a row depends.
-
-        With one GPU block per row, the rows of one worker and head-sharded rows are equal, so
-        neither adds anything.
-        """
-        if not self.identity:
+        """Return the identity, with all on which the order of bytes in a row depends."""
+        row_layout = None
+        if self.geometry.head_sharded:
+            # with one GPU block per row, the bytes are those of one worker that has all heads
+            if self.block_size_factor > 1:
+                row_layout = "head_sharded"
+        elif self.geometry.num_workers > 1:
+            row_layout = f"{self.geometry.num_workers} workers"
+        # an unknown identity stays empty
+        if row_layout is None or not self.identity:
             return self.identity
-        if not self.geometry.head_sharded and self.geometry.num_workers > 1:
-            return {
-                **self.identity,
-                "row_layout": f"{self.geometry.num_workers} workers",
-            }
-        if self.geometry.head_sharded and self.block_size_factor > 1:
-            return {**self.identity, "row_layout": "head_sharded"}
-        return self.identity
+        return {**self.identity, "row_layout": row_layout}
 
     def _tier_config(self) -> OffloadingConfig:
         """Return the configuration of all secondary tiers."""
         groups = self.group_layouts
-        # one group, which uses the cells of all workers
         if not groups:
-            all_cells = self.cpu_page_size * self.geometry.num_workers
-            groups = (GroupLayout.of_bytes(all_cells),)
+            # one group, whose blocks use the cells of all workers
+            used_bytes = self.cpu_page_size * self.geometry.num_workers
+            groups = (GroupLayout.of_bytes(used_bytes),)
         return OffloadingConfig(
-            self._identity_of_rows(),
-            self.geometry.gpu_block_size * self.block_size_factor,
-            RowLayout(self.row_stride, groups),
-            self.num_blocks,
-            (self.get_region().fd,),
-            self.options.enable_events,
-            self.windows,
+            identity=self._identity_of_rows(),
+            block_size=self.geometry.gpu_block_size * self.block_size_factor,
+            layout=RowLayout(self.row_stride, groups),
+            num_blocks=self.num_blocks,
+            region_fds=(self.get_region().fd,),
+            enable_events=self.options.enable_events,
+            windows=self.windows,
         )
 
     def make_manager(self) -> OffloadingManager:

@@ -48,8 +48,11 @@ class IsolatedTier:
         """Whether the last ``reset_cache`` for changed weights raised."""
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
-        overridden = type(tier).lookup_prefix is not SecondaryTierManager.lookup_prefix
-        self._has_lookup_prefix = overridden
+        own_lookup_prefix = type(tier).lookup_prefix
+        self._has_lookup_prefix = (
+            own_lookup_prefix is not SecondaryTierManager.lookup_prefix
+        )
+        """Whether the tier overrides ``lookup_prefix``."""
 
     # Lookup
 
@@ -65,8 +68,11 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the tier's ``lookup_prefix``; 0 if it does not override it: single lookups are
-        then as fast."""
+        """Return how many of the keys, from the first on without a gap, the tier holds.
+
+        0 also if the tier has no ``lookup_prefix`` of its own: the manager then calls ``lookup``
+        for each key, which is as fast.
+        """
         if not (self.is_usable and self._has_lookup_prefix):
             return 0
         return self._attempt(

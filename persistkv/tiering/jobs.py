@@ -6,7 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.cpu.manager import CPULoadStoreSpec
@@ -14,9 +14,10 @@ from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.load_cost import LoadDecision
 
-# A tier has a tenth of a load's time, and 20 ms, to report the loaded blocks at its deadline.
-_ANSWER_S = 0.02
+# A tier that stops a load at its deadline still reports the blocks that are loaded. It has a tenth
+# of the load's time limit for this, and 20 ms.
 _ANSWER_SHARE = 0.1
+_ANSWER_S = 0.02
 
 
 @dataclass
@@ -52,7 +53,13 @@ class JobsInFlight:
     ) -> TierJob:
         """Add a job that stores readable rows."""
         job_id = next(self._job_ids)
-        data = JobMetadata(job_id, keys, rows.block_ids, False, context)
+        data = JobMetadata(
+            job_id,
+            keys,
+            rows.block_ids,
+            is_promotion=False,
+            req_context=context,
+        )
         return self._add(TierJob(tier, data))
 
     def add_promotion(
@@ -61,6 +68,7 @@ class JobsInFlight:
         keys: list[OffloadKey],
         rows: CPULoadStoreSpec,
         context: ReqContext,
+        *,
         limit_s: float,
         decision: LoadDecision | None,
     ) -> TierJob:
@@ -69,16 +77,24 @@ class JobsInFlight:
         :param limit_s: seconds after which the load is abandoned; may be infinite.
         :param decision: why the request loads the blocks; None: it was not decided.
         """
-        job_id = next(self._job_ids)
-        data = JobMetadata(
-            job_id, keys, rows.block_ids, True, context, decision=decision
-        )
-        job = TierJob(tier, data)
+        deadline = None
+        give_up_at = math.inf
         if math.isfinite(limit_s):
             deadline = time.monotonic() + limit_s
-            job.data = replace(data, deadline=deadline)
-            job.give_up_at = deadline + _ANSWER_S + _ANSWER_SHARE * limit_s
-        return self._add(job)
+            # until the tier has reported what it had loaded at the deadline
+            answer_s = _ANSWER_S + _ANSWER_SHARE * limit_s
+            give_up_at = deadline + answer_s
+        job_id = next(self._job_ids)
+        data = JobMetadata(
+            job_id,
+            keys,
+            rows.block_ids,
+            is_promotion=True,
+            req_context=context,
+            deadline=deadline,
+            decision=decision,
+        )
+        return self._add(TierJob(tier, data, give_up_at=give_up_at))
 
     def _add(self, job: TierJob) -> TierJob:
         self._jobs[job.data.job_id] = job

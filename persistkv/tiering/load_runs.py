@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from persistkv.rounding import divide_up
 from persistkv.tiering.isolated_tier import IsolatedTier
+from persistkv.tiering.load_cost import LoadRun
 
 
 class GroupSize(NamedTuple):
@@ -50,9 +51,10 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         that it holds, above 0.
     :param block_bytes: raw bytes of a block.
     """
+    # the usual case: there is nothing to compare
     if len(held) == 1:
-        ((tier, num_held),) = held.items()
-        return [TierRun(tier, 0, num_held)]
+        ((only_tier, num_held),) = held.items()
+        return [TierRun(only_tier, 0, num_held)]
     runs: list[TierRun] = []
     start = 0
     # Each tier holds a prefix. Between two ends of these prefixes, the same tiers hold all blocks.
@@ -60,12 +62,36 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         num_bytes = (stop - start) * block_bytes
         holders = [tier for tier, num_held in held.items() if num_held >= stop]
         # None: the tier is to be loaded from whatever it takes; it counts as the fastest
-        expected_s = [tier.expected_load_s(num_bytes) or 0.0 for tier in holders]
-        place = expected_s.index(min(expected_s))
-        fastest = holders[place]
+        expected_s = {tier: tier.expected_load_s(num_bytes) or 0.0 for tier in holders}
+        # of equally fast ones, the first
+        fastest = min(holders, key=expected_s.__getitem__)
         # the run before it continues
         if runs and runs[-1].tier is fastest:
             start = runs.pop().start
         runs.append(TierRun(fastest, start, stop))
         start = stop
     return runs
+
+
+def loads_of_runs(
+    runs: Iterable[TierRun],
+    groups: Sequence[GroupSize],
+    block_tokens: int,
+    start: int,
+) -> list[LoadRun]:
+    """Return the loads of all runs of a prefix, each with the bytes of all groups.
+
+    :param groups: the KV cache groups that the request uses.
+    :param block_tokens: tokens of a block.
+    :param start: tokens of the request before the first key of the prefix.
+    """
+    loads = []
+    bytes_before = 0
+    for run in runs:
+        num_tokens = run.stop * block_tokens
+        # of this run and those before it
+        num_bytes = prefix_bytes(groups, num_tokens)
+        load = LoadRun(run.tier, start + num_tokens, num_bytes - bytes_before)
+        loads.append(load)
+        bytes_before = num_bytes
+    return loads

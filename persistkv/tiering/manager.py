@@ -46,12 +46,12 @@ from persistkv.tiering.base import JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.jobs import JobsInFlight, TierJob
-from persistkv.tiering.load_cost import LoadChooser, LoadRun, PrefillSpeed, Reason
+from persistkv.tiering.load_cost import LoadChooser, PrefillSpeed, Reason
 from persistkv.tiering.load_runs import (
     GroupSize,
     TierRun,
     assign_runs,
-    prefix_bytes,
+    loads_of_runs,
 )
 from persistkv.tiering.prewarming import Prewarming
 from persistkv.tiering.promotions import Promotion, PromotionQueue
@@ -127,23 +127,23 @@ class TieringOffloadingManager(OffloadingManager):
 
         self._requests: dict[str, TieredRequest] = {}
         """Requests by id, until the tiers have received their end."""
-        # ids of requests by the block in TieredRequest.awaited_writes
         self._awaiting_write: dict[OffloadKey, set[str]] = {}
+        """By block, the ids of the requests that have it in ``TieredRequest.awaited_writes``."""
         self._promotions = PromotionQueue()
         # Each tier has a share of its own: one that hangs must not stop the cascades to the others.
         share = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
         self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
         self._jobs = JobsInFlight()
-        # Whether finished jobs were polled in this step. While there is no room, each call of
-        # ``prepare_store`` would poll again.
-        self._polled = False
+        # While there is no room, each call of ``prepare_store`` in a step would poll again.
+        self._polled_in_step = False
+        """Whether the tiers' finished jobs were polled in this step."""
 
-        # None: without prewarming, or after a reset
         self._prewarming: Prewarming | None = None
-        listing = [tier for tier in self._tiers if tier.lists_contexts]
-        if prewarm_share and listing:
+        """None: no prewarming, or the cache was reset since."""
+        listing_tiers = [tier for tier in self._tiers if tier.lists_contexts]
+        if prewarm_share and listing_tiers:
             num_blocks = int(primary_tier.num_blocks * prewarm_share)
-            self._prewarming = Prewarming(listing[0], num_blocks)
+            self._prewarming = Prewarming(listing_tiers[0], num_blocks)
 
     # Lookup
 
@@ -184,12 +184,14 @@ class TieringOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         req_context: ReqContext,
     ) -> dict[OffloadKey, IsolatedTier]:
-        """Return, for each key in a prefix that secondary tiers hold, the tier to load it from. The
-        first call that finds any decides whether the request loads them.
+        """Return, for each key in a prefix that secondary tiers hold, the tier to load it from.
+
+        The first call that finds any also decides which of them the request loads; ``_lookup``
+        answers False for the others.
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
-        # by tier, the number of leading keys that it holds
+        # by tier, in the order of lookups: the number of leading keys that it holds
         held: dict[IsolatedTier, int] = {}
         for tier in self._tiers:
             num_held = tier.num_held(keys, req_context)
@@ -217,55 +219,50 @@ class TieringOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         runs: Sequence[TierRun],
     ) -> None:
-        """Decide which runs of keys the request loads: the first key of the others is a miss."""
+        """Decide which runs of keys the request loads: the first key of the others is a miss.
+        Without a decision, the request loads all of them."""
+        # blocks that are being loaded for another request cost nothing more
         waiters = self._promotions.waiters
-        # Blocks that are being loaded for another request cost nothing more. Without a decision,
-        # the request loads all blocks.
         if waiters and not waiters.keys().isdisjoint(keys):
             return
         block_size = self.secondary_tiers[0].config.block_size
         description = request.context.description
-        first = None if description is None else description.depth(keys[0])
-        start = (first or 0) * block_size  # tokens before the first key
+        depth = None if description is None else description.depth(keys[0])
+        # tokens before the first key; if they are not known, as if the request began with it
+        start = (depth or 0) * block_size
         sizes = self._group_sizes(request, get_offload_group_idx(keys[0]))
-        loads = []
-        # ``prefix_bytes`` counts from the start of the keys, a run from the end of the one before
-        bytes_before = 0
-        for run in runs:
-            num_tokens = run.stop * block_size
-            num_bytes = prefix_bytes(sizes, num_tokens)
-            load = LoadRun(run.tier, start + num_tokens, num_bytes - bytes_before)
-            loads.append(load)
-            bytes_before = num_bytes
+        loads = loads_of_runs(runs, sizes, block_size, start)
         decision = self.load_chooser.choose(loads, start)
         request.decision = decision
+        if not decision.num_runs:
+            request.load_reason = decision.reason
         if decision.num_runs < len(runs):
             declined = runs[decision.num_runs]
             # a miss of this key suffices: the lookup of a prefix ends there
             request.missed.add(keys[declined.start])
             declined_keys = keys[declined.start : declined.stop]
             declined.tier.on_load_declined(declined_keys, request.context, decision)
-        if not decision.num_runs:
-            request.load_reason = decision.reason
 
     def _group_sizes(self, request: TieredRequest, group: int) -> list[GroupSize]:
         """Return the sizes of the KV cache groups that a request uses.
 
-        :param group: the group that was looked up first. The others follow, and the decision
-            applies to them, too.
+        :param group: the group that was looked up first, which the request certainly uses. The
+            others follow, and the decision applies to them, too.
         """
+        # all tiers have the same configuration
         config = self.secondary_tiers[0].config
         description = request.context.description
         sizes = []
         for number, layout in enumerate(config.layout.groups):
-            # the other groups are known from the request's description only
             is_used = number == group
+            # only a description tells whether the request uses another group
             if description is not None and description.group_keys[number]:
                 is_used = True
+            if not is_used:
+                continue
             window = config.windows[number] if config.windows else None
-            if is_used:
-                size = GroupSize(config.block_size, layout.block_bytes, window)
-                sizes.append(size)
+            size = GroupSize(config.block_size, layout.block_bytes, window)
+            sizes.append(size)
         return sizes
 
     def load_reason(self, req_id: str) -> Reason | None:
@@ -290,8 +287,8 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         request = self._request(req_context)
 
-        # Before the primary tier's answer: its row exists from the submission of the promotion on,
-        # and the request must be among the waiters when the promotion ends.
+        # The block is being promoted: queued, or written to a row already, whose ``in_primary`` is
+        # None. The request joins the waiters, so that the block is held for it, too.
         waiters = self._promotions.waiters.get(key)
         if waiters is not None:
             waiters.add(req_context.req_id)
@@ -299,7 +296,7 @@ class TieringOffloadingManager(OffloadingManager):
         if in_primary is None:
             # The end of a lost promotion may never come; the engine computes the block instead.
             return False if key in self._promotions.lost else None
-        # the refusal includes the blocks of other groups, and those at other depths
+        # a declined request loads no block, of any group and at any depth
         if key in request.missed or request.is_declined:
             return False
 
@@ -339,39 +336,51 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _submit_promotion(self, promotion: Promotion) -> bool:
         """Allocate rows for a promotion and submit its job, with as many blocks as there are rows.
+        Its other blocks are misses.
 
         :returns: False if there is no row, and the promotion may still wait for one.
         """
         primary = self.primary_tier
         keys = promotion.keys_by_depth()
-        context = promotion.context
         # The promotion must not evict the request's own prefix, without which it is useless.
-        prefix = self._readable_blocks(context)
+        prefix = self._readable_blocks(promotion.context)
         num_rows = primary.num_free_or_evictable() - primary.num_evictable_of(prefix)
-        # A limit of its own, far below ``hold_s``: the engine must not wait longer for the blocks
-        # than it needs to compute them.
-        waited_s = time.monotonic() - promotion.created_at
-        most_s = min(self._room_wait_s, self._load_limit_s(promotion.tier, context))
-        if not num_rows and waited_s < most_s:
-            return False
-
+        fitting = keys[:num_rows]
         output = None
         if num_rows:
             # the blocks of the prefix are held, so they get no rows; they are named to be spared
-            output = primary.prepare_write(prefix + keys[:num_rows], context)
+            output = primary.prepare_write(prefix + fitting, promotion.context)
         if output is None:
+            if self._may_wait_for_row(promotion):
+                return False
             self._decline(keys)
             return True
 
         self._decline(keys[num_rows:])
         allocated = set(output.keys_to_store)
-        for key in keys[:num_rows]:
+        for key in fitting:
             if key not in allocated:
                 # a store or another promotion has begun to write it since the lookup: the request
                 # looks it up again
                 del self._promotions.waiters[key]
-        if not output.keys_to_store:
-            return True
+        if allocated:
+            self._submit_load(promotion, output)
+        return True
+
+    def _may_wait_for_row(self, promotion: Promotion) -> bool:
+        """Return whether a promotion that found no row is tried again in the next step: the engine
+        must not wait longer for the blocks than it needs to compute them."""
+        load_limit_s = self._load_limit_s(promotion.tier, promotion.context)
+        most_s = min(self._room_wait_s, load_limit_s)
+        waited_s = time.monotonic() - promotion.created_at
+        return waited_s < most_s
+
+    def _submit_load(self, promotion: Promotion, output: PrepareStoreOutput) -> None:
+        """Submit the load of the blocks of a promotion that have got rows.
+
+        :param output: the rows, and the keys of their blocks.
+        """
+        context = promotion.context
         request = self._requests.get(context.req_id)
         decision = None if request is None else request.decision
         job = self._jobs.add_promotion(
@@ -379,11 +388,10 @@ class TieringOffloadingManager(OffloadingManager):
             output.keys_to_store,
             cast(CPULoadStoreSpec, output.store_spec),
             context,
-            self._load_limit_s(promotion.tier, context),
-            decision,
+            limit_s=self._load_limit_s(promotion.tier, context),
+            decision=decision,
         )
         self._submit(job)
-        return True
 
     def _readable_blocks(self, context: ReqContext) -> list[OffloadKey]:
         """Return the request's blocks in the primary tier; none if it has no description."""
@@ -409,10 +417,12 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
-        # all contexts were returned, and the tier owes no answer
-        is_idle = prewarming.ended and not prewarming.waits
+        # every context was returned, and the tier was asked for no more
+        if prewarming.ended and not prewarming.waits:
+            return
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
-        if is_idle or is_queued or self._jobs.has_jobs_of(_PREWARM):
+        # the previous context is being promoted
+        if is_queued or self._jobs.has_jobs_of(_PREWARM):
             return
         context = prewarming.next_context()
         if context is None:
@@ -442,6 +452,7 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
             promoted = [key for key in keys if key in request.held]
+            # here, at the load: a request may have computed a block that was promoted too late
             self._report_restored(request, promoted)
             # the load references the rows now
             self._release_held(request, promoted)
@@ -452,8 +463,7 @@ class TieringOffloadingManager(OffloadingManager):
         request: TieredRequest,
         keys: Sequence[OffloadKey],
     ) -> None:
-        """Report to the tiers which of their blocks the request loads. A block that arrives after
-        the request has begun to compute it is none of them."""
+        """Report to the tiers which of their blocks the request loads."""
         by_tier: dict[IsolatedTier, list[OffloadKey]] = {}
         for key in keys:
             by_tier.setdefault(request.held[key], []).append(key)
@@ -519,7 +529,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         Finished jobs are polled once per step, so a step without room does not poll at each call.
         """
-        if self._jobs and not self._polled:
+        if self._jobs and not self._polled_in_step:
             self._poll()
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
@@ -682,7 +692,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _poll(self) -> None:
         """End the finished jobs of all tiers, and use the rows that this makes free in their
         shares."""
-        self._polled = True
+        self._polled_in_step = True
         for tier in self._tiers:
             for result in tier.finished_jobs():
                 self._end_job(result)
@@ -726,6 +736,7 @@ class TieringOffloadingManager(OffloadingManager):
             not_loaded = [key for key in keys if key in failed]
             self.primary_tier.complete_write(not_loaded, context, success=False)
         self.primary_tier.complete_write(loaded, context)
+        # their rows are readable or free now, so lookups answer for them as for all others
         self._promotions.lost.difference_update(keys)
         # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
@@ -735,33 +746,31 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_awaited_writes(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
-        """Hold promoted blocks for the requests that wait for them, and pass the blocks to the
-        request-level tiers of these requests and of those that await the write.
+        """Hold promoted blocks for the requests that wait for them. Pass the blocks to the
+        request-level tiers of these requests, and of those that have offered them for storing.
 
         :param source: the tier that loaded the blocks.
         """
-        wanted_by = self._take_waiters(keys)
-        for req_id, wanted in wanted_by.items():
+        for req_id, waited_for in self._take_waiters(keys).items():
             request = self._requests.get(req_id)
             if request is None:
                 continue
-            # it loads nothing any more, but its tiers still receive what it has offered
-            if request.finished:
-                wanted = set()
+            # a finished request loads nothing more, but its tiers receive what it has offered
+            wanted = set() if request.finished else waited_for
             self._cascade_promoted(request, keys, wanted, source)
             if wanted:
                 self._hold(request, wanted, source)
 
     def _take_waiters(self, keys: Sequence[OffloadKey]) -> dict[str, set[OffloadKey]]:
         """Remove the waiters of these blocks. Return, for each request, the blocks that it waited
-        for; none for a request that only awaits their writes."""
-        wanted_by: dict[str, set[OffloadKey]] = {}
+        for; none for a request that has only offered them for storing (``awaited_writes``)."""
+        waited_for: dict[str, set[OffloadKey]] = {}
         for key in keys:
             for req_id in self._promotions.take_waiters(key):
-                wanted_by.setdefault(req_id, set()).add(key)
+                waited_for.setdefault(req_id, set()).add(key)
             for req_id in self._awaiting_write.get(key, ()):
-                wanted_by.setdefault(req_id, set())
-        return wanted_by
+                waited_for.setdefault(req_id, set())
+        return waited_for
 
     def _cascade_promoted(
         self,
@@ -770,15 +779,16 @@ class TieringOffloadingManager(OffloadingManager):
         wanted: set[OffloadKey],
         source: IsolatedTier,
     ) -> None:
-        """Pass promoted blocks to the request-level tiers of a request.
+        """Pass promoted blocks to the request-level tiers of a request: those that it has offered
+        for storing, and those that it waits for (``wanted``).
 
-        A tier receives the blocks that the request has offered for storing and, unless it is the
-        ``source`` that loaded them or the request does not store, those that the request waits
-        for.
+        The tier that loaded the blocks, ``source``, needs no copy of the latter. A request with
+        ``ReqContext.store`` False passes none of them on.
         """
         for tier in request.request_level_tiers:
+            receives_wanted = tier is not source and request.context.store
             due = request.awaited_writes
-            if tier is not source and request.context.store:
+            if receives_wanted:
                 due = due | wanted
             cascaded = [key for key in keys if key in due]
             # recorded, so that a later store of the request does not pass them again
@@ -793,10 +803,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._request(req_context)
         # the id is used again while stores of the finished request are in flight
         if request.finished:
-            request.finished = False
-            request.missed.clear()
-            request.decision = None
-            request.load_reason = None
+            request.reopen()
+            # the blocks are those of the former tenant
             if request.context.tenant != req_context.tenant:
                 self._forget_awaited_writes(request)
         request.context = req_context
@@ -819,8 +827,9 @@ class TieringOffloadingManager(OffloadingManager):
         return request
 
     def _forget_awaited_writes(self, request: TieredRequest) -> None:
-        """Do not pass the blocks that a request awaits to its tiers: they would be stored as those
-        of its next tenant."""
+        """Forget the blocks that a request has offered for storing and that are being written. Its
+        id is used again by another tenant, and the tiers would store them as blocks of that one.
+        """
         for key in request.awaited_writes:
             awaiting = self._awaiting_write[key]
             awaiting.discard(request.context.req_id)
@@ -860,9 +869,10 @@ class TieringOffloadingManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """End a step: process results of the tiers, abandon late loads, release expired holds and
         submit promotions; then return the events of all tiers."""
-        if not self._polled:
+        # a call of ``prepare_store`` may have polled in this step already
+        if not self._polled_in_step:
             self._poll()
-        self._polled = False
+        self._polled_in_step = False  # the next step begins
         for job in self._jobs.take_late():
             self._give_up(job)
         self._expire_holds()
@@ -934,11 +944,12 @@ def _tell_slower_tiers(
 
     :param held: as for ``assign_runs``, which has returned ``runs``.
     """
+    # of equally fast tiers, ``assign_runs`` chooses the first: those before it are slower
+    tiers = list(held)
     for run in runs:
-        for tier, num_held in held.items():
-            if tier is run.tier:
-                break
-            if num_held >= run.stop:
+        slower_tiers = tiers[: tiers.index(run.tier)]
+        for tier in slower_tiers:
+            if held[tier] >= run.stop:
                 tier.on_faster_tier(keys[run.start : run.stop])
 
 

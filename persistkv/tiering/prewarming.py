@@ -47,7 +47,7 @@ class Prewarming:
         """Contexts of the last answer that ``next_context`` has not returned yet."""
         self._asked_at: float | None = None
         """Monotonic time of the question that the tier has not answered."""
-        self._gives_up = time.monotonic() + _PATIENCE_S
+        self._gives_up_at = time.monotonic() + _PATIENCE_S
         """Monotonic time at which a tier without any answer is given up."""
         self._answered = False
         """Whether the tier has answered once."""
@@ -59,8 +59,10 @@ class Prewarming:
         """Return the next stored context to promote; None if there is none (yet). Asks the tier for
         more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
-            # all contexts of the first answer were returned
-            self.ended = self.ended or self._answered
+            # All recently used contexts were returned: those of the first answer. So ``_ask`` asks
+            # for prefetches from now on.
+            if self._answered:
+                self.ended = True
             self._ask()
             self._take_answer()
         if self._contexts:
@@ -77,12 +79,14 @@ class Prewarming:
         """Ask the tier for contexts, unless a question waits for its answer: first for recently
         used ones, and once these have ended for those of ``PersistentTier.prefetch``."""
         now = time.monotonic()
-        # The store's process may be a new one, which never received the question.
-        is_lost = self._asked_at is not None and now > self._asked_at + _PATIENCE_S
-        if self._asked_at is not None and not is_lost:
-            return
-        asked = self._tier.ask_recent(self._max_blocks, prefetched=self.ended)
-        self._asked_at = now if asked else None
+        if self._asked_at is not None:
+            # Without an answer for a minute, it is asked again: the store's process may be a new
+            # one, which never received the question.
+            is_lost = now > self._asked_at + _PATIENCE_S
+            if not is_lost:
+                return
+        is_asked = self._tier.ask_recent(self._max_blocks, prefetched=self.ended)
+        self._asked_at = now if is_asked else None
 
     def _take_answer(self) -> None:
         """Take the contexts that the tier was asked for, if they have arrived."""
@@ -96,14 +100,15 @@ class Prewarming:
         self._answered = True
         self._contexts.extend(recent)
         # an empty answer: there are no such contexts
-        self.ended = self.ended or not recent
+        if not recent:
+            self.ended = True
         num_blocks = sum(len(context.keys) for context in recent)
         if num_blocks:
             logger.info("promoting %d blocks of stored contexts", num_blocks)
 
     def _give_up_if_late(self) -> None:
         """Stop waiting for recently used contexts if the tier has not listed any in time."""
-        if not self.ended and time.monotonic() > self._gives_up:
+        if not self.ended and time.monotonic() > self._gives_up_at:
             self.ended = True
             logger.warning(
                 "the tier listed no recently used contexts within %.0f s: none are promoted",

@@ -26,8 +26,8 @@ class ProbeTimer:
         self._distance_s = _FIRST_S
         """Seconds from the next probe to the one after it."""
         self.is_small = True
-        """Whether the probe that begins now reads one block, to show the latency; each second one
-        reads more, to show the bandwidth."""
+        """Whether the last probe that began reads one block; otherwise it reads several. True
+        before the first one, which is large."""
 
     @property
     def is_due(self) -> bool:
@@ -38,6 +38,7 @@ class ProbeTimer:
         """Return whether the caller must begin a probe now."""
         if not self.is_due:
             return False
+        # both sizes in turn: one shows the latency of the store, the other its bandwidth
         self.is_small = not self.is_small
         self.is_running = True
         self._next_at = self._clock() + self._distance_s

@@ -27,6 +27,7 @@ class Promotion:
         keys = list(self.keys)
         description = self.context.description
         if description is not None:
+            # a key that the description lacks counts as one at the start
             depths = {key: description.depth(key) or 0 for key in keys}
             keys.sort(key=depths.__getitem__)
         return keys
@@ -76,23 +77,31 @@ class PromotionQueue:
 
     def has_queued(self, req_id: str) -> bool:
         """Return whether a promotion of the request is queued."""
-        return any(owner == req_id for _, owner in self.queued)
+        return bool(self._queued_of(req_id))
 
     def abandon(self, req_id: str) -> None:
         """Remove a request from the waiters of its queued blocks. Blocks that no other request
-        waits for are not promoted."""
-        own = [place for place in self.queued if place[1] == req_id]
-        # promotions that are submitted already continue: their rows are in use
-        for place in own:
-            keys = self.queued[place].keys
-            for key in list(keys):
+        waits for are not promoted.
+
+        Promotions that are submitted already continue, because their rows are in use.
+        """
+        for promotion in self._queued_of(req_id):
+            for key in list(promotion.keys):
                 waiters = self.waiters[key]
                 waiters.discard(req_id)
                 if not waiters:
                     del self.waiters[key]
-                    del keys[key]
-            if not keys:
-                del self.queued[place]
+                    del promotion.keys[key]
+            if not promotion.keys:
+                del self.queued[promotion.tier, req_id]
+
+    def _queued_of(self, req_id: str) -> list[Promotion]:
+        """Return the queued promotions of a request."""
+        promotions = []
+        for (_, owner), promotion in self.queued.items():
+            if owner == req_id:
+                promotions.append(promotion)
+        return promotions
 
     def clear(self) -> None:
         """Forget queued promotions and all waiters. Lost blocks stay: their jobs still use rows."""

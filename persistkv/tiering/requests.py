@@ -45,6 +45,13 @@ class TieredRequest:
     """For each request-level tier, promoted blocks that it received before the request offered them
     for storing."""
 
+    def reopen(self) -> None:
+        """Begin a new request of the same id while stores of the finished one are in flight."""
+        self.finished = False
+        self.missed.clear()
+        self.decision = None
+        self.load_reason = None
+
     @property
     def is_declined(self) -> bool:
         """Whether the request loads nothing from the secondary tiers, although they hold blocks."""

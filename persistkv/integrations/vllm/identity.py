@@ -41,9 +41,9 @@ def find_vllm_config() -> Any:
     """
     from vllm.config import VllmConfig, get_current_vllm_config_or_none
 
-    current = get_current_vllm_config_or_none() or _on_stack(
-        VllmConfig, "vllm_config", "_vllm_config"
-    )
+    current = get_current_vllm_config_or_none()
+    if current is None:
+        current = _on_stack(VllmConfig, "vllm_config", "_vllm_config")
     if current is None:
         raise MissingOptionError(
             "persistkv in vLLM",
@@ -85,7 +85,8 @@ def find_scheduler() -> Any:
 def has_no_kv(scheduler: Any) -> bool:
     """Return whether no request of vLLM's ``Scheduler`` holds blocks in the device's memory; False
     if it is None."""
-    return getattr(getattr(scheduler, "kv_cache_manager", None), "usage", None) == 0
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    return getattr(manager, "usage", None) == 0
 
 
 def find_worker() -> Any:
@@ -125,8 +126,8 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
-        known = sorted(set(_CPU_FLAGS).intersection(_cpu_flags()))
-        facts["cpu"] = {"machine": platform.machine(), "flags": known}
+        flags = set(_CPU_FLAGS).intersection(_cpu_flags())
+        facts["cpu"] = {"machine": platform.machine(), "flags": sorted(flags)}
     return facts
 
 
@@ -153,28 +154,42 @@ class SharedLayout(NamedTuple):
 
 def shared_layout(spec: Any) -> SharedLayout | None:
     """Return the layout of rows if it is independent of the parallel sizes. None: these are part of
-    the identity.
+    the identity."""
+    offloading = spec.config
+    if getattr(offloading, "canonical_layout", False):
+        return _canonical_layout(offloading)
+    return _direct_layout(spec)
 
-    For the direct layout, vLLM's declaration that it is independent covers only the bytes of one
-    block and one layer: vLLM 0.32 declares it for ``LBHNC`` (layers before heads), although with
-    several layers a row of two workers differs from that of one worker. Rows are therefore shared
-    only if they contain one GPU block, heads come before layers, and there is no gap between the
-    workers' parts.
+
+def _canonical_layout(offloading: Any) -> SharedLayout | None:
+    """Return the layout of rows that vLLM has certified for each layer; None if it depends on the
+    parallel sizes."""
+    parallel = offloading.parallel
+    if not parallel.is_parallelism_agnostic:
+        return None
+    num_bytes = _worker_bytes(offloading)
+    # of all workers, unless all have the same bytes: then a row has them once
+    if not getattr(offloading, "replicated_layout", False):
+        num_bytes *= parallel.world_size
+    return SharedLayout("canonical", num_bytes)
+
+
+def _direct_layout(spec: Any) -> SharedLayout | None:
+    """Return the layout of rows that consist of the workers' bytes; None if it depends on the
+    parallel sizes.
+
+    vLLM's declaration that it is independent covers only the bytes of one block and one layer: vLLM
+    0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two
+    workers differs from that of one worker. Rows are therefore shared only if they contain one GPU
+    block, heads come before layers, and there is no gap between the workers' parts.
     """
     offloading = spec.config
     parallel = offloading.parallel
-    blocks = offloading.cache.blocks_per_chunk
-    worker_bytes = offloading.worker_kv_bytes_per_block * blocks
-    if getattr(offloading, "canonical_layout", False):
-        if not parallel.is_parallelism_agnostic:
-            return None
-        # a row has the bytes of all workers, or those of one if all have the same
-        replicated = getattr(offloading, "replicated_layout", False)
-        copies = 1 if replicated else parallel.world_size
-        return SharedLayout("canonical", worker_bytes * copies)
+    worker_bytes = _worker_bytes(offloading)
+    # all workers have the same bytes, and a row has those of one: no order or gap can differ
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
-    if blocks != 1 or not parallel.is_parallelism_agnostic:
+    if not parallel.is_parallelism_agnostic or offloading.cache.blocks_per_chunk != 1:
         return None
     if not _are_heads_first(offloading):
         return None
@@ -185,6 +200,12 @@ def shared_layout(spec: Any) -> SharedLayout | None:
     return SharedLayout("direct", worker_bytes * parallel.world_size)
 
 
+def _worker_bytes(offloading: Any) -> int:
+    """Return the bytes of one worker in a row, which has the GPU blocks of one chunk."""
+    num_bytes: int = offloading.worker_kv_bytes_per_block
+    return num_bytes * int(offloading.cache.blocks_per_chunk)
+
+
 def _are_heads_first(offloading: Any) -> bool:
     """Return whether heads come before all other dimensions of a block, so that the workers' bytes
     follow each other."""
@@ -192,9 +213,10 @@ def _are_heads_first(offloading: Any) -> bool:
     order = getattr(offloading, "kv_cache_layout", None)
     if order is None:
         return False
-    # the bytes of one block: its number, and a single layer, take no place in them
+    # a dimension with one element does not affect the order of the bytes: the one block here
     order = str(order).replace("B", "")
     num_layers = sum(len(group.layer_names) for group in offloading.groups)
+    # and an only layer
     if num_layers == 1:
         order = order.removeprefix("L")
     return order.startswith("H")

@@ -43,7 +43,16 @@ _WINDOW_FIELDS = (
 
 
 class StepMeter:
-    """Measures the engine's prefills from the chunks that its steps have computed."""
+    """Measures the engine's prefills from the chunks that its steps have computed.
+
+    A step lasts from the end of its schedule to the end of the next schedule. vLLM stores its
+    chunks after that, so a measurement takes three ends of schedules:
+
+    1. The step begins.
+    2. It ends: its time is known (``_step_s``).
+    3. All its chunks were stored (``_computed``): the step is measured. Meanwhile the next step has
+       ended.
+    """
 
     def __init__(
         self,
@@ -61,17 +70,20 @@ class StepMeter:
         self._ended_at: float | None = None
         """Time of the last call of ``end_schedule``; None: there was none."""
         self._step_s: float | None = None
-        """Seconds of the step between the last two ends of schedules; None: not known, because the
-        engine may have waited for requests in it."""
-        self._computed: dict[str, tuple[int, int]] = {}
-        """By request: first token, and end, of those that this step has computed. Their chunks
-        are stored after the next step was scheduled, so they are known only after ``_step_s``."""
+        """Seconds of the step that ended last; None: not known, because the engine may have waited
+        for requests in it."""
+        self._computed: dict[str, range] = {}
+        """By request: the tokens that the same step has computed, as far as their chunks were
+        stored."""
 
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
+        counted = self._computed.get(req_id)
         # the chunks of one step may arrive in several jobs
-        first, last = self._computed.get(req_id, (start, stop))
-        self._computed[req_id] = (min(first, start), max(last, stop))
+        if counted is not None:
+            start = min(start, counted.start)
+            stop = max(stop, counted.stop)
+        self._computed[req_id] = range(start, stop)
 
     def end_schedule(self, is_busy: bool) -> None:
         """End the schedule of a step.
@@ -80,34 +92,42 @@ class StepMeter:
             a request of an earlier step continues.
         """
         now = self._clock()
-        # ``computed`` arrived since the last end of a schedule, at which ``_step_s`` was measured:
-        # both belong to the step before that. This call measures the step after it.
+        # the step before the last one, all of whose chunks were stored by now
+        measured_s = self._step_s
         computed = list(self._computed.values())
         self._computed = {}
-        step_s = self._step_s
+        # the last step, whose chunks follow
         self._step_s = None
         if is_busy and self._ended_at is not None:
             self._step_s = now - self._ended_at
         self._ended_at = now
-        if step_s is not None and computed:
-            self._observe(computed, step_s)
+        if measured_s is not None and computed:
+            self._observe(computed, measured_s)
 
-    def _observe(self, computed: Sequence[tuple[int, int]], step_s: float) -> None:
+    def _observe(self, computed: Sequence[range], step_s: float) -> None:
         """Learn from one step, in which only these tokens were computed; ignore steps that were
         mostly something else."""
-        num_tokens = sum(stop - start for start, stop in computed)
+        num_tokens = sum(len(tokens) for tokens in computed)
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return
-        expected_s = 0.0
-        for start, stop in computed:
-            # nothing is expected yet: the first step cannot be a surprise
-            expected_s += self._prefill.expected_s(start, stop) or step_s
-        if step_s > _SURPRISE * expected_s:
+        expected_s = self._expected_s(computed)
+        includes_pause = expected_s is not None and step_s > _SURPRISE * expected_s
+        if includes_pause:
             return
-        for start, stop in computed:
-            share = (stop - start) / num_tokens
-            self._prefill.observe(start, stop, share * step_s)
+        for tokens in computed:
+            share = len(tokens) / num_tokens
+            self._prefill.observe(tokens.start, tokens.stop, share * step_s)
         self._record(num_tokens, step_s)
+
+    def _expected_s(self, computed: Sequence[range]) -> float | None:
+        """Return the expected seconds of computing these tokens; None: no speed is known yet."""
+        sum_s = 0.0
+        for tokens in computed:
+            expected_s = self._prefill.expected_s(tokens.start, tokens.stop)
+            if expected_s is None:
+                return None
+            sum_s += expected_s
+        return sum_s
 
 
 class WaitingChunks:
@@ -117,7 +137,7 @@ class WaitingChunks:
     :param request: vLLM's ``Request``.
     :param tenant: tenant whose request it is; None: it names none.
     :param group: index of the KV cache group.
-    :param end: tokens of the request up to the end of the first chunk.
+    :param first_end: tokens of the request up to the end of the first chunk.
     :param chunk_tokens: tokens of a chunk.
     :param hash_tokens: tokens of one of vLLM's block hashes.
     """
@@ -127,21 +147,23 @@ class WaitingChunks:
         request: Any,
         tenant: str | None,
         group: int,
-        end: int,
+        first_end: int,
         *,
         chunk_tokens: int,
         hash_tokens: int,
     ) -> None:
-        self.end = end
+        self.first_end = first_end
         self.chunk_tokens = chunk_tokens
         self._request = request
         self._tenant = tenant or DEFAULT_TENANT
         self._group = group
         self._hash_tokens = hash_tokens
-        self._first = end // chunk_tokens - 1
+        self._first = first_end // chunk_tokens - 1
         """Index, among the request's chunks of this group, of the first one to load."""
-        # at least one token is computed; the chunk that is asked for counts in any case
-        num_chunks = max(end, request.num_tokens - 1) // chunk_tokens
+        # the engine computes the last token in any case; the first chunk always counts, because
+        # vLLM asks for it
+        most_tokens = max(first_end, request.num_tokens - 1)
+        num_chunks = most_tokens // chunk_tokens
         self._following = range(self._first + 1, num_chunks)
         """Indices of the chunks after the first one that may be loaded with it."""
 
@@ -159,7 +181,7 @@ class WaitingChunks:
         return tenant_key(self._tenant, key)
 
     def num_held(self, tier: PersistentTier) -> int:
-        """Return how many chunks without a gap a tier holds that holds the first one."""
+        """Return how many chunks in a row a tier holds, from the first one on, which it holds."""
 
         def is_missing(chunk: int) -> bool:
             return not tier.holds(self._key_of(chunk))
@@ -169,8 +191,8 @@ class WaitingChunks:
         return 1 + bisect_left(self._following, True, key=is_missing)
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
-        """Return the keys of the chunks that a tier holds, which holds the first one: at most
-        ``most``."""
+        """Return the keys of at most ``most`` chunks in a row that a tier holds, from the first one
+        on, which it holds."""
         keys = [self.key_at(0)]
         for chunk in self._following[: most - 1]:
             key = self._key_of(chunk)
@@ -247,10 +269,11 @@ class StoreLoads:
                 continue
             if _is_faster(other, tier, num_bytes):
                 return None
-        stop = chunks.end + (num_held - 1) * chunk_tokens
-        run = LoadRun(tier, stop, num_bytes)
         # the engine has the tokens before the first chunk already
-        return self._chooser.choose([run], chunks.end - chunk_tokens)
+        start = chunks.first_end - chunk_tokens
+        stop = start + num_held * chunk_tokens
+        run = LoadRun(tier, stop, num_bytes)
+        return self._chooser.choose([run], start)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
         """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""

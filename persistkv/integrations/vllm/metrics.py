@@ -124,7 +124,8 @@ class MetricsReader:
         )
 
         reading = OffloadingConnectorStats()
-        for name, growth in self.growth(totals(self.observed, stats)).items():
+        present = totals(self.observed, stats)
+        for name, growth in self.growth(present).items():
             reading.increase_counter(PREFIX + name, growth, self._labels)
         self._levels = levels(stats, held_chunks)
         for name, value in self._levels.items():
@@ -175,8 +176,8 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
 
 def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
     """Return the gauges' values by name. A gauge whose value is not known is missing, and keeps its
-    last value in Prometheus: those of the host process until its first report, and the fill level
-    while the medium fails."""
+    last value in Prometheus: ``breaker`` until the first report of the host process, and the bytes
+    and the fill level also while the medium fails."""
     found: dict[str, float] = {
         "queued_bytes": stats.queued_bytes,
         "held_chunks": held_chunks,
@@ -184,9 +185,11 @@ def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
     }
     if stats.host is None:
         return found
-    # 0 if it is closed, or the store has none
-    found["breaker"] = _BREAKER.get(stats.host.breaker or "", 0.0)
-    disk_bytes, capacity = stats.host.disk_bytes, stats.host.capacity or 0
+    # 0 of a closed breaker, and of a local store, which has no breaker
+    breaker = stats.host.breaker or ""
+    found["breaker"] = _BREAKER.get(breaker, 0.0)
+    disk_bytes = stats.host.disk_bytes
+    capacity = stats.host.capacity or 0
     if disk_bytes is not None:
         found["disk_bytes"] = disk_bytes
         found["capacity_bytes"] = capacity

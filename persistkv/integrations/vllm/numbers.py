@@ -4,7 +4,7 @@ releases."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import gcd
+from math import gcd, prod
 from typing import Any, TypeVar
 
 from persistkv.config import NumberLayout, VectorLayout
@@ -24,12 +24,14 @@ _DTYPES: dict[str, tuple[Any, int]] = {
 _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """Supported values of ``kv_cache_layout``: orders of layers (L), blocks (B), heads (H), tokens (N)
 and numbers (C) in which one block is contiguous in each tensor."""
+_CPU_LAYOUTS = ("LBHNC",)
+"""The one of them in which the attention of vLLM's CPU platform keeps its keys and values."""
 _CONSTANT_SCALES = (0, 1)
 """Values of ``kv_quant_mode`` without scales that depend on the content: not quantized, and one
 constant scale per tensor."""
 _LATENT_PART = 64
-"""Largest count of numbers in one part of MLA's latent vector, which is compared in parts of equal
-length, because RoPE rotates only its end."""
+"""Largest count of numbers in one part of MLA's latent vector, which stands for keys and values. It
+is compared in parts of equal length, because RoPE rotates only its end."""
 
 
 def number_layout(
@@ -90,20 +92,23 @@ def _dtype_name(cache: Any, attention: Any) -> str:
 
 
 def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
-    """Return whether equal contexts have equal numbers, in one order of bytes that is known."""
-    layouts = ("LBHNC",) if device == "cpu" else _LAYOUTS
+    """Return whether equal contexts have equal numbers, and the order of their bytes is known."""
+    layouts = _CPU_LAYOUTS if device == "cpu" else _LAYOUTS
     if getattr(offloading, "kv_cache_layout", None) not in layouts:
+        return False
+    # its order of bytes is not that of ``kv_cache_layout``
+    if getattr(offloading, "canonical_layout", False):
         return False
     # pipeline and context parallelism divide layers and tokens among workers, not heads alone
     for kind in ("pp", "pcp", "dcp"):
         if getattr(offloading.parallel, f"{kind}_size", 1) != 1:
             return False
+    # the scales follow from the first request of each run, and the numbers from the scales
     if getattr(engine.cache_config, "calculate_kv_scales", False):
         return False
     # the drafts of a speculative model may differ between two runs
-    if engine.speculative_config is not None:
-        return False
-    return not getattr(offloading, "canonical_layout", False)
+    has_drafts = engine.speculative_config is not None
+    return not has_drafts
 
 
 def _vectors(
@@ -129,8 +134,6 @@ def _vectors(
     tokens = group.tokens_per_block
     if not _is_plain(attention, tokens, device):
         return None
-    key_length = attention.head_size
-    value_length = attention.head_size_v
     heads = attention.num_kv_heads
     # a spec with this attribute has the number of heads in another one
     if getattr(attention, "num_head_slots", None):
@@ -142,34 +145,52 @@ def _vectors(
         "H": heads,
         "N": tokens,
     }
-    # outwards from the innermost dimension (C): the keys and values of one head of a token
-    strides: dict[str, int] = {}
-    num_bytes = (key_length + value_length) * number_bytes
-    for dimension in reversed(offloading.kv_cache_layout[:-1]):
-        strides[dimension] = num_bytes
-        num_bytes *= counts[dimension]
-    # ``num_bytes`` is that of all dimensions now. If the worker's part has another size, there is
-    # padding in it, or tensors differ in size.
-    if num_bytes != offloading.worker_kv_bytes_per_block * blocks:
+    # the innermost dimension (C): the key and the value of one head of a token
+    key_length = attention.head_size
+    value_length = attention.head_size_v
+    pair_bytes = (key_length + value_length) * number_bytes
+    # with another size, there is padding in the worker's part, or tensors differ in size
+    part_bytes = prod(counts.values()) * pair_bytes
+    if part_bytes != offloading.worker_kv_bytes_per_block * blocks:
         return None
+    strides = _strides(offloading.kv_cache_layout, counts, pair_bytes)
 
-    # one head of one layer consists of parts, which are the cells of a ``VectorLayout``
+    # the vectors of one head of one layer: the cells of a ``VectorLayout``
     if device == "cpu":
-        # two: the keys of all tokens, then the values of all tokens, which are as long
+        # the keys of all tokens, then the values of all tokens, which are as long (``_is_plain``)
         vector_length = key_length
         token_bytes = key_length * number_bytes
-        parts = (2, tokens * token_bytes)
+        kinds = (2, tokens * token_bytes)
     else:
-        # The keys of a token are followed by its values. They may differ in length: both are
-        # divided into vectors of their greatest common divisor.
+        # The key of a token is followed by its value. They may differ in length: both are divided
+        # into vectors of their greatest common divisor. MLA has a latent vector instead of a key,
+        # and no value.
         vector_length = gcd(key_length, value_length or _LATENT_PART)
-        num_parts = (key_length + value_length) // vector_length
-        parts = (num_parts, vector_length * number_bytes)
         token_bytes = strides["N"]
+        num_vectors = (key_length + value_length) // vector_length
+        kinds = (num_vectors, vector_length * number_bytes)
     layers = (len(group.layer_names), strides["L"])
-    cells = (workers, layers, (heads, strides["H"]), parts)
+    cells = (workers, layers, (heads, strides["H"]), kinds)
     places = ((blocks, strides["B"]), (tokens, token_bytes))
     return VectorLayout(0, cells, places, vector_length)
+
+
+def _strides(
+    layout: str,
+    counts: Mapping[str, int],
+    innermost_bytes: int,
+) -> dict[str, int]:
+    """Return the bytes from one element to the next for each dimension but the innermost one.
+
+    :param layout: ``kv_cache_layout``: names of the dimensions, the innermost one last.
+    :param counts: elements of each dimension.
+    """
+    strides: dict[str, int] = {}
+    stride = innermost_bytes
+    for dimension in reversed(layout[:-1]):
+        strides[dimension] = stride
+        stride *= counts[dimension]
+    return strides
 
 
 def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
@@ -184,16 +205,21 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and
     head, unpadded."""
+    # a spec without these is that of a state-space model, or of a later release
     for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
         if not isinstance(getattr(spec, name, None), int):
             return False
+    # the block of a key is not one block of the KV cache
     if spec.block_size != tokens:
         return False
+    # opaque bytes instead of a key and a value, or one state for several tokens
     has_state = getattr(spec, "state_content_bytes", None) is not None
     if has_state or getattr(spec, "tokens_per_state", 1) != 1:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
         return False
+    # the other modes store scales beside the numbers
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
+    # on a CPU, the values follow after as many bytes as the keys have
     return device != "cpu" or spec.head_size == spec.head_size_v

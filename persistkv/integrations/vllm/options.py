@@ -73,7 +73,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
         for name, value in added.items():
             if value is None:
                 continue
-            # neither of two values could be the obvious one
+            # given twice: it would be unclear which value counts
             if name in known:
                 raise ConfigurationError(
                     f"{_WHERE} option {name}", value, "none: the url has it too"

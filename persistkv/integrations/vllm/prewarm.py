@@ -110,10 +110,9 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
             self._contexts += 1
             # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
             # this package derive the keys under which their stores have the chunks.
-            self._context = ReqContext(
-                f"{self.tier_type}-{self._contexts}",
-                {REQUEST_PARAMETER: {"tenant": found.tenant}},
-            )
+            req_id = f"{self.tier_type}-{self._contexts}"
+            parameters = {REQUEST_PARAMETER: {"tenant": found.tenant}}
+            self._context = ReqContext(req_id, parameters)
             self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
             self._gives_up = time.monotonic() + _PATIENCE_S
             parent.on_new_request(self._context)
@@ -128,11 +127,13 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
             self._context = None
 
     def has_pending_work(self) -> bool:
-        if self._passed_over or self._context is not None:
+        is_promoting = self._context is not None
+        if is_promoting or self._passed_over:
             return True
-        if self._tier.prefetch_waits:
-            return True
-        return self._prewarming.waits or not self._prewarming.ended
+        # contexts to promote next: those of requests, and at the start recently used ones
+        has_prefetches = self._tier.prefetch_waits or self._prewarming.waits
+        is_starting = not self._prewarming.ended
+        return has_prefetches or is_starting
 
     # Methods of a tier that holds no chunks
 
@@ -140,6 +141,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
+        """Report success without storing anything."""
         result = JobResult(job_metadata.job_id, True, transfer_bytes=0)
         self._passed_over.append(result)
 

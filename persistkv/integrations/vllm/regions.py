@@ -30,7 +30,7 @@ WEIGHTS_PREFIX = "persistkv_weights_"
 """Start of the names of the files of ``WeightsWord``, which exist until the engine has attached
 them."""
 _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
-_SAFE_AGE_S = 600  # see 3. above
+_SAFE_AGE_S = 600  # older files are mapped, if an engine uses them
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
 
 _MAPS_LINE = re.compile(
@@ -53,6 +53,11 @@ class _Mapping(NamedTuple):
     file: FileId
     path: str
     """Ends in ``(deleted)`` if the file was unlinked."""
+
+    @property
+    def has_file(self) -> bool:
+        _, inode = self.file
+        return inode != 0
 
     @classmethod
     def parse(cls, line: str) -> _Mapping:
@@ -92,7 +97,8 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
     fds: list[int] = []
     parts = _parts_of(address_of(rows), rows.nbytes)
     for part in parts:
-        fd = _open(part, is_last=part is parts[-1])
+        is_last = part is parts[-1]
+        fd = _open(part, may_be_longer=is_last)
         if fd is None:
             # the host process would map other bytes than these rows
             close_region(fds)
@@ -106,8 +112,12 @@ def close_region(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def _open(part: _Part, *, is_last: bool) -> int | None:
-    """Open the file of a part. None: that is not possible, or the file has another size."""
+def _open(part: _Part, *, may_be_longer: bool) -> int | None:
+    """Open the file of a part. None: that is not possible, or the file has another size.
+
+    :param may_be_longer: whether the file may go on behind the part, as the last file of the rows
+        does if its size was rounded up: nothing follows after it.
+    """
     wanted = part.first.file
     # an unlinked file can only be opened through a descriptor of this process
     candidates = [part.first.path]
@@ -120,10 +130,11 @@ def _open(part: _Part, *, is_last: bool) -> int | None:
         except OSError:
             continue
         status = os.fstat(fd)
-        is_longer = status.st_size > part.num_bytes
-        fits = status.st_size == part.num_bytes or (is_last and is_longer)
+        has_size = status.st_size == part.num_bytes
+        if may_be_longer:
+            has_size = status.st_size >= part.num_bytes
         # another file may have the path by now
-        if fits and _file_id(status) == wanted:
+        if has_size and _file_id(status) == wanted:
             return fd
         os.close(fd)
     return None
@@ -161,19 +172,20 @@ def remove_leftovers(
     :param sees_all_processes: whether ``/proc`` shows every process that may use the files; None:
         detect it.
     """
-    # In the first namespace of process ids, every process is visible. If that cannot be read, None
-    # counts as False below.
     if sees_all_processes is None:
-        with suppress(OSError):
-            own_namespace = os.stat("/proc/self/ns/pid").st_ino
-            sees_all_processes = own_namespace == _FIRST_PID_NAMESPACE
-    candidates = _old_files(directory, any_age=bool(sees_all_processes))
+        sees_all_processes = _sees_all_processes()
+    # A file of a process that is invisible here seems unused, so it must be old: an engine maps its
+    # files soon after it has created them, and then needs their names no longer.
+    candidates = _old_files(directory, any_age=sees_all_processes)
     used = _used_files() if candidates else set()
     removed = []
     for path, file in candidates.items():
+        if file in used:
+            continue
         with suppress(OSError):
             # the file may have been replaced since then, by a live engine with the same id
-            if file not in used and _file_id(path.stat(follow_symlinks=False)) == file:
+            status = path.stat(follow_symlinks=False)
+            if _file_id(status) == file:
                 path.unlink()
                 removed.append(str(path))
     if removed:
@@ -181,10 +193,20 @@ def remove_leftovers(
     return removed
 
 
+def _sees_all_processes() -> bool:
+    """Return whether ``/proc`` shows all processes of the machine: this one is in the first
+    namespace of process ids. False if that cannot be read."""
+    try:
+        own_namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return False
+    return own_namespace == _FIRST_PID_NAMESPACE
+
+
 def _old_files(directory: str, *, any_age: bool) -> dict[Path, FileId]:
     """Return this user's files that an engine may have left, sorted by path.
 
-    :param any_age: False: only those that have not been modified for ten minutes.
+    :param any_age: whether to include those that were modified in the last ten minutes.
     """
     paths: list[Path] = []
     for pattern in _PATTERNS:
@@ -193,8 +215,9 @@ def _old_files(directory: str, *, any_age: bool) -> dict[Path, FileId]:
     for path in sorted(paths):
         with suppress(OSError):
             status = path.stat(follow_symlinks=False)
-            is_old = time.time() - status.st_mtime > _SAFE_AGE_S
-            if status.st_uid == os.geteuid() and (any_age or is_old):
+            age_s = time.time() - status.st_mtime
+            is_candidate = any_age or age_s > _SAFE_AGE_S
+            if is_candidate and status.st_uid == os.geteuid():
                 found[path] = _file_id(status)
     return found
 
@@ -224,11 +247,12 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
         if not mapping.start <= covered < mapping.stop:
             continue
         size = min(mapping.stop, end) - covered
+        begins_here = mapping.start == covered and mapping.offset == 0
         if parts and parts[-1].continues_in(mapping):
             last = parts.pop()
             parts.append(_Part(last.first, last.num_bytes + size))
-        # the next part: another file (its inode is not 0), from its start on
-        elif mapping.file[1] and mapping.start == covered and not mapping.offset:
+        # the next part: another file, from its start on
+        elif mapping.has_file and begins_here:
             parts.append(_Part(mapping, size))
         else:
             return []

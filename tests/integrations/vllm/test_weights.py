@@ -460,6 +460,43 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     guard.shutdown()
 
 
+class RacingWord(WeightsWord):
+    """The word of a worker that finds changed weights, and answers, just after the engine has
+    looked for a change."""
+
+    @property
+    def changed(self):
+        seen = super().changed
+        if self.asked != self.answered:
+            WeightsWord.changed.fset(self, self.epoch + 1)
+            self.answered = self.asked
+        return seen
+
+
+def test_guarded_tier_change_published_between_two_looks_fails_load(tmp_path):
+    word, rows = (
+        RacingWord.create("engine", 0, str(tmp_path)),
+        np.zeros((ROWS, STRIDE), np.int8),
+    )
+    guard = GuardedTier(
+        lambda name: make_tier(f"lmdb://{tmp_path}/store", rows), WeightsWatch([word])
+    )
+    key, context = make_offload_key(bytes(32), 0), ReqContext("request")
+    epoch = guard.begin_request(None)
+    store, load = (
+        JobMetadata(number, [key], np.array([0], np.int64), number == 1, context)
+        for number in range(2)
+    )
+    guard.submit_store(store, epoch)
+    assert guard.drain_jobs(10)
+    assert guard.get_finished_jobs()[0].success
+    guard.submit_load(load, epoch)
+    assert guard.tier.drain_jobs(10)
+    results = guard.get_finished_jobs() + guard.get_finished_jobs()
+    assert [result.success for result in results] == [False]
+    guard.shutdown()
+
+
 class Executor:
     """Records calls, and calls functions."""
 
@@ -513,6 +550,16 @@ def test_watch_function_is_unsure_until_all_workers_answer(tmp_path):
         word.answered = word.asked
     assert watch.is_sure
     assert watch.change is None
+
+
+def test_watch_answer_with_change_is_not_sure(tmp_path):
+    word = WeightsWord.create("engine", 0, str(tmp_path))
+    _, watch = watched([word])
+    watch.suspect()
+    assert watch.change is None
+    word.changed = watch.epoch + 1
+    word.answered = word.asked
+    assert not watch.is_sure
 
 
 def test_watch_function_without_words_is_a_change():

@@ -128,9 +128,13 @@ class WeightsWatch:
 
     @property
     def is_sure(self) -> bool:
-        """Whether nothing has happened since the last comparison after which the weights may be
-        others."""
-        return not self._calls and self.is_answered(self._suspected)
+        """Whether the weights are those of the epoch: they have not changed, and nothing has
+        happened since the last comparison after which they may be others."""
+        if self._calls or not self.is_answered(self._suspected):
+            return False
+        # After the answers: a worker that finds a change publishes it before it answers. A look
+        # from before the answers says nothing about them.
+        return self.change is None
 
     def ask(self) -> int:
         """Ask all workers to compare. Return a ticket for ``is_answered``."""

@@ -309,13 +309,17 @@ def _expected(message: str, kind: Any) -> str:
             choices += get_args(part)
     if choices:
         return f"one of {', '.join(map(str, choices))}"
-    names = message.removeprefix("Expected ").partition(", got ")[0].replace("`", "")
-    types = []
-    for name in names.split(" | "):
-        types.append(
-            re.sub(r"^\w+", lambda word: _TYPE_NAMES.get(word[0], word[0]), name)
-        )
-    return " or ".join(types)
+    # an example: "Expected `int | null`, got `str`"
+    expected, _, _ = message.removeprefix("Expected ").partition(", got ")
+    types = expected.replace("`", "").split(" | ")
+    return " or ".join(map(_type_in_words, types))
+
+
+def _type_in_words(type_name: str) -> str:
+    """Return msgspec's name of a type in words: ``an integer`` for ``int``. Conditions that follow
+    the name stay as they are: ``an integer >= 1`` for ``int >= 1``."""
+    word = type_name.partition(" ")[0]
+    return _TYPE_NAMES.get(word, word) + type_name.removeprefix(word)
 
 
 def _plain_boolean(value: Any) -> Any:

@@ -18,6 +18,7 @@ _PROBE_BYTES = 1024
 _SKEW_S = 300.0  # five minutes
 _ROUNDING_S = 1.0  # a medium's time may have whole seconds
 _SLOW_S = 2.0  # for a call with 1 KiB
+_NO_DEFECT = ""  # returned by a call whose result is as expected
 _NO_ANSWER = (
     "check its address and the network; engines start without it, and try again"
 )
@@ -101,39 +102,41 @@ class CallsCheck:
         False.
 
         :param method: of ``Blobs``, which selects the remedy.
-        :param call: returns the defect of the result; empty: it has none.
+        :param call: returns the defect of the result, or ``_NO_DEFECT``.
         """
         begin = time.monotonic()
         remedy = self._remedies.get(method, f"let the medium allow {method}")
         try:
-            wrong = call()
+            defect = call()
         except UnavailableError as error:
             self.answers = False
             return Check(check, Level.PROBLEM, str(error), _NO_ANSWER)
         except StoreError as error:
             return Check(check, Level.PROBLEM, str(error), remedy)
-        if wrong:
-            return Check(check, Level.PROBLEM, wrong, remedy)
+        if defect:
+            return Check(check, Level.PROBLEM, defect, remedy)
         seconds = time.monotonic() - begin
         if seconds > _SLOW_S:
             return Check(check, Level.WARNING, f"works, in {seconds:.1f} s", _SLOW)
         return Check(check, Level.OK, f"works, in {1000 * seconds:.0f} ms")
 
     def _list(self) -> str:
-        """Ask for the first name after the blob's. Any answer will do."""
+        """Ask for the first name after the blob's. Any answer will do: return no defect."""
         next(self._blobs.list("", after=self._name), None)
-        return ""
+        return _NO_DEFECT
 
     def _read_missing(self) -> str:
-        """Read the blob before it is written; a store relies on the answer that it is absent."""
+        """Read the blob before it is written, and return the defect of the answer: a store relies
+        on the answer that the blob is absent."""
         try:
-            self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])
+            self._read_byte()
         except BlobMissingError:
-            return ""
+            return _NO_DEFECT
         return "a blob that was never written can be read"
 
     def _put(self) -> str:
-        """Write the blob; remember how far the medium's clock is from this machine's."""
+        """Write the blob, and remember how far the medium's clock is from this machine's. Return no
+        defect."""
         before = time.time()
         written = self._blobs.put(self._name, [self._content])
         after = time.time()
@@ -142,7 +145,7 @@ class CallsCheck:
             self._ahead_s = written - after
         elif written < before - _ROUNDING_S:
             self._ahead_s = written - before
-        return ""
+        return _NO_DEFECT
 
     def _clock(self) -> Check:
         """Return the outcome of the comparison of the clocks, after ``_put``."""
@@ -157,7 +160,7 @@ class CallsCheck:
         return Check(check, Level.WARNING, found, _WRONG_CLOCK)
 
     def _read(self) -> str:
-        """Read the blob, and look for it in a list."""
+        """Read the blob, and look for it in a list; return the defect of the answers."""
         found = bytearray(_PROBE_BYTES)
         self._blobs.read(self._name, 0, _PROBE_BYTES, [memoryview(found)])
         if bytes(found) != self._content:
@@ -166,7 +169,7 @@ class CallsCheck:
         first = next(self._blobs.list("", after=self._name[:-1]), None)
         if first is None or first.name != self._name:
             return "a list lacks a blob that was just written"
-        return ""
+        return _NO_DEFECT
 
     def _deleted(self) -> Check:
         """Delete the blob, and return the outcome: a failure is only a warning."""
@@ -178,10 +181,18 @@ class CallsCheck:
         return Check("delete", Level.WARNING, found, deleted.todo)
 
     def _delete(self) -> str:
-        """Delete the blob, and check that it can no longer be read."""
+        """Delete the blob and read it; return the defect if it can still be read."""
         self._blobs.delete([self._name])
         try:
-            self._blobs.read(self._name, 0, 1, [memoryview(bytearray(1))])
+            self._read_byte()
         except BlobMissingError:
-            return ""
+            return _NO_DEFECT
         return "a deleted blob can still be read"
+
+    def _read_byte(self) -> None:
+        """Read the first byte of the blob, and discard it.
+
+        :raises BlobMissingError: the blob is absent.
+        """
+        buffer = memoryview(bytearray(1))
+        self._blobs.read(self._name, 0, 1, [buffer])

@@ -16,7 +16,10 @@ from persistkv.storage.format.keys import StoreKey
 _LEAST_BYTES = 32
 # 64 KiB: a larger file is something else, such as a model
 _MOST_BYTES = 64 << 10
-_COMMAND_S = 30.0
+# 128 KiB of a file: room for white space around the longest key, and enough to see that a key is
+# too long
+_READ_BYTES = 2 * _MOST_BYTES
+_COMMAND_S = 30.0  # bound on the run time of ``key_command``
 KEY_OPTIONS = ("key_file", "key_env", "key_command")
 
 
@@ -72,23 +75,23 @@ class KeyOptions(msgspec.Struct, frozen=True):
 
 
 def _of_file(path: str) -> bytes:
-    """Return the content of a key file.
+    """Return the content of a key file; of a file that is too large, the beginning.
 
     :raises FileError: it cannot be read.
     """
     try:
         with open(path, "rb") as file:
-            # with white space around the longest key, and one byte more
-            return file.read(2 * _MOST_BYTES)
+            return file.read(_READ_BYTES)
     except OSError as error:
         raise FileError("read", Path(path), error) from None
     except ValueError as error:
-        # a zero byte in the path
+        # a null byte in the path
         raise ConfigurationError("key_file", path, f"a path ({error})") from None
 
 
 def _of_environment(name: str) -> bytes:
-    # the bytes of the variable, which need not be text
+    """Return the value of a variable as bytes, because it need not be text; empty if it is not
+    set."""
     return os.environb.get(os.fsencode(name), b"")
 
 
@@ -105,7 +108,7 @@ def _of_command(command: str) -> bytes:
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        # the output may be the key
+        # of other errors only the type: their text may include output, which may be the key
         why = type(error).__name__
         if isinstance(error, OSError):
             why = error.strerror or why
@@ -113,10 +116,11 @@ def _of_command(command: str) -> bytes:
             "key_command", command, f"a command that prints the key ({why})"
         ) from None
     if done.returncode:
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [""]
+        messages = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        last_line = messages[-1] if messages else ""
         raise ConfigurationError(
             "key_command",
             command,
-            f"a command that prints the key; exit code {done.returncode}: {lines[-1]}",
+            f"a command that prints the key; exit code {done.returncode}: {last_line}",
         )
     return done.stdout

@@ -50,10 +50,12 @@ def remote_type(path: Path) -> str | None:
     kind = type_of(path)
     if kind is None:
         return None
+    is_remote = kind in _REMOTE
     # ``fuse.PROGRAM``: only the program tells whether it is remote
-    program = kind.removeprefix("fuse.")
-    is_remote_fuse = program != kind and program.startswith(_REMOTE_FUSE)
-    return kind if kind in _REMOTE or is_remote_fuse else None
+    if kind.startswith("fuse."):
+        program = kind.removeprefix("fuse.")
+        is_remote = program.startswith(_REMOTE_FUSE)
+    return kind if is_remote else None
 
 
 def existing_parent(path: Path) -> Path:
@@ -78,8 +80,8 @@ def type_of(path: Path) -> str | None:
         return None
     # id, parent, device, root, mount point, options, tags …, "-", type, source, options
     for line in lines:
-        mount, _, rest = line.partition(" - ")
+        mount, _, file_system = line.partition(" - ")
         fields = mount.split()
         if len(fields) > 2 and fields[2] == number:
-            return rest.split()[0] if rest else None
+            return file_system.split()[0] if file_system else None
     return None

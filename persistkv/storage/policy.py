@@ -44,13 +44,13 @@ class Policy:
     def contradictions(self, given: Policy) -> str:
         """Describe the values of a URL (None if left out) that differ from this recorded policy;
         empty if none does."""
-        found = []
-        ours, theirs = self._texts(), given._texts()
-        for name, value in theirs.items():
+        differing = []
+        recorded = self._texts()
+        for name, value in given._texts().items():
             # "none": the URL leaves the option out
-            if value not in (_NONE, ours[name]):
-                found.append(f"{name}={value} (recorded: {ours[name]})")
-        return " and ".join(found)
+            if value not in (_NONE, recorded[name]):
+                differing.append(f"{name}={value} (recorded: {recorded[name]})")
+        return " and ".join(differing)
 
     def _texts(self) -> dict[str, str]:
         """Return capacity, ttl and placement as a URL gives them, by name; "none" for None."""

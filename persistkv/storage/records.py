@@ -121,7 +121,9 @@ class StoreReport(msgspec.Struct, array_like=True, tag=True):
         self.removed += removed
         # bounds the memory: the report then only says that keys are missing
         if len(self.stored) + len(self.removed) > _MOST_EVENTS:
-            self.lost, self.stored, self.removed = True, [], []
+            self.lost = True
+            self.stored = []
+            self.removed = []
 
 
 def are_encodable(texts: Iterable[object]) -> bool:
@@ -213,13 +215,11 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def num_bytes(self) -> int:
         """Approximate memory of this object in bytes."""
-        keys = sum(
-            len(keys) * (len(keys[0]) + _BYTES_OBJECT)
-            for keys in self.group_keys
-            if keys
-        )
-        return (
-            _END_BYTES
-            + keys
-            + sum(len(name) + len(value) for name, value in self.labels.items())
-        )
+        num_bytes = _END_BYTES
+        for keys in self.group_keys:
+            if keys:
+                # all keys of a group have the same length
+                num_bytes += len(keys) * (len(keys[0]) + _BYTES_OBJECT)
+        for name, value in self.labels.items():
+            num_bytes += len(name) + len(value)
+        return num_bytes

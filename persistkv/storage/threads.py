@@ -87,21 +87,19 @@ class StoreThreads:
             return [None] * len(calls)
 
         futures = list(map(self._readers.submit, calls))
-        # Cleared at the end, as ``futures`` is, so that nothing keeps the calls and their rows
-        # alive: see ``_run_all``.
         running = list(zip(calls, futures, strict=True))
         timer = loop.call_at(deadline, self._abandon, running)
-        results: list[T | None] = []
+        results: list[T | None] = [None] * len(calls)
         try:
             await _ends(futures)
-            while futures:
-                if futures[0].cancelled():  # by ``_abandon``: it had not begun
-                    del futures[0]
-                    results.append(None)
-                else:
-                    results.append(futures.pop(0).result())
+            # By number: an exception of ``result`` references this frame, and in a cycle with a
+            # variable that refers to the future, it would keep the rows of the call alive.
+            for number in range(len(futures)):
+                if not futures[number].cancelled():  # by ``_abandon``: it had not begun
+                    results[number] = futures[number].result()
         finally:
             timer.cancel()
+            # for the same reason
             running.clear()
             futures.clear()
         return results
@@ -134,19 +132,14 @@ class StoreThreads:
 
 
 async def _run_all(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Run calls, and wait until all have ended; return their results in order.
-
-    The list of futures is emptied, and no variable refers to one, so that an exception is in no
-    reference cycle that keeps the rows of its call alive.
-    """
+    """Run calls, and wait until all have ended; return their results in order."""
     futures = list(map(pool.submit, calls))
-    results: list[T] = []
     try:
         await _ends(futures)
-        while futures:
-            results.append(futures.pop(0).result())
-        return results
+        return list(map(Future.result, futures))
     finally:
+        # An exception of ``result`` references this frame. Without this, it would be in a reference
+        # cycle with its future, and keep the rows of the call alive.
         futures.clear()
 
 
@@ -287,7 +280,8 @@ class ThreadPool:
         for worker in (*self._workers, *self._replaced):
             # read once: the thread sets it to None at any time
             begun_at = worker.begun_at
-            oldest = min(oldest, now if begun_at is None else begun_at)
+            if begun_at is not None:
+                oldest = min(oldest, begun_at)
         return now - oldest
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -299,12 +293,15 @@ class ThreadPool:
         self._closed = True
         if cancel_futures:
             self._cancel_queued()
-        # each None ends one thread, behind the queued calls
+        # Behind the queued calls: each None ends the thread that takes it. A replaced thread takes
+        # one, too, if its call ended just before it was replaced.
         for _ in (*self._workers, *self._replaced):
             self._queue.put(None)
         if not wait:
             return
         for worker in self._workers:
+            # an abandoned call may never end; its thread is among ``_workers`` if no other one
+            # could be started in its place
             if not worker.is_abandoned:
                 worker.join()
 
@@ -354,6 +351,8 @@ class _Worker(threading.Thread):
                 # here, not in a function: an exception references the frame, and so its arguments
                 call = pending.call
                 self.begun_at = time.monotonic()
+                # ``begun_at`` is reset before the future is done: a task that has awaited the call
+                # must not find it running in ``longest_s``
                 try:
                     result = call()
                 except BaseException as error:  # ``Future.result`` raises it
@@ -362,10 +361,11 @@ class _Worker(threading.Thread):
                         future.set_exception(error)
                 else:
                     self.begun_at = None
-                    with suppress(InvalidStateError):
+                    with suppress(InvalidStateError):  # the call was abandoned
                         future.set_result(result)
                     del result
-                del call  # it references rows
+                del call
             self.future = None
-            # while this thread waits for the next call, it keeps nothing of this one alive
+            # these variables refer to rows, which must be free while this thread waits for the next
+            # call
             del queued, future, pending

@@ -126,16 +126,17 @@ class SavingsRecorder:
         self._folded_day = 0
         """The day on which this object last folded older notes (``fold``): number of days since the
         epoch; 0: never."""
-        # calls of ``add``: all of them, and those that the last write included
-        self._num_added = self._num_written = 0
+        self._num_added = 0
+        """Number of calls of ``add``."""
+        self._num_written = 0
+        """Number of these calls whose counts are surely in the note."""
         # sets ``_day``, ``_name`` and ``_total``
         self._begin(today())
-        self.interval_s = _LOCAL_S
         self.prefill = (0, 0.0)
         """Tokens of measured prefills in this namespace, and their seconds."""
-        if backend.capabilities.remote:
-            self.interval_s = _REMOTE_S
-        else:
+        is_remote = backend.capabilities.remote
+        self.interval_s = _REMOTE_S if is_remote else _LOCAL_S
+        if not is_remote:  # the answer would delay the opening
             self._read_prefill()
 
     def _read_prefill(self) -> None:
@@ -168,9 +169,9 @@ class SavingsRecorder:
         source with empty totals.
         """
         day = today()
-        # Begin it only when all counts of the earlier source are written, because it would drop the
-        # others. Until the next write succeeds, new counts are added to the earlier source.
-        if day != self._day and self._num_added == self._num_written:
+        is_all_written = self._num_added == self._num_written
+        # a new source drops the totals of the earlier one, which continues until they are written
+        if day != self._day and is_all_written:
             self._begin(day)
         self._total.prefill_tokens += prefill_tokens
         self._total.prefill_s += prefill_s
@@ -195,8 +196,8 @@ class SavingsRecorder:
         it. Blocks; ``add`` may run in another thread meanwhile."""
         # before the totals are encoded: they include at least these calls, and later ones stay due
         num_added = self._num_added
-        is_changed = num_added != self._num_written
-        if not is_changed or not self._backend.capabilities.writable:
+        is_all_written = num_added == self._num_written
+        if is_all_written or not self._backend.capabilities.writable:
             return
         day = today()
         content = msgspec.msgpack.encode(self._total)
@@ -225,13 +226,16 @@ def add_savings(
     if not backend.capabilities.writable:
         return
     name = _source_name(today(), identity.digest, source)
-    total = Savings(identity.digest.hex(), identity.model_name)
+    namespace = identity.digest.hex()
     try:
-        # a damaged note begins again at zero
-        found = _sum([backend.note(STORE, name)])
-        total = found.get(total.namespace, total)
+        recorded = _sum([backend.note(STORE, name)])
+        total = recorded.get(namespace)
+        if total is None:
+            # no note of this day yet, or a damaged one
+            total = Savings(namespace, identity.model_name)
         total.add(part)
-        backend.put_note(STORE, name, msgspec.msgpack.encode(total))
+        content = msgspec.msgpack.encode(total)
+        backend.put_note(STORE, name, content)
     except StoreError as error:
         logger.info("savings are not recorded: %s", str(error))
 
@@ -262,25 +266,30 @@ def fold(backend: Backend, last_day: int) -> None:
             groups.setdefault(prefix, []).append(name)
     for prefix, sources in groups.items():
         # the sum is durable before the sources are deleted
-        if _has_sum(backend, prefix + _FOLDED, sources):
+        has_sum = _ensure_sum(backend, prefix + _FOLDED, sources)
+        if has_sum:
             for name in sources:
                 backend.put_note(STORE, name, None)
 
 
-def _has_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
-    """Return whether the note ``folded`` exists, with the sum of the sources; write it if not.
-
-    False: no sum can be written. Another engine, which folds them, has deleted some meanwhile; all
-    are damaged; or they are of several namespaces whose ids begin with the same digits.
-    """
+def _ensure_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
+    """Write the sum of the sources into the note ``folded``, unless it exists. Return whether it
+    exists now; False: the sum is not known, so the sources must stay."""
+    # it includes all sources of its day, because it was written before the first of them was
+    # deleted, and when no further ones could begin
     if backend.note(STORE, folded) is not None:
         return True
     contents = list(backend.notes(STORE, sources))
+    if None in contents:
+        # another engine, which folds them, has deleted some meanwhile
+        return False
     totals = _sum(contents)
-    if None in contents or len(totals) != 1:
+    if len(totals) != 1:
+        # all are damaged, or namespaces have ids that begin with the same digits
         return False
     (total,) = totals.values()
-    backend.put_note(STORE, folded, msgspec.msgpack.encode(total))
+    content = msgspec.msgpack.encode(total)
+    backend.put_note(STORE, folded, content)
     return True
 
 
@@ -293,9 +302,11 @@ def read_savings(backend: Backend) -> list[Savings]:
     for _ in range(_READ_ATTEMPTS):
         names = _counted_names(backend)
         contents = list(backend.notes(STORE, names))
-        # a fold has deleted sources since the list: without them, counters would fall
-        if None not in contents:
+        is_complete = None not in contents
+        if is_complete:
             break
+        # a fold has deleted sources since the list: without them, counters would fall for a while,
+        # which is accepted only after the last attempt
     totals = _sum(contents)
     return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
 
@@ -315,8 +326,10 @@ def _counted_names(backend: Backend) -> list[str]:
             continue
         sum_name = name.removesuffix(found["source"]) + _FOLDED
         sources.append((name, sum_name))
-    folded = set(counted)
-    counted += [name for name, sum_name in sources if sum_name not in folded]
+    folded_names = set(counted)
+    for name, sum_name in sources:
+        if sum_name not in folded_names:
+            counted.append(name)
     return counted
 
 

@@ -34,7 +34,8 @@ from persistkv.storage.threads import resolve
 
 # bound on packs with a pending use: each costs the commit about 10 µs
 _MAX_TOUCHED = 4096
-# bound on a remote transaction, as a multiple of that of a local one
+# Bound on a remote transaction, as a multiple of that of a local one: larger, because the driver
+# holds only ``CommitBatch.memory`` bytes of it at once, and bounded, because it must end soon.
 _REMOTE_FACTOR = 16
 
 
@@ -118,10 +119,10 @@ class CommitQueue:
         self._max_bytes = shares.transaction
         """Bound on the raw bytes of one transaction, or one larger pack."""
         if remote:
-            # the memory is bounded by ``CommitBatch.memory``, so only time limits a transaction
             self._max_bytes *= _REMOTE_FACTOR
         self._least_room = min(DIRECT_BYTES, shares.staged)
-        """Raw bytes of staging memory that must be free before another job is accepted."""
+        """Raw bytes of staging memory that must be free before another job is accepted: enough for
+        a small pack, which would otherwise be written from its rows, and alone."""
         max_age_s = options.max_age_s if interval_s is None else interval_s
         self.staging = Staging(shares.staged, max_age_s, gather_all=is_delayed)
         self.ends = RequestEnds(shares.ends, interval_s)
@@ -132,7 +133,8 @@ class CommitQueue:
         self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
         """Key of a block in flight → future of its pack."""
         self.losses: Counter[str] = Counter()
-        """Tenant → how often its content was dropped because it was forgotten."""
+        """Tenant → how often its content was dropped because it was forgotten. A job whose tenant's
+        number has grown since it was accepted is not stored again."""
         self.uses: dict[bytes, None] = {}
         """Ids of used packs, whose uses no commit has recorded yet; at most 4,096."""
         self._freed = asyncio.Event()
@@ -154,7 +156,8 @@ class CommitQueue:
         num_bytes = sum(segment.raw_length for segment in segments)
         is_small = num_bytes < DIRECT_BYTES
         if (is_small or self._copies_all) and self.staging.fits(num_bytes):
-            self.staging.add(tenant, request, segments, whole=not is_small)
+            # small packs of a request are joined
+            self.staging.add(tenant, request, segments, own_pack=not is_small)
             return None
         writer = self._make_writer(segments, tenant)
         write = asyncio.get_running_loop().create_future()
@@ -177,12 +180,15 @@ class CommitQueue:
 
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
         """Remove and return the packs of these tenants that no commit has taken yet, for the caller
-        to drop. ``losses`` counts this, so ``Store.finish`` does not accept their blocks again from
-        the rows of jobs that wait for them."""
+        to drop."""
+        # the jobs that wait for these packs then drop their blocks: see ``Store.finish``
         self.losses.update(tenants)
-        direct = self.take_direct()
-        self._direct = [writer for writer in direct if writer.tenant not in tenants]
-        taken = [writer for writer in direct if writer.tenant in tenants]
+        taken: list[PackWriter] = []
+        for writer in self.take_direct():
+            if writer.tenant in tenants:
+                taken.append(writer)
+            else:
+                self._direct.append(writer)
         # staged copies, too, become packs, because ``end`` releases the blocks of packs only
         for pack in self.staging.of_tenants(tenants):
             segments = self.staging.take(pack)

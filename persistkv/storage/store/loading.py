@@ -85,16 +85,18 @@ class Loader:
         return outcome
 
     async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
-        """See ``Store.probe``."""
+        """Read and verify the first blocks of these keys, as many as fit in 8 MiB, and discard
+        them. Parameters as for ``Store.probe``."""
         layout = self._rows.layout
-        # as many as fit in 8 MiB, in memory of their own: the engine uses its rows meanwhile
         num_rows = max(1, _PROBE_BYTES // layout.row_stride)
-        keys = keys[:num_rows]
-        num_bytes = len(keys) * layout.row_stride
+        probed = keys[:num_rows]
+        # memory of their own: the engine uses its rows meanwhile
+        num_bytes = len(probed) * layout.row_stride
         memory = memoryview(huge_memory(num_bytes))[:num_bytes]
         rows = Rows(memory, layout)
-        wanted = _Wanted(keys, range(len(keys)), rows, deadline)
+        wanted = _Wanted(probed, range(len(probed)), rows, deadline)
         outcome = await self._read(wanted)
+        # damage that the probe has found ends as if a load had found it
         self._suspect_packs(outcome)
         return outcome
 
@@ -116,7 +118,8 @@ class Loader:
         outcome = ReadOutcome(missing)
         for read, result in zip(reads, results, strict=True):
             # None: the read had not begun at the deadline, so all its blocks have failed
-            outcome.add(read.drop() if result is None else result)
+            part_outcome = read.drop() if result is None else result
+            outcome.add(part_outcome)
         return outcome
 
     async def _find(self, wanted: _Wanted) -> tuple[list[PartRead], list[bytes]]:

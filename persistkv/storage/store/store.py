@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -75,13 +75,13 @@ class StoredJob:
     tenant: str
     request: str
     blocks: Blocks
-    borrowed: set[bytes]
+    borrowed: set[bytes] = field(default_factory=set)
     """Keys that an earlier job is storing from its rows. If that fails, this job's rows are
     used."""
-    writes: set[asyncio.Future[bool]]
+    writes: set[asyncio.Future[bool]] = field(default_factory=set)
     """One for each pack that is to be written from rows of this job, or holds borrowed keys; True:
     the pack is durable. The rows are free when all are done; empty: now."""
-    lost: list[bytes]
+    lost: list[bytes] = field(default_factory=list)
     """Keys whose blocks were dropped because memory was short; complete if ``writes`` is empty."""
     losses: int = 0
     """``CommitQueue.losses`` of the tenant when the job was accepted."""
@@ -121,10 +121,13 @@ class Store:
         parse_durability(options.durability)
         self.rows = rows
         self.counters = StoreCounters()
+        # before the namespace is opened: with ``strict_identity``, a mismatch leaves the store as
+        # it is
         self.notice = _notice(backend, identity, options, url)
         """Fields that differ from the nearest namespace, if this one is new and others exist.
         Otherwise empty."""
         backend.open_namespace(identity)
+        # here, once: the digest of a whole identity takes some 50 µs
         self.namespace = identity.digest
         self.savings = SavingsRecorder(backend, identity)
         """Adds up what requests restored; its caller writes it into the store."""
@@ -142,7 +145,8 @@ class Store:
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
         """Bound on the raw bytes of one pack."""
 
-        # once: the digest of a whole identity takes some 50 µs
+        # ``make_writer`` is a function without ``self``: in a reference cycle, a closed store would
+        # keep the rows mapped
         namespace = self.namespace
 
         def make_writer(segments: Sequence[Segment], tenant: str) -> PackWriter:
@@ -150,7 +154,6 @@ class Store:
                 namespace, codec, segments, threads.start, backend.seal, tenant
             )
 
-        # not a method: in a reference cycle, a closed store would keep the rows mapped
         self.queue = CommitQueue(
             make_writer, options, remote=backend.capabilities.remote
         )
@@ -196,9 +199,10 @@ class Store:
     ) -> StoredJob:
         """Accept blocks for storage. Keys that are held, staged or in flight are skipped.
 
-        Packs below 4 MiB are copied to staging memory while it has room; if the store is remote or
-        durability is an interval, so are larger ones. The next commit writes all others from the
-        rows. A read-only store accepts nothing: new blocks are dropped and counted.
+        Blocks of small packs (below 4 MiB) are copied to staging memory while it has room. If the
+        store is remote or durability is an interval, blocks of large packs are copied, too. The
+        next commit writes packs that are not copied from the rows. A read-only store accepts
+        nothing: new blocks are dropped and counted.
 
         :param request: the engine's request id. The commit after ``end_request`` with this id
             writes the staged blocks.
@@ -218,7 +222,7 @@ class Store:
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
             )
         self.rows.check(block_ids)
-        # the ends of the keys name their groups: few different ones, so each is decoded once
+        # a suffix of each key names its group; each distinct suffix is decoded once
         suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
         groups = [group_of[suffix] for suffix in suffixes]
@@ -231,7 +235,7 @@ class Store:
         if self._is_writable:
             return await self._accept(tenant, request, blocks)
         self._drop(keys)
-        return StoredJob(tenant, request, blocks, set(), set(), [])
+        return StoredJob(tenant, request, blocks)
 
     async def finish(self, job: StoredJob) -> list[bytes]:
         """Wait until the rows of a job are free; return the keys whose blocks were dropped.
@@ -244,15 +248,15 @@ class Store:
             are_durable = all(write.result() for write in job.writes)
             if are_durable and not job.lost:
                 return []
-            # Packs were dropped, perhaps those of earlier jobs with borrowed keys: of these blocks,
-            # the rows of this job have the only copies left, so they are accepted again.
             missing = self.missing(job.blocks.keys)
+            # false: only packs of this job itself were dropped, so their blocks are lost
+            lacks_borrowed = not job.borrowed.isdisjoint(missing)
+            # of a forgotten tenant, nothing may be stored again
             is_forgotten = self.queue.losses[job.tenant] != job.losses
-            is_stored = job.borrowed.isdisjoint(missing)
-            # not if rows are refused, if the tenant was forgotten since, or if no borrowed key is
-            # missing: then only packs of this job itself were dropped
-            if self._is_ending or is_forgotten or is_stored:
+            if not lacks_borrowed or is_forgotten or self._is_ending:
                 return missing
+            # An earlier job has failed to store the borrowed keys: the rows of this job have the
+            # only copies left of their blocks.
             job = await self._accept(job.tenant, job.request, job.blocks)
         return job.lost
 
@@ -275,8 +279,8 @@ class Store:
         commit. If memory or descriptors are short, blocks that are not queued yet are dropped.
 
         :returns: the job, whose rows are in use until its ``writes`` are done. After a shortage,
-            ``lost`` has all keys that are not safe yet, those in flight included: ``finish`` asks
-            again when the writes are done.
+            ``lost`` has all keys that are neither held nor staged. Those in flight are included,
+            although their writes may succeed: ``finish`` looks again when these are done.
         """
         borrowed: set[bytes] = set()
         writes: set[asyncio.Future[bool]] = set()
@@ -291,10 +295,10 @@ class Store:
             in_flight = self.queue.in_flight(blocks.keys)
             borrowed = set(in_flight)
             writes = set(in_flight.values())
-            new = self._new(blocks, held, borrowed)
+            new_blocks = self._new(blocks, held, borrowed)
             # all blocks that need not be written: held, in flight, staged, or twice in this job
-            self.counters.held_blocks += len(blocks.keys) - len(new.keys)
-            for segments in plan_packs(self.rows, new, self._max_pack_bytes):
+            self.counters.held_blocks += len(blocks.keys) - len(new_blocks.keys)
+            for segments in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
                 write = self.queue.add(tenant, request, segments)
                 # None: copied to staging memory, so the rows are free
                 if write is not None:
@@ -303,9 +307,10 @@ class Store:
             why = describe_shortage(error)
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
-            # Of this job and of earlier ones: the loop may have queued some packs before the error,
-            # and their rows must stay until they are written.
-            writes = set(self.queue.in_flight(blocks.keys).values())
+            # again, with the packs that the loop has queued before the error: their rows must stay
+            # until they are written
+            in_flight = self.queue.in_flight(blocks.keys)
+            writes = set(in_flight.values())
         self._announce()
         losses = self.queue.losses[tenant]
         return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
@@ -317,8 +322,9 @@ class Store:
             holders = await self.catalogue.holders(keys)
         except StoreError as error:
             self.catalogue.log_failure(error)
-            # their fingerprints are held, so the keys probably are
-            return set(keys).difference(self.index.absent(keys))
+            # the other fingerprints are held, so their keys probably are
+            absent = self.index.absent(keys)
+            return set(keys).difference(absent)
         held: set[bytes] = set()
         used: dict[bytes, None] = {}
         for key, pack in zip(keys, holders, strict=True):
@@ -484,8 +490,10 @@ def _notice(
     """
     if backend.holds(identity.digest):
         return ""
-    compared = _COMPARED_REMOTELY if backend.capabilities.remote else None  # None: all
-    namespaces = islice(backend.namespaces(), compared)
+    most_compared = None  # all
+    if backend.capabilities.remote:
+        most_compared = _COMPARED_REMOTELY
+    namespaces = islice(backend.namespaces(), most_compared)
     others = [namespace.identity for namespace in namespaces]
     if not others or identity in others:
         return ""

@@ -281,7 +281,7 @@ class BlockService:
                 batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
                 # others may have committed since the last refresh
-                await catalogue.committed([], result, followed=False)
+                await catalogue.committed([], result, follows_cursor=False)
 
     # Content
 

@@ -50,23 +50,24 @@ class Committer:
         queue: CommitQueue,
         counters: StoreCounters,
         options: StoreOptions,
-        sources: Canary,
+        canary: Canary,
     ) -> None:
+        """:param canary: the namespace of another engine release, which is compared and adopted."""
         self._catalogue = catalogue
         self._queue = queue
         self._counters = counters
-        self._sources = sources
+        self._canary = canary
         self._memory = MemoryShares.of(options.staging_bytes).transaction
         """``CommitBatch.memory`` of each commit."""
         self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
-        """Seconds after a commit at which uses of packs are committed without blocks."""
+        """Seconds after a commit at which uses of packs are committed, also if no blocks are."""
         self._refresh_s = options.refresh_s
-        self._committed_at = time.monotonic()
-        """When the last transaction ended, also if it failed, by ``time.monotonic``."""
-        self._refresh_at = self._committed_at + options.refresh_s
+        self._attempted_at = time.monotonic()
+        """When the last attempt of a transaction ended, by ``time.monotonic``."""
+        self._refresh_at = self._attempted_at + options.refresh_s
         """When the next refresh is due, by ``time.monotonic``."""
         self._flushes: list[asyncio.Future[None]] = []
-        """Of the calls of ``flush``: each is set at the end of the commit that it waits for."""
+        """One for each call of ``flush`` that waits: done at the end of the next ``_commit``."""
         self.has_work = asyncio.Event()
         """Set by other tasks to have ``run`` look for due work now."""
         self.turn = asyncio.Lock()
@@ -94,9 +95,10 @@ class Committer:
         catalogue = self._catalogue
         if self._flushes or catalogue.needs_repair or catalogue.index.replacing:
             return 0.0
-        if self._sources.needs_update:
+        if self._canary.needs_update:
             return 0.0
-        seconds = min(self._refresh_at, self._upkeep_at()) - time.monotonic()
+        due_at = min(self._refresh_at, self._upkeep_at())
+        seconds = due_at - time.monotonic()
         return max(0.0, min(seconds, self._queue.seconds_to_due()))
 
     def _upkeep_at(self) -> float:
@@ -105,7 +107,7 @@ class Committer:
         if not self._catalogue.backend.capabilities.writable:
             return math.inf
         wait_s = self._touch_s if self._queue.uses else _EXPIRE_S
-        return self._committed_at + wait_s
+        return self._attempted_at + wait_s
 
     async def flush(self) -> None:
         """Have the next round of ``work`` commit all accepted work; return when it is durable, or
@@ -128,16 +130,17 @@ class Committer:
             if catalogue.needs_repair:
                 await self.repair()
             # new verdicts about the namespace of another engine release
-            if self._sources.needs_update:
-                await self._forgetting(self._sources.update())
+            if self._canary.needs_update:
+                await self._forgetting(self._canary.update())
             is_upkeep_due = time.monotonic() >= self._upkeep_at()
-            # 0 seconds to due: blocks or ends of requests are due
-            if self._flushes or is_upkeep_due or not self._queue.seconds_to_due():
+            is_queue_due = self._queue.seconds_to_due() == 0
+            if self._flushes or is_upkeep_due or is_queue_due:
                 await self._commit()
+            # last: accepted blocks do not wait for it
             if time.monotonic() >= self._refresh_at:
                 self._refresh_at = time.monotonic() + self._refresh_s
                 await catalogue.refresh_or_log()
-                await self._sources.refresh()
+                await self._canary.refresh()
             self.changed.set()
 
     async def repair(self) -> None:
@@ -155,13 +158,8 @@ class Committer:
     # Commits
 
     async def _commit(self) -> None:
-        """Commit the due work in as few transactions as possible.
-
-        A transaction that fails is split into one for each pack and each end of a request, so that
-        a pack that does not fit is dropped alone; at first only by tenant, if one is above its
-        quota. The first transaction that succeeds also commits the uses; if none does, they are
-        lost, which affects only the order of eviction.
-        """
+        """Commit the due work in as few transactions as possible; those that fail are divided
+        (``_after_failure``) until each part is durable or dropped."""
         flushes = self._flushes
         self._flushes = []
         waiting = self._queue.take(everything=bool(flushes))
@@ -169,6 +167,8 @@ class Committer:
         # without blocks: it records the uses, and lets the backend expire packs
         if not waiting and (self._queue.uses or is_upkeep_due):
             waiting.append(Transaction([]))
+        # The first transaction that succeeds also commits the uses. If none does, they are lost,
+        # which affects only the order of eviction.
         uses = list(self._queue.uses)
         self._queue.uses = {}
         while waiting:
@@ -179,7 +179,8 @@ class Committer:
                 uses = []
             else:
                 waiting = self._after_failure(transaction, error, waiting)
-            self._committed_at = time.monotonic()
+            self._attempted_at = time.monotonic()
+        # all work that they waited for is durable, or dropped and counted
         for flushed in flushes:
             resolve(flushed, None)
 
@@ -189,8 +190,12 @@ class Committer:
         error: StoreError,
         waiting: deque[Transaction],
     ) -> deque[Transaction]:
-        """Return the transactions to try next: the parts of the failed one, then those that wait. A
-        single pack or end of a request has no parts: it is dropped."""
+        """Return the transactions to try next: the parts of the failed one, then those that wait.
+
+        The parts are single packs and ends of requests, so that a pack that does not fit is dropped
+        alone. If a tenant is above its quota, they are first only that tenant's content and all
+        other content. A single pack or end has no parts: it is dropped.
+        """
         if isinstance(error, TenantForgottenError):
             return self._without(error.tenants, [failed, *waiting])
         refused = error.tenant if isinstance(error, QuotaExceededError) else None
@@ -228,9 +233,12 @@ class Committer:
         """Apply the result of a commit that succeeded."""
         catalogue = self._catalogue
         batch = done.batch
-        # whether no other process committed between the last refresh and this commit
-        followed = batch.seen is not None and not done.result.interleaved
-        await catalogue.committed(batch.packs, done.result, followed=followed)
+        # without ``seen``, the driver has not looked for commits of other processes
+        is_checked = batch.seen is not None
+        follows_cursor = is_checked and not done.result.interleaved
+        await catalogue.committed(
+            batch.packs, done.result, follows_cursor=follows_cursor
+        )
         for writer in transaction.packs:
             # not part of the batch: all of its blocks were held already
             if writer not in batch.packs:
@@ -292,10 +300,11 @@ class Committer:
 
         :raises StoreError, OSError, MemoryError: the commit failed.
         """
-        # With a cursor, the driver refuses a batch that other commits made stale: its blocks may be
-        # held by now, or its manifests may name packs that were evicted.
         for _ in range(_STALE_RETRIES):
-            done = await self._attempt(transaction, uses, self._catalogue.cursor)
+            # With a cursor, the driver refuses a batch that other commits made stale: its blocks
+            # may be held by now, or its manifests may name packs that were evicted.
+            cursor = self._catalogue.cursor
+            done = await self._attempt(transaction, uses, cursor)
             if not done.result.stale:
                 return done
             await self._catalogue.refresh()
@@ -313,7 +322,8 @@ class Committer:
         :param uses: ids of packs that were used since the last commit.
         :param seen: ``CommitBatch.seen``.
         """
-        # ``needs``, extended below: packs that must still be held when the batch is written
+        # ``needs``, to which those of the manifests are added: ids of packs that must still be held
+        # when the batch is written
         writers, needs = await self._without_held(transaction.packs)
         pack_of = await self._pack_of(writers, transaction.ends)
         manifests: list[ManifestWrite] = []
@@ -331,8 +341,8 @@ class Committer:
         # what the batch itself writes need not be held before
         needs.difference_update(writer.pack_id for writer in writers)
         batch = CommitBatch(
-            writers,
-            manifests,
+            packs=writers,
+            manifests=manifests,
             touches=uses,
             pins=pins,
             seen=seen,
@@ -346,24 +356,26 @@ class Committer:
         self,
         packs: Iterable[PackWriter],
     ) -> tuple[list[PackWriter], set[bytes]]:
-        """Return the packs to write, which have a block that the store lacks; and the ids of the
-        held packs with the blocks of all others, which need not be written.
+        """Return the packs to write: those with a block that the store lacks. The other packs need
+        not be written: return also the ids of the store's packs that hold their blocks.
 
         :raises StoreError: the key tables could not be read.
         """
-        lacking: list[PackWriter] = []
+        to_write: list[PackWriter] = []
         holding: set[bytes] = set()
         for writer in packs:
-            pack_of: dict[bytes, bytes] = {}
             # Most packs are new: one probe shows that the first block is absent, instead of one
             # probe for each block.
-            if writer.segments[0].keys[0] in self._catalogue.index:
-                pack_of = await self._catalogue.pack_of(writer.keys.unpack())
+            first_key = writer.segments[0].keys[0]
+            if first_key not in self._catalogue.index:
+                to_write.append(writer)
+                continue
+            pack_of = await self._catalogue.pack_of(writer.keys.unpack())
             if len(pack_of) == len(writer.keys):
                 holding.update(pack_of.values())
             else:
-                lacking.append(writer)
-        return lacking, holding
+                to_write.append(writer)
+        return to_write, holding
 
     async def _pack_of(
         self,
@@ -377,14 +389,16 @@ class Committer:
         """
         if not ends:
             return {}
-        added: dict[bytes, bytes] = {}
+        new_pack_of: dict[bytes, bytes] = {}
         for writer in writers:
-            added.update(dict.fromkeys(writer.keys.unpack(), writer.pack_id))
-        keys: dict[bytes, None] = {}
+            new_keys = writer.keys.unpack()
+            new_pack_of.update(dict.fromkeys(new_keys, writer.pack_id))
+        keys: dict[bytes, None] = {}  # an ordered set: many requests share keys
         for end in ends:
             for group in end.group_keys:
                 keys.update(dict.fromkeys(group))
-        return added | await self._catalogue.pack_of(list(keys))
+        held_pack_of = await self._catalogue.pack_of(list(keys))
+        return new_pack_of | held_pack_of
 
 
 def describe_shortage(error: Exception) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from persistkv.errors import StoreError, TenantForgottenError
 from persistkv.memory.rows import ByteArray, StagedBlocks, runs
 from persistkv.memory.scattered import ScatteredBlocks
-from persistkv.storage.backend import CommitBatch, CommitResult
+from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.storage.records import StoreCounters, StoreOptions
@@ -88,8 +88,7 @@ class Deleter:
         held."""
         deleted: set[bytes] = set()
         for _ in range(_MOST_ATTEMPTS):
-            await self._catalogue.refresh()
-            await self._catalogue.repair()
+            await self._refresh()
             packs = await self._catalogue.packs_with(keys)
             # needs_repair: a table could not be read; another process may have replaced its pack
             # during the search, which has then missed the new pack
@@ -124,8 +123,8 @@ class Deleter:
         except StoreError:
             # not an error if another process has replaced the pack, and its bytes are gone: the
             # caller finds the new pack
-            is_held, _ = await self._are_held([pack.pack_id], keys)
-            if is_held:
+            await self._refresh()
+            if await self._may_be_held([pack.pack_id], keys):
                 raise
             return
         writer = None
@@ -158,12 +157,15 @@ class Deleter:
             for first, stop in runs(kept):
                 run_keys = of_frame[first:stop]
                 blocks = await self._read(run_keys, frame.block_bytes)
-                source = StagedBlocks([blocks])
                 depth = frame.depth
                 if depth != UNKNOWN_DEPTH:
                     depth += first
                 segment = Segment(
-                    frame.group, frame.block_bytes, run_keys, source, depth
+                    group=frame.group,
+                    block_bytes=frame.block_bytes,
+                    keys=run_keys,
+                    source=StagedBlocks([blocks]),
+                    depth=depth,
                 )
                 segments.append(segment)
         return segments
@@ -198,62 +200,74 @@ class Deleter:
 
         :param writer: the new pack, with all other blocks of ``packs``; None: there are none.
         """
-        writers = [] if writer is None else [writer]
+        new_packs = [] if writer is None else [writer]
         new_id = b"" if writer is None else writer.pack_id
         replaced = dict.fromkeys([pack.pack_id for pack in packs], new_id)
         for _ in range(_MOST_ATTEMPTS):
-            is_held, position = await self._are_held(replaced, keys)
-            if not is_held:
+            if await self._try_replace(replaced, new_packs, keys, is_checked=True):
                 return
-            # only the last commit deletes the packs; the ones before it write manifests
-            *others, last = await self._manifests_without(replaced, keys)
-            # The commit is stale if another process has deleted one of the packs since
-            # ``position``. Some drivers report it as stale after any commit of another process:
-            # then the next attempt decides.
-            checked = replace(last, seen=position, needs=list(replaced))
-            result = await self._commit_all(others, checked, writers)
-            if not result.stale:
-                return
-        # Without the check, for which the store is too busy. That another process deletes from the
-        # same packs at this moment is unlikely.
-        await self._commit_all(others, last, writers)
+        # Other processes commit too often for the check. That one of them deletes from the same
+        # packs at this moment is unlikely.
+        await self._try_replace(replaced, new_packs, keys, is_checked=False)
 
-    async def _commit_all(
+    async def _try_replace(
         self,
-        others: Sequence[CommitBatch],
-        last: CommitBatch,
-        writers: Sequence[PackWriter],
-    ) -> CommitResult:
-        """Commit batches of manifests in order, and return the result of the last one. The new
-        packs are part of the first one, because the manifests of all batches may name them."""
-        first, *rest = [*others, last]
-        result = await self._commit(replace(first, packs=writers), writers)
-        for batch in rest:
-            result = await self._commit(batch, [])
-        return result
-
-    async def _are_held(
-        self,
-        packs: Iterable[bytes],
+        replaced: Mapping[bytes, bytes],
+        new_packs: Sequence[PackWriter],
         keys: Collection[bytes],
-    ) -> tuple[bool, bytes | None]:
-        """Refresh the index. Return whether the store still holds all these packs, or may hold
-        them, and the position in the change log up to which this is known (None: it is not known).
+        *,
+        is_checked: bool,
+    ) -> bool:
+        """Replace packs as ``_replace`` does. Return True if they are deleted, by this process or
+        another one; False: the check failed, and they may still be held.
 
-        :param packs: ids of packs.
-        :param keys: the keys to delete. Each of the packs holds at least one, so the packs are
-            found by them.
+        :param replaced: as for ``_manifests_without``.
+        :param is_checked: whether the backend refuses to delete the packs if another process has
+            deleted one of them since they were looked up. Some drivers refuse it after any commit
+            of another process.
         """
-        catalogue = self._catalogue
-        await catalogue.refresh()
+        position = await self._refresh()
+        if not await self._may_be_held(replaced, keys):
+            return True
+        batches = await self._manifests_without(replaced, keys)
+        if is_checked:
+            # only the last commit deletes the packs; the ones before it write manifests
+            needs = list(replaced)
+            batches[-1] = replace(batches[-1], seen=position, needs=needs)
+        # the new packs first, because the manifests of all batches may name them
+        batches[0] = replace(batches[0], packs=new_packs)
+        for batch in batches:
+            result = await self._catalogue.commit(batch)
+            if result.stale:
+                return False
+            # False: refresh, which also removes the deleted packs from the index
+            await self._catalogue.committed(batch.packs, result, follows_cursor=False)
+        return True
+
+    async def _refresh(self) -> bytes | None:
+        """Apply the changes of other processes to the index. Return the position in the change log
+        up to which it is complete; None: unknown."""
+        await self._catalogue.refresh()
         # packs whose read failed are out of the index until this decides about them
-        await catalogue.repair()
-        # before the packs are looked up: meanwhile, another task may refresh the index
-        position = catalogue.cursor
-        if catalogue.needs_repair:  # still undecided
-            return True, position
-        held = {pack.pack_id for pack in await catalogue.packs_with(keys)}
-        return held.issuperset(packs), position
+        await self._catalogue.repair()
+        return self._catalogue.cursor
+
+    async def _may_be_held(
+        self,
+        pack_ids: Iterable[bytes],
+        keys: Collection[bytes],
+    ) -> bool:
+        """Return False if the store lacked one of these packs at the last refresh.
+
+        :param keys: the keys to delete. Each of the packs holds at least one, so a search for the
+            keys finds the packs.
+        """
+        if self._catalogue.needs_repair:
+            # undecided: the store may hold packs that the index lacks
+            return True
+        packs = await self._catalogue.packs_with(keys)
+        held = {pack.pack_id for pack in packs}
+        return held.issuperset(pack_ids)
 
     async def _manifests_without(
         self,
@@ -266,8 +280,10 @@ class Deleter:
         A manifest without any key left is not written: it is deleted with the packs, which it still
         names.
 
-        :param replaced: id of each pack → id of the pack with its other blocks; empty: none.
+        :param replaced: id of each pack to delete → id of the new pack with its other blocks; empty
+            bytes: it has no other blocks.
         :param keys: the deleted keys.
+        :returns: at least one.
         """
         catalogue = self._catalogue
         backend = catalogue.backend
@@ -283,16 +299,15 @@ class Deleter:
             requests = [_without(request, keys) for request in named]
             # a manifest names the packs of its keys: those after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
-            # None: do not check whether the commit is stale; ``_replace`` adds this check to the
-            # last commit
-            batch = shortened(requests, pack_of, catalogue.block_bytes, None)
+            # None: without a check for other commits, which ``_try_replace`` adds to the last one
+            batch = shortened(requests, pack_of, catalogue.block_bytes, seen=None)
             batches.append(batch)
-        last = batches.pop() if batches else CommitBatch()
+        if not batches:
+            batches.append(CommitBatch())
         # The packs are listed as ``bad``, although their bytes are good: both ``bad`` and
         # ``deletions`` delete the old manifests that name them. ``deletions`` would also delete the
         # packs that follow in these manifests; ``bad`` keeps them.
-        last = CommitBatch(manifests=last.manifests, pins=last.pins, bad=packs)
-        batches.append(last)
+        batches[-1] = replace(batches[-1], bad=packs)
         return batches
 
     async def _packs_after(
@@ -309,21 +324,6 @@ class Deleter:
             if kept_in:  # empty: the pack is deleted without a replacement
                 pack_of[key] = kept_in
         return pack_of
-
-    async def _commit(
-        self,
-        batch: CommitBatch,
-        writers: Sequence[PackWriter],
-    ) -> CommitResult:
-        """Commit, and apply the result to the index, unless it is stale.
-
-        :raises StoreError: the commit failed.
-        """
-        result = await self._catalogue.commit(batch)
-        if not result.stale:
-            # followed=False: refresh, which also removes the deleted packs from the index
-            await self._catalogue.committed(writers, result, followed=False)
-        return result
 
 
 def _without(request: NamedRequest, keys: Collection[bytes]) -> NamedRequest:

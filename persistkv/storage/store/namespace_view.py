@@ -211,14 +211,13 @@ class NamespaceView:
         :param saves: False: do not save the index.
         """
         self.backend.close()
-        is_whole = (
-            self.backend.capabilities.writable
-            and not self._repair_work.suspects
-            and not self._repair_work.index_lacks
-        )
         file = self._file
         self._file = None
-        if file is not None and is_whole and saves:
+        # a store that is opened for reading only stays as it is
+        is_writable = self.backend.capabilities.writable
+        work = self._repair_work
+        is_whole = not work.suspects and not work.index_lacks
+        if file is not None and saves and is_writable and is_whole:
             file.save(self.index, self.cursor)
         self.index.close()
 
@@ -290,51 +289,59 @@ class NamespaceView:
     def _learn(self, changes: Changes) -> None:
         """Apply changes of the catalogue to the index, and report them."""
         if changes.reset:
-            # the keys of packs that this adds, or that the store held at the opening, go unreported
-            self.report.lost |= self._announced is not None and len(self.index) > 0
-            # those that are still held are in the index again, and a later read decides
-            self._repair_work.suspects.clear()
-            self.index.reload(changes.added, changes.blocks)
-            self._announce_gone()
+            self._reload(changes)
         else:
             self._forget(changes.removed)
             self._add(list(changes.added))
         self.cursor = changes.cursor
 
+    def _reload(self, changes: Changes) -> None:
+        """Replace the content of the index by the whole catalogue, and report the packs that are
+        gone."""
+        if self._announced is not None and len(self.index) > 0:
+            # The keys of new packs are not reported, and those of packs that the store held at the
+            # opening and has lost since are not known.
+            self.report.lost = True
+        # those that are still held are in the index again, and a later read decides
+        self._repair_work.suspects.clear()
+        self.index.reload(changes.added, changes.blocks)
+        self._announce_gone()
+
     def _add(self, tables: Sequence[PackTable]) -> None:
-        """Add new packs to the index, and report their keys."""
+        """Add packs to the index, and report their keys. They are no suspects any more."""
         for table in tables:
-            # no suspect any more: it was written again, or ``_quarantine`` restores it
             self._repair_work.suspects.pop(table.pack_id, None)
-            # only then are full keys needed, which take time to unpack
-            if self._collisions or self._announced is not None:
+            # events and collisions need full keys, which take time to unpack
+            if self._announced is not None or self._collisions:
                 keys = table.keys.unpack()
-                found = [key for key in keys if key in self._collisions]
-                self._set_collisions(found, collided=False)
                 self._announce(table, keys)
+                stored_now = [key for key in keys if key in self._collisions]
+                self._set_collisions(stored_now, collided=False)
         # after the reports, which name only keys that the index lacks
         self.index.add(tables)
 
     def _announce(self, table: PackTable, keys: Sequence[bytes]) -> None:
-        """Report the keys of a pack that the index lacks as stored, if events are enabled."""
-        if self._announced is None or self.index.number_of(table.pack_id):
+        """Report a new pack's keys as stored, except those that other packs hold already; do
+        nothing if events are disabled."""
+        if self._announced is None:
             return
-        self._announced[table.pack_id] = table.keys
-        new_keys = self.index.absent(keys)
-        self.report.add(stored=new_keys)
+        is_new = self.index.number_of(table.pack_id) == 0
+        if is_new:
+            self._announced[table.pack_id] = table.keys
+            absent = self.index.absent(keys)
+            self.report.add(stored=absent)
 
     def _announce_gone(self) -> None:
         """Report the packs as removed that were reported as stored and that the reloaded index
         lacks."""
         if self._announced is None:
             return
-        gone = [
-            pack_id for pack_id in self._announced if not self.index.number_of(pack_id)
-        ]
-        for pack_id in gone:
-            keys = self._announced.pop(pack_id).unpack()
-            absent = self.index.absent(keys)
-            self.report.add(removed=absent)
+        # a copy, because the loop removes entries
+        for pack_id, packed in list(self._announced.items()):
+            if self.index.number_of(pack_id) == 0:
+                del self._announced[pack_id]
+                absent = self.index.absent(packed.unpack())
+                self.report.add(removed=absent)
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and record their keys in ``report``, or that keys are lost.
@@ -343,7 +350,8 @@ class NamespaceView:
             not have it.
         """
         fingerprints: dict[bytes, bytes] = {}
-        removed: list[PackedKeys | None] = []
+        # None: the keys of a pack are not known
+        removed: dict[bytes, PackedKeys | None] = {}
         for pack_id, known in packs.items():
             # ``suspect`` adds its packs again after this call
             self._repair_work.suspects.pop(pack_id, None)
@@ -351,23 +359,30 @@ class NamespaceView:
             if not number:
                 continue
             if isinstance(known, PackTable):
-                removed.append(known.keys)
+                removed[pack_id] = known.keys
                 fingerprints[pack_id] = known.keys.fingerprints
             else:
-                removed.append(self._keys_of(pack_id, number))
+                removed[pack_id] = self._keys_of(pack_id, number)
                 fingerprints[pack_id] = known
         self.index.remove(fingerprints)
+        # after the removal: keys that other packs hold can still be loaded
+        self._announce_removed(removed)
+
+    def _announce_removed(self, removed: Mapping[bytes, PackedKeys | None]) -> None:
+        """Report the keys of removed packs, except those that other packs hold; do nothing if
+        events are disabled.
+
+        :param removed: pack id → its keys; None: they are not known.
+        """
         if self._announced is None:
             return
-        # after the removal: keys that other packs hold can still be loaded
-        for keys in removed:
-            if keys is None:  # unknown
-                self.report.lost = True
-                continue
-            absent = self.index.absent(keys.unpack())
-            self.report.add(removed=absent)
-        for pack_id in fingerprints:
+        for pack_id, keys in removed.items():
             self._announced.pop(pack_id, None)
+            if keys is None:
+                self.report.lost = True
+            else:
+                absent = self.index.absent(keys.unpack())
+                self.report.add(removed=absent)
 
     def _keys_of(self, pack_id: bytes, number: int) -> PackedKeys | None:
         """Return the keys of a pack if they are in memory; None if not.
@@ -422,17 +437,11 @@ class NamespaceView:
         found: list[HeldPack | None] = []
         collided: list[bytes] = []
         for key, pack_ids in zip(keys, candidates, strict=True):
-            all_read = True
-            holder = None
-            for pack_id in pack_ids:
-                pack = packs.get(pack_id)
-                if pack is None:
-                    all_read = False
-                elif holder is None and key in pack.places:
-                    holder = pack
+            holder = _holder(key, pack_ids, packs)
             found.append(holder)
-            # a pack whose table could not be read may hold it
-            if holder is None and all_read:
+            # a pack whose table could not be read may hold the key
+            are_all_read = packs.keys() >= set(pack_ids)
+            if holder is None and are_all_read:
                 collided.append(key)
         self._set_collisions(collided, collided=True)
         return found
@@ -516,20 +525,23 @@ class NamespaceView:
         await self.refresh_or_log()
         unchanged: list[bytes] = []
         for pack_id, number in packs.items():
-            # another number: the pack was removed and added again since the lookup
-            if number and self.index.number_of(pack_id) == number:
+            # another number: the pack was removed, and perhaps added again, since the lookup
+            if self.index.number_of(pack_id) == number:
                 unchanged.append(pack_id)
         if not unchanged:
             return
         read = partial(self.backend.tables, self.namespace, unchanged)
-        # if the medium fails, a later lookup finds them again
-        with suppress(StoreError):
+        try:
             tables = await self.call(read)
-            readable = {table.pack_id for table in tables}
-            damaged = [pack_id for pack_id in unchanged if pack_id not in readable]
-            self._repair_work.index_lacks = True
-            # empty: their fingerprints are not known, so the index searches all its slots
-            self._forget(dict.fromkeys(damaged, b""))
+        except StoreError:
+            # a later lookup finds them again
+            return
+        readable = {table.pack_id for table in tables}
+        unreadable = [pack_id for pack_id in unchanged if pack_id not in readable]
+        # the store may still hold them, so ``close`` does not save the index
+        self._repair_work.index_lacks = True
+        # empty: their fingerprints are not known, so the index searches all its slots
+        self._forget(dict.fromkeys(unreadable, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
         """Remember, or forget, that keys collide: other keys with their fingerprints are held, but
@@ -541,52 +553,49 @@ class NamespaceView:
 
     async def committed(
         self,
-        writers: Sequence[NewPack],
+        packs: Sequence[NewPack],
         result: CommitResult,
         *,
-        followed: bool,
+        follows_cursor: bool,
     ) -> None:
         """Apply the result of this store's own commit of these packs to the index, the counters and
         the report.
 
-        :param followed: whether it is certain that no other process committed between the last
-            refresh and this commit. If not, this method refreshes.
+        :param follows_cursor: whether it is certain that no other process committed between
+            ``cursor`` and this commit. If not, this method refreshes.
         """
         try:
             with self._changing_index():
-                followed = self._apply_commit(writers, result, followed=followed)
+                is_complete = self._apply_commit(packs, result, follows_cursor)
         except StoreError as error:
             self.log_failure(error)
             return
-        if not followed:
+        if not is_complete:
             await self.refresh_or_log()
 
     def _apply_commit(
         self,
-        writers: Sequence[NewPack],
+        packs: Sequence[NewPack],
         result: CommitResult,
-        *,
-        followed: bool,
+        follows_cursor: bool,
     ) -> bool:
-        """Apply the result of a commit, see ``committed``; return whether the index is complete
-        without a refresh."""
+        """Apply the result of a commit; return whether the index is complete without a refresh.
+        Parameters as in ``committed``."""
         self._counters.commits += 1
         # not written: the backend held the pack already, while the index may lack it
-        unknown = not all(writer.written for writer in writers)
+        are_all_written = all(pack.written for pack in packs)
         # before the index changes: if that fails, ``_changing_index`` sets the cursor to None
-        if followed and not unknown:
-            self.cursor = result.cursor
-        for writer in writers:
-            if writer.written:
-                self._add_written(writer.table)
+        if follows_cursor:
+            # None: no change after the cursor names the pack that was not written, so the refresh
+            # must read the whole catalogue
+            self.cursor = result.cursor if are_all_written else None
+        for pack in packs:
+            if pack.written:
+                self._add_written(pack.table)
             else:
-                self._counters.held_blocks += len(writer.keys)
+                self._counters.held_blocks += len(pack.keys)
         self._forget_evicted(result)
-        if unknown and followed:
-            # no change after the cursor names the pack, so the next refresh must read the whole
-            # catalogue
-            self.cursor = None
-        return followed and not unknown
+        return follows_cursor and are_all_written
 
     def _add_written(self, table: PackTable) -> None:
         """Add and count a pack that this store wrote."""
@@ -617,12 +626,11 @@ class NamespaceView:
         :param bad_frames: number of frames of each pack, by id, that did not verify. ``repair``
             counts them if the store still holds the pack.
         """
-        # another number: removed, and perhaps added again, since the read
-        bad = {
-            pack.pack_id: pack.table
-            for pack in packs
-            if self.index.number_of(pack.pack_id) == pack.number
-        }
+        bad: dict[bytes, PackTable] = {}
+        for pack in packs:
+            # another number: the pack was removed, and perhaps added again, since the read
+            if self.index.number_of(pack.pack_id) == pack.number:
+                bad[pack.pack_id] = pack.table
         self._forget(bad)
         for pack_id, table in bad.items():
             suspect = _Suspect(table, bad_frames.get(pack_id, 0))
@@ -634,8 +642,9 @@ class NamespaceView:
         the store is writable. Manifests that name them are shortened to the part before.
 
         If the refresh fails, all of them are restored to the index: a later read decides. If a
-        deletion fails, they stay out of the index.
+        deletion fails, or other processes commit during each attempt, they stay out of the index.
         """
+        # first: a read that fails meanwhile sets it again
         self._repair_work.undecided = False
         suspects = self._repair_work.suspects
         for _ in range(_QUARANTINE_ATTEMPTS):
@@ -646,17 +655,21 @@ class NamespaceView:
                 self.log_failure(error)
                 self._add([suspect.table for suspect in suspects.values()])
                 return
-            # those that are still suspects are still held, so their frames are damaged; counted
-            # once, also if this is repeated
-            for pack_id, suspect in suspects.items():
-                self._counters.verification_failures += suspect.bad_frames
-                suspects[pack_id] = suspect._replace(bad_frames=0)
+            self._count_bad_frames()
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
                 return
-            # False: another process has committed meanwhile, so the next attempt refreshes
-            if await self._delete(bad):
+            is_decided = await self._delete(bad)
+            if is_decided:
                 return
+
+    def _count_bad_frames(self) -> None:
+        """Count the bad frames of the suspects, each once. The packs are still held, so these
+        frames are damaged, and not those of another pack."""
+        suspects = self._repair_work.suspects
+        for pack_id, suspect in suspects.items():
+            self._counters.verification_failures += suspect.bad_frames
+            suspects[pack_id] = suspect._replace(bad_frames=0)
 
     async def _delete(self, bad: Sequence[bytes]) -> bool:
         """Delete packs, and apply the deletion to the index.
@@ -691,29 +704,34 @@ class NamespaceView:
         return True
 
     async def _shorten(self, bad: Sequence[bytes]) -> CommitBatch | None:
-        """Shorten the manifests that name these packs, in commits of ``SHORTENED_AT_ONCE``
-        manifests. Return the last commit, which the caller must execute; None if another process
-        has committed since the last refresh.
+        """Shorten the manifests that name these packs, in commits of at most ``SHORTENED_AT_ONCE``
+        manifests. The last commit is not executed but returned, so that the caller can delete the
+        packs with it. Return None if another process has committed since the last refresh.
         """
+        queries = await self.call(partial(self.backend.catalogue, self.namespace))
+        # manifests without their keys, which are read with each batch
+        heads = await self.call(partial(queries.manifests_naming, bad))
         batch = CommitBatch()
-        backend = self.backend
-        catalogue = await self.call(partial(backend.catalogue, self.namespace))
-        # manifests without their keys, which are read below, some at a time
-        heads = await self.call(partial(catalogue.manifests_naming, bad))
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
-            # the batch of the round before, because the last one is left to the caller
+            # the batch of the round before: it is not the last one
             if batch.manifests:
                 result = await self.commit(batch)
                 if result.stale:
                     return None
-                # moves ``cursor``, which the next commit names as ``seen``, behind this one
-                await self.committed([], result, followed=True)
-            some = heads[start : start + SHORTENED_AT_ONCE]
-            read = partial(read_requests, backend, self.namespace, some)
-            requests = await self.call(read)
-            pack_of = await self.pack_of(keys_of_requests(requests))
-            batch = shortened(requests, pack_of, self.block_bytes, self.cursor)
+                # moves ``cursor`` behind this commit, so that it does not make the next one stale
+                await self.committed([], result, follows_cursor=True)
+            batch = await self._shortened_batch(
+                heads[start : start + SHORTENED_AT_ONCE]
+            )
         return batch
+
+    async def _shortened_batch(self, heads: Sequence[RequestManifest]) -> CommitBatch:
+        """Return the commit that shortens these manifests to the part before the bad packs, which
+        the index lacks."""
+        read = partial(read_requests, self.backend, self.namespace, heads)
+        requests = await self.call(read)
+        pack_of = await self.pack_of(keys_of_requests(requests))
+        return shortened(requests, pack_of, self.block_bytes, self.cursor)
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return the ids of packs that hold these keys, without keys that are not held. Raises as
@@ -726,6 +744,19 @@ class NamespaceView:
             if pack is not None:
                 found[key] = pack.pack_id
         return found
+
+
+def _holder(
+    key: bytes,
+    pack_ids: Iterable[bytes],
+    packs: Mapping[bytes, HeldPack],
+) -> HeldPack | None:
+    """Return the first of some packs that holds a key; None: of those in ``packs``, none does."""
+    for pack_id in pack_ids:
+        pack = packs.get(pack_id)
+        if pack is not None and key in pack.places:
+            return pack
+    return None
 
 
 def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
@@ -874,6 +905,7 @@ def shortened(
     be too high.
 
     :param pack_of: as for ``make_manifest``, without the keys of bad packs.
+    :param seen: ``CommitBatch.seen``.
     """
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []

@@ -126,8 +126,8 @@ class SharedBackend(Backend):
         self._thread: threading.Thread | None = None
         """Does background work; None: the caller calls ``step``."""
         try:
-            # The argument, which commands pass. An engine with the option ``read_only`` starts also
-            # if the medium does not answer (rule 3).
+            # The argument, not the option ``read_only``: a command, which passes the argument,
+            # fails at once if the medium does not answer. An engine starts all the same.
             self._open_policy(must_answer=read_only)
         except BaseException:
             self.close()
@@ -231,26 +231,28 @@ class SharedBackend(Backend):
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
-        found: list[PackTable] = []
-        skipped: Counter[str] = Counter()
-        namespaces = 0
+        tables: list[PackTable] = []
+        skipped: Counter[str] = Counter()  # reason → number of blobs
+        num_namespaces = 0
         for namespace in self.namespaces():
-            # packs that are committed again, and blobs that are not (reason → number)
-            tables, ignored = self._open(namespace.id).rebuild(progress)
-            found += tables
-            skipped += ignored
-            namespaces += bool(tables)
-        if not found and not skipped:
+            opened = self._open(namespace.id)
+            committed, skipped_here = opened.rebuild(progress)
+            tables += committed
+            skipped += skipped_here
+            if committed:
+                num_namespaces += 1
+        if not tables and not skipped:
             return None
-        blocks = sum(len(table.keys) for table in found)
-        stored_bytes = sum(table.payload_length for table in found)
-        read_bytes = sum(len(table.encode()) for table in found)
+        blocks = sum(len(table.keys) for table in tables)
+        stored_bytes = sum(table.payload_length for table in tables)
+        # of the blobs, only the tables are read
+        table_bytes = sum(len(table.encode()) for table in tables)
         return Rebuilt(
-            packs=len(found),
+            packs=len(tables),
             blocks=blocks,
-            namespaces=namespaces,
+            namespaces=num_namespaces,
             stored_bytes=stored_bytes,
-            read_bytes=read_bytes,
+            read_bytes=table_bytes,
             skipped=skipped,
             capacity=self._policy.current().capacity,
             damaged=None,
@@ -330,12 +332,13 @@ class SharedBackend(Backend):
 
         :raises StoreError: the medium failed; or the handle is read-only and there is no store.
         """
-        if not self._policy.refresh():
+        is_other_store = self._policy.refresh()
+        if not is_other_store:
             return
-        # the new store lacks the identities of the namespaces that the engine uses
         with self._lock:
-            for name in self._opened.begin_anew():
-                namespace = self._identities.known(name)
+            for namespace_id in self._opened.begin_anew():
+                # known from the store before; the new one lacks it
+                namespace = self._identities.known(namespace_id)
                 if namespace is not None:
                     self._identities.add(namespace, writes=not self._read_only)
 
@@ -384,11 +387,8 @@ class SharedBackend(Backend):
         if length > _MOST_IDENTITY_BYTES:
             expected = f"{_MOST_IDENTITY_BYTES} bytes at most"
             raise ConfigurationError("identity", f"{length} bytes", expected)
-        # The engine starts all the same. The namespace is opened, and its identity is written, when
-        # the medium answers.
         if not self._policy.has_answered():
-            known = self._identities.known(identity.digest)
-            return self._add_identity(identity) if known is None else known
+            return self._open_later(identity)
         found = self._find_namespace(identity.digest)
         if found is None:
             found = self._add_identity(identity)
@@ -398,30 +398,42 @@ class SharedBackend(Backend):
         self._open(found.id)
         return found
 
-    def _find_namespace(self, name: bytes) -> Namespace | None:
+    def _open_later(self, identity: Identity) -> Namespace:
+        """Return the namespace of an identity for an engine that starts before the medium has
+        answered. It is opened, and its identity is written, when the medium answers."""
+        known = self._identities.known(identity.digest)
+        if known is not None:
+            return known
+        return self._add_identity(identity)
+
+    def _find_namespace(self, namespace_id: bytes) -> Namespace | None:
         """Return a namespace of the store; None: it must be added.
 
         :raises StoreError: the medium failed; or the handle is read-only and there is none.
         """
         try:
-            found = self._identities.find(name)
+            found = self._identities.find(namespace_id)
         except UnavailableError:
             if self._read_only:
                 raise
+            # As if it were new. If the store holds it, its identity is written again, unchanged.
             return None
         if found is None and self._read_only:
-            text = f"{self._place} holds no namespace {name.hex()}: open read-only"
+            text = (
+                f"{self._place} holds no namespace {namespace_id.hex()}: open read-only"
+            )
             raise StoreUnavailableError(text)
         return found
 
     def _add_identity(self, identity: Identity) -> Namespace:
         """Add a namespace that begins now; ``Identities.write_new`` makes it durable."""
+        # the machine's time until the medium has told its own
         created = self._medium.time.now() or self._medium.clock.wall()
         namespace = Namespace(identity, created)
         self._identities.add(namespace, writes=not self._read_only)
         return namespace
 
-    def _open(self, name: bytes) -> SharedNamespace:
+    def _open(self, namespace_id: bytes) -> SharedNamespace:
         """Return a namespace; the first call opens it. Its index may be read later, if the medium
         does not answer.
 
@@ -429,11 +441,12 @@ class SharedBackend(Backend):
         """
         self._check_open()
         with self._lock:
-            opened = self._opened.find(name)
+            opened = self._opened.find(namespace_id)
             if opened is None:
-                if self._identities.find(name) is None:
-                    raise StoreError(f"{self._place} holds no namespace {name.hex()}")
-                opened = self._opened.open(name)
+                if self._identities.find(namespace_id) is None:
+                    text = f"{self._place} holds no namespace {namespace_id.hex()}"
+                    raise StoreError(text)
+                opened = self._opened.open(namespace_id)
         if not opened.is_open:
             with suppress(UnavailableError):
                 opened.open()
@@ -498,23 +511,23 @@ class SharedBackend(Backend):
         """
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
-        self._medium.records.refuse(batch)
+        self._medium.records.refuse_forgotten(batch)
         # durable before the content that needs them: data keys of tenants, and the identity
-        lacking = self.seal.lacking(tenants_of(batch))
-        if lacking:
-            self._medium.keys.make(lacking)
+        tenants_without_key = self.seal.lacking(tenants_of(batch))
+        if tenants_without_key:
+            self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
         opened = self._open(namespace)
+        # requests of other engines may name the deleted packs
         deletes = batch.deletions or batch.bad or batch.manifest_deletions
-        if deletes or not self._options.refresh_s:
-            # requests of other engines may name the deleted packs
+        if deletes or self._options.always_refreshes:
             opened = self._refreshed(namespace)
         try:
             result = opened.commit(batch)
         except CorruptPackError:
-            # The data key of a tenant may have been dropped while it sealed a pack: then ``refuse``
+            # The data key of a tenant may have been dropped while it sealed a pack: then this
             # raises the error that tells so.
-            self._medium.records.refuse(batch)
+            self._medium.records.refuse_forgotten(batch)
             raise
         # the thread plans the merge of this commit
         self._wake.set()
@@ -524,9 +537,10 @@ class SharedBackend(Backend):
         """Return the changes of a namespace after a cursor (``Backend.changes``); nothing before
         the medium has answered."""
         self._check_open()
-        is_answered = self._policy.has_answered()
-        # an engine that starts without the medium begins with an empty index
-        if not is_answered and self._identities.known(namespace) is not None:
+        # An engine that starts without the medium begins with an empty index. Below, a namespace
+        # that it has not opened raises.
+        is_opened = self._identities.known(namespace) is not None
+        if not self._policy.has_answered() and is_opened:
             return Changes(EMPTY_CURSOR, [], reset=True)
         return super().changes(namespace, cursor)
 
@@ -574,13 +588,17 @@ class SharedBackend(Backend):
         tenants with a quota and without content."""
         found: dict[str, TenantTotals] = {}
         for namespace in self.namespaces():
-            for part in self._fresh(namespace.id).replica.tenants():
+            replica = self._fresh(namespace.id).replica
+            for part in replica.tenants():
                 new = TenantTotals(part.tenant)
                 whole = found.setdefault(part.tenant, new)
                 whole.packs += part.packs
                 whole.stored_bytes += part.stored_bytes
-        for tenant, quota in self._policy.current().quotas.items():
-            found.setdefault(tenant, TenantTotals(tenant)).quota = quota
+        quotas = self._policy.current().quotas
+        for tenant, quota in quotas.items():
+            new = TenantTotals(tenant)
+            whole = found.setdefault(tenant, new)
+            whole.quota = quota
         return [found[tenant] for tenant in sorted(found)]
 
     def rotate_key(self, key: StoreKey) -> None:
@@ -600,13 +618,14 @@ class SharedBackend(Backend):
 
     def _fresh(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace for a query, after a refresh if the option ``refresh`` is 0."""
-        if self._options.refresh_s:
-            return self._open(namespace)
-        return self._refreshed(namespace)
+        if self._options.always_refreshes:
+            return self._refreshed(namespace)
+        return self._open(namespace)
 
     def _refreshed(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace after reading everything that is durable now."""
         self._refresh_policy()
+        # a store that has answered only now, or that was replaced, may lack the identity
         self._identities.write_new()
         opened = self._open(namespace)
         opened.refresh()
@@ -616,10 +635,11 @@ class SharedBackend(Backend):
         """Return a namespace. If the option ``refresh`` is 0, search the store for packs that are
         not known."""
         opened = self._open(namespace)
-        if self._options.refresh_s:
+        if not self._options.always_refreshes:
             return opened
         wanted = set(pack_ids)
-        if len(opened.replica.blobs(wanted)) == len(wanted):
+        known = opened.replica.blobs(wanted)
+        if len(known) == len(wanted):
             return opened
         return self._refreshed(namespace)
 

@@ -45,11 +45,11 @@ class Calls:
         All calls have ended when it returns or raises the error of the first thing whose call
         failed. KeyboardInterrupt is raised at once: queued calls never start.
         """
-        todo = list(things)
-        if self._pool is None or len(todo) <= 1:
-            return [call(thing) for thing in todo]
+        arguments = list(things)
         pool = self._pool
-        futures = [pool.submit(call, thing) for thing in todo]
+        if pool is None or len(arguments) <= 1:
+            return [call(argument) for argument in arguments]
+        futures = [pool.submit(call, argument) for argument in arguments]
         try:
             wait(futures)  # no call uses the caller's memory after the return
         finally:
@@ -66,7 +66,8 @@ class Calls:
         """Yield each thing with the result of ``call``, in order. The results of ``connections``
         things at a time are in memory."""
         for start in range(0, len(things), self._connections):
-            some = things[start : start + self._connections]
+            end = start + self._connections
+            some = things[start:end]
             results = self.all(call, some)
             yield from zip(some, results, strict=True)
 
@@ -178,18 +179,21 @@ class Medium:
             return that one. A single list is no snapshot: it may lack an object that was deleted
             meanwhile, and also the newer object that includes it. If blobs are deleted between all
             lists, return what any of them has shown: readers skip missing blobs.
+        :returns: by ascending name.
         """
         found = self._list(prefix)
         if not stable:
             return list(found.values())
-        shown = dict(found)
+        all_shown = dict(found)
         for _ in range(_MOST_LISTS - 1):
-            before = found.keys()
+            names_before = found.keys()
             found = self._list(prefix)
-            if found.keys() >= before:
+            is_stable = found.keys() >= names_before
+            if is_stable:
                 return list(found.values())
-            shown.update(found)
-        return sorted(shown.values())
+            all_shown.update(found)
+        # the names of several lists, in order again
+        return sorted(all_shown.values())
 
     def _list(self, prefix: str) -> dict[str, BlobInfo]:
         """Return the blobs of one list by name, and learn the medium's time from the newest one."""

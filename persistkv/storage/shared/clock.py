@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 ROUNDING_S = 1.0  # media may round their times to a second
 AGREEING_S = 3600.0  # clocks that differ by less agree
@@ -34,6 +35,15 @@ class Clock:
         return threading.RLock()
 
 
+class _ReplyTime(NamedTuple):
+    """Time of the medium in a reply."""
+
+    server_time: float
+    """Seconds since the epoch, on the medium's clock."""
+    arrived_at: float
+    """Monotonic time of the reply's arrival."""
+
+
 class ServerTime:
     """The medium's clock, as its replies have shown it. Thread-safe.
 
@@ -43,10 +53,10 @@ class ServerTime:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: tuple[float, float] | None = None
-        """(time in the newest reply, monotonic time of its arrival); None: no reply yet."""
-        self._confirmed: tuple[float, float] | None = None
-        """The same of the latest time that agreed with the machine's clock when it arrived."""
+        self._newest: _ReplyTime | None = None
+        """Of the newest reply; None: no reply yet."""
+        self._confirmed: _ReplyTime | None = None
+        """The latest time that agreed with the machine's clock when it arrived; None: none yet."""
 
     def learn(self, server_time: float) -> None:
         """Record a time that the medium has reported in the reply to a call that has just
@@ -55,15 +65,21 @@ class ServerTime:
         # the reply is probably rounded down: the estimate is more exact
         if server_time < estimate <= server_time + ROUNDING_S:
             server_time = estimate
-        self._seen = (server_time, self._clock.monotonic())
-        self._confirm(server_time)
+        self._newest = _ReplyTime(server_time, self._clock.monotonic())
+        self._note_confirmed(server_time)
 
-    def _confirm(self, server_time: float) -> None:
-        """Remember the latest time that the medium has shown and that the machine's clock
-        confirms."""
-        agrees = abs(server_time - self._clock.wall()) < AGREEING_S
-        if agrees and server_time > self._extrapolate(self._confirmed):
-            self._confirmed = (server_time, self._clock.monotonic())
+    def _note_confirmed(self, server_time: float) -> None:
+        """Remember a time of the medium if the machine's clock confirms it, and if it is later than
+        the confirmed ones before."""
+        if not self._is_confirmed(server_time):
+            return
+        if server_time > self._extrapolate(self._confirmed):
+            self._confirmed = _ReplyTime(server_time, self._clock.monotonic())
+
+    def _is_confirmed(self, server_time: float) -> bool:
+        """Return whether the machine's clock agrees with a time of the medium at present."""
+        difference_s = abs(server_time - self._clock.wall())
+        return difference_s < AGREEING_S
 
     def learn_least(self, server_time: float) -> None:
         """Record a time that has passed on the medium's clock: that of a blob in a list. It is the
@@ -71,12 +87,13 @@ class ServerTime:
         if server_time > self.now():
             self.learn(server_time)
         else:
-            # the estimate may be wrong and ahead
-            self._confirm(server_time)
+            # A wrong reply may have put the estimate far ahead. This time may be right: then the
+            # machine's clock confirms it.
+            self._note_confirmed(server_time)
 
     def now(self) -> float:
         """Return the medium's time in seconds since the epoch; 0 if it has never told it."""
-        return self._extrapolate(self._seen)
+        return self._extrapolate(self._newest)
 
     def time_of_use(self) -> float:
         """Return the time of a use at present: that of the medium, or a later one that it has shown
@@ -86,14 +103,14 @@ class ServerTime:
         its clock is right again. Readers limit a time that is too late to that of the object that
         carries it.
         """
-        now, confirmed = self.now(), self._extrapolate(self._confirmed)
-        if abs(confirmed - self._clock.wall()) < AGREEING_S:
+        now = self.now()
+        confirmed = self._extrapolate(self._confirmed)
+        if self._is_confirmed(confirmed):
             return max(now, confirmed)
         return now
 
-    def _extrapolate(self, seen: tuple[float, float] | None) -> float:
-        """Return a time that was seen plus the seconds since its arrival; 0 for None."""
-        if seen is None:
+    def _extrapolate(self, reply: _ReplyTime | None) -> float:
+        """Return the time in a reply plus the seconds since its arrival; 0 for None."""
+        if reply is None:
             return 0.0
-        server_time, arrived = seen
-        return server_time + self._clock.monotonic() - arrived
+        return reply.server_time + self._clock.monotonic() - reply.arrived_at

@@ -184,8 +184,8 @@ class Delta(ArrayStruct, frozen=True):
         return not any(content)
 
     def clamped(self, latest: float) -> Delta:
-        """Return the delta with all times limited to that of the object that carries it. A writer
-        with a wrong clock can then not make its packs older or younger than they are.
+        """Return the delta without times after ``latest``, the time of the object that carries it.
+        Otherwise, packs of a writer whose clock is ahead would be evicted last.
         """
         return msgspec.structs.replace(
             self,
@@ -201,7 +201,7 @@ Timed = TypeVar("Timed", PackEntry, UseEntry, Tombstone, ManifestEntry, Dropped)
 
 
 def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
-    """Return entries with their times limited to ``latest``."""
+    """Return entries with times of ``latest`` at most."""
     found: list[Timed] = []
     for entry in entries:
         time = min(entry.time, latest)
@@ -343,11 +343,14 @@ _LATEST = msgspec.msgpack.Decoder(Latest)
 
 def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | None:
     """Return the bytes in the name of a blob below a prefix; None: it is another name."""
-    found = pattern.fullmatch(blob.removeprefix(prefix))
-    if found is None or not blob.startswith(prefix):
+    if not blob.startswith(prefix):
         return None
-    # of a pack's name, both groups: pack id and nonce
-    return bytes.fromhex("".join(found.groups()))
+    found = pattern.fullmatch(blob, len(prefix))
+    if found is None:
+        return None
+    # one part; in the name of a pack, two: pack id and nonce
+    hex_parts = found.groups()
+    return bytes.fromhex("".join(hex_parts))
 
 
 @lru_cache(maxsize=4096)  # ``latest`` names the same objects many times

@@ -104,7 +104,7 @@ class Inbox:
         # checks the machine's clocks; ``_publish`` also checks the medium's.
         self._check_age(start, start.medium)
         # the tenant may have been forgotten during the upload
-        self._medium.records.refuse(batch)
+        self._medium.records.refuse_forgotten(batch)
         # the start may lack the medium's time, which replies to the uploads have told since
         first = min(start.medium, upload.first)
         start = start._replace(medium=first)

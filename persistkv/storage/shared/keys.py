@@ -79,9 +79,10 @@ class StoreKeys:
         """Held by a thread that changes ``_keyring``. Reentrant."""
         self._reloaded_at = -math.inf
         """Monotonic time of the last search for data keys of the store itself."""
-        self._records = KeySeal(self._known)
-        """Seals and opens the blobs of tenants' data keys, in other threads, while a caller may
-        hold ``_lock``. ``seal`` would wait for that lock when it meets an unknown key."""
+        self._tenant_key_seal = KeySeal(self._known)
+        """Seals and opens the blobs of tenants' data keys. Threads use it while their caller holds
+        ``_lock``, so it must not search for unknown keys as ``seal`` does, which takes that
+        lock."""
         self.seal: Seal = PLAIN
         """Seal of the store; before ``open``, it raises."""
         if key is not None:
@@ -101,20 +102,23 @@ class StoreKeys:
         return PLAIN_NAME if self._key is None else self._known().id
 
     def open(self, *, creates: bool) -> bool:
-        """Read the data keys of the store, unless they are known; return whether there are any.
+        """Read the data keys of the store, unless they are known; return whether there are any. A
+        store without a key needs none: return True.
 
         :param creates: make them if there are none.
         :raises ConfigurationError: another key has replaced this one.
         :raises CorruptStoreError: content is there whose keys are missing, or a key is damaged.
         :raises StoreError: the medium failed.
         """
-        if self._key is None or self._keyring is not None:
+        if self._key is None:
+            return True
+        if self._keyring is not None:
             return True
         with self._lock:
             wrapped = self._read(self._key)
             if not wrapped and creates:
                 self._create(self._key)
-                # engines that create the store at once use the data keys of all of them
+                # again: of engines that create the store at once, each uses the keys of all
                 wrapped = self._read(self._key)
             if not wrapped:
                 return False
@@ -183,13 +187,13 @@ class StoreKeys:
         if self._key is None:
             return {}
         with self._lock:
-            infos = self._add_listed()
+            listed_blobs = self._add_listed()
             known = self._known()
-        # without destroyed ones, which a handle never knows (rule 7)
+        # a handle never knows destroyed keys, so these are left out
         own = {key.id for key in known.of_tenants() if key.tenant == tenant}
-        return {key_id: info for key_id, info in infos.items() if key_id in own}
+        return {key_id: info for key_id, info in listed_blobs.items() if key_id in own}
 
-    def destroyed(self) -> set[bytes]:
+    def undeleted(self) -> set[bytes]:
         """Return the ids of the destroyed data keys whose blobs are in the store: they are not
         deleted yet, or a late request has written them again.
 
@@ -197,7 +201,8 @@ class StoreKeys:
         """
         if self._key is None:
             return set()
-        return self._listed().keys() & self._medium.records.forgotten.keys
+        listed_blobs = self._listed()
+        return listed_blobs.keys() & self._medium.records.forgotten.keys
 
     def destroy(self, key_ids: Collection[bytes]) -> Sequence[str]:
         """Delete data keys of tenants for good; return what the medium keeps of them
@@ -222,10 +227,10 @@ class StoreKeys:
 
     def _add_listed(self) -> dict[bytes, BlobInfo]:
         """Add the data keys of all tenants in the store; return what ``_listed`` returns."""
-        infos = self._listed()
-        unknown = infos.keys() - self._known().keys.keys()
+        listed_blobs = self._listed()
+        unknown = listed_blobs.keys() - self._known().keys.keys()
         self._add(self._names.tenant(key_id) for key_id in sorted(unknown))
-        return infos
+        return listed_blobs
 
     def are_complete(self) -> bool:
         """Return whether this handle knows all data keys of the store itself, which seal its index
@@ -271,28 +276,42 @@ class StoreKeys:
                 "new key", key.id, "another key than the present one"
             )
         # from the medium: another operator may have replaced the key since this handle was opened
-        keyring = self._unwrapped(self._key, self._read(self._key))
+        wrapped = self._read(self._key)
+        keyring = self._unwrapped(self._key, wrapped)
+        self._wrap(keyring, key)
+        self._mark_replaced(self._key, key)
+        # Engines may have made keys for the old store key meanwhile. This list, after the blob
+        # ``replaced``, shows them: an engine that makes keys later sees the blob and does not use
+        # them.
+        old_blobs = self._blobs(self._key.id)
+        present = _joined(old_blobs)
+        has_late_keys = any(entry.id not in keyring.keys for entry in present)
+        if has_late_keys:
+            complete = self._unwrapped(self._key, present)
+            self._write(key, complete)
+        # last: while one is left, a rotation that was killed can be repeated with the old key
+        self._medium.blobs.delete(list(old_blobs))
+
+    def _wrap(self, keyring: Keyring, key: StoreKey) -> None:
+        """Write the data keys of the store, wrapped with another store key.
+
+        :raises ConfigurationError: that key has content of its own. Nothing was changed.
+        """
         self._refuse_content(key, keyring)
         written = self._write(key, keyring)
         try:
-            # again: an engine may have created a store with the other key meanwhile
+            # again: an engine may have created a store with that key meanwhile
             self._refuse_content(key, keyring)
         except ConfigurationError:
             self._medium.blobs.delete([written])
             raise
 
-        # In a rotation back, the new key was replaced itself: without that blob, it opens the store
-        # again. It has all data keys now, so one of the two keys opens the store at any time.
-        self._medium.blobs.delete([_blob(key.id, _REPLACED)])
-        self._medium.put(_blob(self._key.id, _REPLACED), [key.id.encode()])
-        # After the blob ``replaced``: an engine that makes keys for the old store key either shows
-        # them in this list, or sees that blob and does not use them.
-        old_blobs = self._blobs(self._key.id)
-        wrapped = _joined(old_blobs)
-        if any(entry.id not in keyring.keys for entry in wrapped):
-            self._write(key, self._unwrapped(self._key, wrapped))
-        # last: while one is left, a rotation that was killed can be repeated with the old key
-        self._medium.blobs.delete(list(old_blobs))
+    def _mark_replaced(self, old: StoreKey, new: StoreKey) -> None:
+        """Record that one store key has replaced another. Both have all data keys, so that one of
+        them opens the store at any time."""
+        # in a rotation back, the new key was replaced itself: now it opens the store again
+        self._medium.blobs.delete([_blob(new.id, _REPLACED)])
+        self._medium.put(_blob(old.id, _REPLACED), [new.id.encode()])
 
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
         """Raise a ConfigurationError if a new key has a store of its own on this medium: it wraps
@@ -330,22 +349,36 @@ class StoreKeys:
         which takes one read, then, at most once a minute, among the keys of the store itself."""
         name = self._names.tenant(key_id)
         self._add([name])
+        if self._key is None or key_id in self._known().keys:
+            return
         now = self._medium.clock.monotonic()
-        is_found = key_id in self._known().keys
-        if is_found or self._key is None or now < self._reloaded_at + _RELOAD_S:
+        if now < self._reloaded_at + _RELOAD_S:
             return
         self._reloaded_at = now
-        wrapped = _joined(self._blobs(self._key.id))
-        # After a rotation, engines make no data keys under the old store key. A blob that is there
-        # was left by a killed rotation, or came late and must not be used (rule 4).
-        if not wrapped or self._successor(self._key.id):
-            return
-        present = self._unwrapped(self._key, wrapped)
-        if present.of_store() != self._known().of_store():
-            # Another store may be in the place of a deleted one: the keys of tenants that were
-            # known do not belong to it, and are read again when they are needed.
-            self._keyring = present
+        has_changed = self._read_again(self._key)
+        if has_changed:
+            # another key of the store may open it
             self._add([name])
+
+    def _read_again(self, key: StoreKey) -> bool:
+        """Read the data keys of the store itself again; return whether they have changed. The
+        caller holds ``_lock``."""
+        wrapped = _joined(self._blobs(key.id))
+        if not wrapped:
+            return False
+        # After a rotation, engines make no data keys under the old store key. A blob that is there
+        # was left by a killed rotation; or it came late, and the new store key cannot read what its
+        # keys seal.
+        is_replaced = bool(self._successor(key.id))
+        if is_replaced:
+            return False
+        present = self._unwrapped(key, wrapped)
+        if present.of_store() == self._known().of_store():
+            return False
+        # Without the keys of tenants: another store may be in the place of a deleted one. They are
+        # read again when they are needed.
+        self._keyring = present
+        return True
 
     def _add(self, names: Iterable[str]) -> None:
         """Read the data keys of tenants in blobs, and add them to the known ones. Missing, damaged
@@ -363,17 +396,18 @@ class StoreKeys:
             return None
         try:
             record = self._medium.whole(name, MAX_SMALL_BYTES)
-            return self._records.opened_key(key_id, record)
+            return self._tenant_key_seal.opened_key(key_id, record)
         except (BlobMissingError, CorruptPackError):
             return None
 
     def _put_tenant(self, key: DataKey) -> None:
         name = self._names.tenant(key.id)
-        self._medium.put(name, [self._records.sealed_key(key)])
+        record = self._tenant_key_seal.sealed_key(key)
+        self._medium.put(name, [record])
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
         """Return the data keys of the store that are wrapped with a store key; of a replaced one,
-        those that also a key after it wraps (rule 4).
+        those that also a key after it wraps.
 
         :raises ConfigurationError: another key has replaced it.
         """
@@ -385,12 +419,15 @@ class StoreKeys:
             return wrapped
         newer: set[bytes] = set()
         for successor in successors:
-            newer.update(entry.id for entry in _joined(self._blobs(successor)))
+            wrapped_again = _joined(self._blobs(successor))
+            newer.update(entry.id for entry in wrapped_again)
+        # The newer store keys wrap nothing: the store was rotated back to this key, and a request
+        # that was executed late has written its blob ``replaced`` again.
+        if wrapped and not newer:
+            return wrapped
+        # The others are from an engine whose request took effect after the rotation: the newer
+        # store key cannot read what they seal.
         usable = [entry for entry in wrapped if entry.id in newer]
-        if not newer:
-            # The newer keys wrap nothing: the store was rotated back to this key, and a request
-            # that was executed late has written its blob ``replaced`` again.
-            usable = wrapped
         if not usable:
             raise ConfigurationError(
                 "key",
@@ -404,8 +441,10 @@ class StoreKeys:
         found = [key_id]
         while len(found) <= _MOST_ROTATIONS:
             successor = self._successor(found[-1])
-            # the latter: rotations back and late requests can make a circle
-            if not successor or successor in found:
+            if not successor:
+                break
+            # a circle, by a rotation back or a late request
+            if successor in found:
                 break
             found.append(successor)
         return found[1:]
@@ -428,7 +467,9 @@ class StoreKeys:
             # lack some of the content: list again.
             with suppress(BlobMissingError):
                 infos = self._medium.listed(_blob(key_id, ""))
-                names = {info.name for info in infos} - {_blob(key_id, _REPLACED)}
+                names = {info.name for info in infos}
+                # it has no keys: it names the store key that has replaced this one
+                names.discard(_blob(key_id, _REPLACED))
                 return {name: self._wrapped(name) for name in sorted(names)}
         raise UnavailableError("the keys of the store are being replaced")
 
@@ -461,16 +502,21 @@ class StoreKeys:
                 f"{_blob(key.id, '')}: without these blobs, nothing can read it"
             )
         created = self._write(key, key.new_keyring())
-        keyrings = {entry.keyring for entry in _joined(self._blobs(key.id))}
-        # a new store has the id of its store key as that of its keyring; a rotated one has another
-        if self._successor(key.id) or keyrings != {key.id}:
+        present = _joined(self._blobs(key.id))
+        keyrings = {entry.keyring for entry in present}
+        # A new keyring, such as the one just written, has the id of its store key. One with another
+        # id was rotated to this key.
+        was_rotated_here = keyrings != {key.id}
+        was_rotated_away = bool(self._successor(key.id))
+        if was_rotated_away or was_rotated_here:
             self._medium.blobs.delete([created])
 
     def _write(self, key: StoreKey, keyring: Keyring) -> str:
         """Write a blob with all data keys of the store in a keyring, and return its name."""
         name = _blob(key.id, os.urandom(_NAME_BYTES).hex())
         wrapped = tuple(key.wrap(keyring.id, one) for one in keyring.of_store())
-        self._medium.put(name, [encode_keys(StoredKeys(wrapped))])
+        content = encode_keys(StoredKeys(wrapped))
+        self._medium.put(name, [content])
         return name
 
 

@@ -21,11 +21,12 @@ _MOST_ABANDONED = 4  # namespaces without engines that one handle cares for at a
 
 
 class _Abandoned(NamedTuple):
-    """A namespace without an engine that the handle cares for."""
+    """A namespace without an engine that the handle cares for. It is open, so that ``step`` evicts,
+    deletes and sweeps."""
 
     namespace: SharedNamespace
     until: float
-    """Monotonic time."""
+    """Monotonic time at which it is closed (``_CARE_S``)."""
 
 
 class OpenedNamespaces:
@@ -66,17 +67,17 @@ class OpenedNamespaces:
         for abandoned in list(self._abandoned.values()):
             yield abandoned.namespace
 
-    def find(self, name: bytes) -> SharedNamespace | None:
+    def find(self, namespace_id: bytes) -> SharedNamespace | None:
         """Return the namespace with this id if it was opened for the engine; None: it was not."""
-        return self._opened.get(name)
+        return self._opened.get(namespace_id)
 
-    def open(self, name: bytes) -> SharedNamespace:
+    def open(self, namespace_id: bytes) -> SharedNamespace:
         """Open a namespace for the engine. Its index is not read yet.
 
         :raises StoreError: the replica cannot be opened, or the medium has not answered yet.
         """
-        opened = self._make(name)
-        self._opened[name] = opened
+        opened = self._make(namespace_id)
+        self._opened[namespace_id] = opened
         return opened
 
     def refresh(self) -> None:
@@ -91,9 +92,9 @@ class OpenedNamespaces:
         """Replace the replicas of the engine's namespaces by empty ones: they belong to a store
         that was deleted. Return the ids of these namespaces.
         """
-        for name, opened in list(self._opened.items()):
+        for namespace_id, opened in list(self._opened.items()):
             opened.discard()
-            self._opened[name] = self._make(name)
+            self._opened[namespace_id] = self._make(namespace_id)
         return list(self._opened)
 
     def care_for_abandoned(self) -> None:
@@ -106,19 +107,22 @@ class OpenedNamespaces:
         if found is None or found in self._opened or found in self._abandoned:
             return
         # a thousand engines may find it at once: few of them take it
-        is_turn = self._medium.clock.random.random() < _CARE_CHANCE
-        if is_turn and len(self._abandoned) < _MOST_ABANDONED:
-            self._abandoned[found] = _Abandoned(self._make(found), now + _CARE_S)
+        takes_it = self._medium.clock.random.random() < _CARE_CHANCE
+        if takes_it and len(self._abandoned) < _MOST_ABANDONED:
+            namespace = self._make(found)
+            self._abandoned[found] = _Abandoned(namespace, now + _CARE_S)
 
     def _release_abandoned(self, now: float) -> None:
         """Close the abandoned namespaces whose time is over, or that the engine of this handle uses
         now; make the others publish their totals."""
-        for name, abandoned in list(self._abandoned.items()):
-            if name in self._opened or now > abandoned.until:
-                del self._abandoned[name]
+        for namespace_id, abandoned in list(self._abandoned.items()):
+            is_used = namespace_id in self._opened
+            if is_used or now > abandoned.until:
+                del self._abandoned[namespace_id]
                 abandoned.namespace.close()
             else:
-                # the namespaces in use get the space that it has freed only with its new totals
+                # Other namespaces may use the space that evictions here have freed as soon as they
+                # read the new totals.
                 abandoned.namespace.exchange_totals()
 
     def close(self) -> None:
@@ -126,19 +130,22 @@ class OpenedNamespaces:
         for namespace in self:
             namespace.close()
 
-    def _make(self, name: bytes) -> SharedNamespace:
+    def _make(self, namespace_id: bytes) -> SharedNamespace:
         """Return a namespace that is not open yet, with a folder for its replica."""
         # with the random name of the store: one that was created again at the same place must not
         # use the replica of the deleted one
         store = self._place.encode() + self._policy.store_name()
-        place = blake2b(store, digest_size=16).hexdigest()
-        index = f"{name.hex()}-{self._medium.keys.keyring_id}"
-        forgotten = self._medium.records.forgotten
-        parts = [place, index]
-        folder = ReplicaFolder(self._cache, parts, self._medium.seal, forgotten)
+        store_digest = blake2b(store, digest_size=16).hexdigest()
+        index_name = f"{namespace_id.hex()}-{self._medium.keys.keyring_id}"
+        folder = ReplicaFolder(
+            self._cache,
+            [store_digest, index_name],
+            self._medium.seal,
+            self._medium.records.forgotten,
+        )
         return SharedNamespace(
             self._medium,
-            name,
+            namespace_id,
             folder,
             self._options,
             self._board,

@@ -37,6 +37,11 @@ class SharedOptions(KeyOptions, frozen=True):
     ``~/.cache/persistkv``."""
 
     @property
+    def always_refreshes(self) -> bool:
+        """Whether the store is searched at every commit and query: the option ``refresh`` is 0."""
+        return self.refresh_s == 0
+
+    @property
     def policy(self) -> Policy:
         """Capacity and ttl of a new store."""
         return Policy(self.capacity, self.ttl_s)

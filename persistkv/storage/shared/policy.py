@@ -52,8 +52,15 @@ class StoredPolicy(ArrayStruct, frozen=True):
 
     @property
     def policy(self) -> Policy:
-        """:raises ConfigurationError: a value is out of range."""
+        """The limits as a policy.
+
+        :raises ConfigurationError: a value is out of range.
+        """
         return Policy(self.capacity, self.ttl_s, quotas=self.quotas)
+
+    def check(self) -> None:
+        """Raise a ConfigurationError if a value is out of range."""
+        _ = self.policy
 
 
 class RecordedPolicy:
@@ -192,13 +199,14 @@ class RecordedPolicy:
         self._write(changed)
 
     def replace(self, policy: Policy) -> None:
-        """Record another policy of the store that was read last.
+        """Write other limits into the policy that was read last, and keep the rest of it.
 
         :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
             the other one.
         """
+        before = self._known()
         changed = msgspec.structs.replace(
-            self._known(),
+            before,
             capacity=policy.capacity,
             ttl_s=policy.ttl_s,
             quotas=policy.quotas,
@@ -220,8 +228,8 @@ class RecordedPolicy:
             policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()
-        name = self._clock.random.randbytes(NONCE_BYTES)
-        created = StoredPolicy(name, policy.capacity, policy.ttl_s, policy.quotas)
+        store_name = self._clock.random.randbytes(NONCE_BYTES)
+        created = StoredPolicy(store_name, policy.capacity, policy.ttl_s, policy.quotas)
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
@@ -262,8 +270,7 @@ class RecordedPolicy:
         try:
             body = self._medium.sealed(name, NO_NAMESPACE)
             found = decode(_DECODER, body, "policy")
-            # raises a ConfigurationError if a value is out of range
-            _ = found.policy
+            found.check()
             return found
         except BlobMissingError:
             return None
@@ -281,8 +288,11 @@ class RecordedPolicy:
 
     def _report_differences(self) -> None:
         """Warn if the recorded policy is not the wanted one."""
+        # a handle that creates no store wants no policy: the limits in its URL do not matter
+        if not self._creates:
+            return
         differences = self.current().contradictions(self._wanted)
-        if differences and self._creates:
+        if differences:
             text = "%s: the URL says %s; the store keeps its recorded policy"
             logger.warning(
                 text + " (persistkv set changes it)", self._place, differences

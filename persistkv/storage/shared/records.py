@@ -28,25 +28,26 @@ class Identities:
         self._unwritten: dict[bytes, Namespace] = {}
         """Namespaces that the store lacks."""
 
-    def known(self, name: bytes) -> Namespace | None:
+    def known(self, namespace_id: bytes) -> Namespace | None:
         """Return the namespace with this id if it was read or added; None: it was not."""
-        return self._known.get(name)
+        return self._known.get(namespace_id)
 
-    def find(self, name: bytes) -> Namespace | None:
+    def find(self, namespace_id: bytes) -> Namespace | None:
         """Return the namespace with this id; None if it is missing or invalid.
 
         :raises StoreError: the medium failed.
         """
-        known = self._known.get(name)
+        known = self._known.get(namespace_id)
         if known is not None:
             return known
+        blob = self._medium.names.identity(namespace_id)
         try:
-            row = self._medium.sealed(self._medium.names.identity(name), NO_NAMESPACE)
+            row = self._medium.sealed(blob, NO_NAMESPACE)
         except (BlobMissingError, CorruptPackError):
             return None
-        found = decode_namespace(name, row)
+        found = decode_namespace(namespace_id, row)
         if found is not None:
-            self._known[name] = found
+            self._known[namespace_id] = found
         return found
 
     def all(self) -> Iterator[Namespace]:
@@ -54,15 +55,17 @@ class Identities:
 
         :raises StoreError: the medium failed, now or during the iteration.
         """
-        infos = self._medium.listed(self._medium.names.identities)
+        names = self._medium.names
+        infos = self._medium.listed(names.identities)
         newest_first = sorted(infos, key=lambda info: -info.time)
-        names: list[bytes] = []
+        ids: list[bytes] = []
         for info in newest_first:
-            name = self._medium.names.parse_identity(info.name)
-            if name is not None:
-                names.append(name)
-        # ``each`` calls ``find`` concurrently; None: the identity was deleted, or is invalid
-        found = self._medium.maintenance.each(self.find, names)
+            namespace_id = names.parse_identity(info.name)
+            if namespace_id is not None:
+                ids.append(namespace_id)
+        # ``each`` calls ``find`` concurrently, and keeps the order
+        found = self._medium.maintenance.each(self.find, ids)
+        # None: the identity was deleted since the list, or is invalid
         return (namespace for _, namespace in found if namespace is not None)
 
     def add(self, namespace: Namespace, *, writes: bool) -> None:
@@ -80,12 +83,12 @@ class Identities:
         :raises StoreError: the medium failed; the rest is written later.
         """
         unwritten = list(self._unwritten.items())
-        for name, namespace in unwritten:
+        for namespace_id, namespace in unwritten:
             body = encode_namespace(namespace)
-            blob = self._medium.names.identity(name)
+            blob = self._medium.names.identity(namespace_id)
             self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
             # another thread may have written it, too
-            self._unwritten.pop(name, None)
+            self._unwritten.pop(namespace_id, None)
 
 
 class Statuses:
@@ -93,7 +96,7 @@ class Statuses:
 
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
-        self._cleaned = False
+        self._has_deleted_old = False
         """Whether this handle has deleted the statuses of killed engines, which it does once."""
 
     def publish(self, engine: str, row: bytes | None) -> None:
@@ -101,7 +104,8 @@ class Statuses:
 
         :raises StoreError: it is larger than readers accept, or the medium failed.
         """
-        name = f"{self._medium.names.statuses}{engine.lower()}"
+        # names of blobs have no capital letters
+        name = self._medium.names.statuses + engine.lower()
         if row is None:
             self._medium.blobs.delete([name])
             return
@@ -109,9 +113,10 @@ class Statuses:
             text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
             raise StoreError(text)
         self._medium.put(name, [row])
-        if not self._cleaned:
+        # after the first write, whose reply tells the medium's time
+        if not self._has_deleted_old:
             self._delete_old()
-            self._cleaned = True
+            self._has_deleted_old = True
 
     def _delete_old(self) -> None:
         """Delete statuses that were not written for a day: killed engines have left them."""
@@ -121,7 +126,7 @@ class Statuses:
         self._medium.blobs.delete(old)
 
     def all(self) -> dict[str, bytes]:
-        """Return the statuses by the names of the engines."""
+        """Return the statuses by the names of the engines, in small letters."""
         found: dict[str, bytes] = {}
         prefix = self._medium.names.statuses
         infos = self._medium.listed(prefix)

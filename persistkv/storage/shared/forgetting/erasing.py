@@ -42,8 +42,8 @@ class Eraser:
         self._names = names
         self._replica = replica
         self._tenant = tenant
-        self._keys = medium.records.forgotten.keys_of(tenant)
-        """Ids of the tenant's destroyed data keys."""
+        self._destroyed_keys = medium.records.forgotten.keys_of(tenant)
+        """Ids of the data keys of the tenant that its forgetting has destroyed."""
 
     def erase(self, removals: Removals) -> Sequence[str]:
         """Delete packs that the index names, and the keys of requests; return what the medium keeps
@@ -53,8 +53,9 @@ class Eraser:
         :raises StoreError: the medium failed; some may be deleted.
         """
         packs = [self._names.pack(name) for name in removals.packs]
-        left = list(self._erase(self._names.packs, packs))
         keys = [self._names.keys_blob(nonce) for nonce in removals.keys]
+        left: list[str] = []
+        left += self._erase(self._names.packs, packs)
         left += self._erase(self._names.keys, keys)
         return left
 
@@ -65,13 +66,15 @@ class Eraser:
         """
         packs: list[str] = []
         stored_bytes = 0
-        blobs = unnamed_packs(self._medium, self._names, self._replica)
-        candidates = list(blobs.values())
-        found = self._medium.maintenance.each(self._payload_bytes, candidates)
+        unnamed = unnamed_packs(self._medium, self._names, self._replica)
+        blobs = list(unnamed.values())
+        found = self._medium.maintenance.each(self._forgotten_bytes, blobs)
         for info, payload_bytes in found:
-            if payload_bytes is not None:
-                packs.append(info.name)
-                stored_bytes += payload_bytes
+            # of another tenant, or from after the forgetting
+            if payload_bytes is None:
+                continue
+            packs.append(info.name)
+            stored_bytes += payload_bytes
         left = self._erase(self._names.packs, packs)
         return Erased(len(packs), stored_bytes, left)
 
@@ -79,28 +82,30 @@ class Eraser:
         """Delete blobs below a prefix; return what the medium keeps of them."""
         return self._medium.blobs.erase(prefix, names) if names else []
 
-    def _payload_bytes(self, info: BlobInfo) -> int | None:
+    def _forgotten_bytes(self, info: BlobInfo) -> int | None:
         """Return the bytes of the payload in a blob; None: it is no forgotten pack of the tenant,
         or does not read, or is deleted already."""
         try:
             tail = read_tail(self._medium, info)
-            if self._is_own(tail, info.time):
-                return info.size - len(tail)
+            is_forgotten = self._is_forgotten(tail, info.time)
         except (CorruptPackError, BlobMissingError):
-            pass
-        return None
+            return None
+        if not is_forgotten:
+            return None
+        return info.size - len(tail)
 
-    def _is_own(self, tail: bytes, written: float) -> bool:
+    def _is_forgotten(self, tail: bytes, written: float) -> bool:
         """Return whether a pack is of the tenant, from before it was forgotten.
 
         :param tail: the table of the pack as stored behind the payload.
         :param written: time of its blob.
         :raises CorruptPackError: it is no table.
         """
-        # Its data key is destroyed, so the table does not open. The record names the key in the
-        # clear.
         if self._medium.seal.encrypts:
-            return record_key(without_trailer(tail, SEALED_TABLE)) in self._keys
+            # Keys that engines have made after the forgetting are not among the destroyed ones. The
+            # table does not open without its key, which the record names in the clear.
+            record = without_trailer(tail, SEALED_TABLE)
+            return record_key(record) in self._destroyed_keys
         table = self._medium.seal.decode_table(tail)
         forgotten = self._medium.records.forgotten
         # other tenants may be forgotten, too

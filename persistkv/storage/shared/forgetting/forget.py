@@ -74,8 +74,8 @@ class Forgetting:
         self._write_records()
         self._policy.announce_forgotten()
         keys = self._medium.records.forgotten.keys_of(self._tenant)
-        # for the report: an earlier attempt may have deleted others
-        found = self._medium.keys.destroyed() & keys
+        # for the report, without those whose blobs an earlier attempt has deleted
+        deleted_now = self._medium.keys.undeleted() & keys
         self._left += self._medium.keys.destroy(keys)
         self._erase()
         # what the index did not name, such as packs of commits in progress
@@ -87,7 +87,7 @@ class Forgetting:
         return Forgotten(
             tenant=self._tenant,
             time=self._medium.time.now() or self._medium.clock.wall(),
-            key_ids=tuple(sorted(key_id.hex() for key_id in found)),
+            key_ids=tuple(sorted(key_id.hex() for key_id in deleted_now)),
             packs=self._packs,
             requests=self._requests,
             stored_bytes=self._stored_bytes,
@@ -95,22 +95,34 @@ class Forgetting:
         )
 
     def _write_records(self) -> None:
-        """Record the data keys of the tenant. Repeat that as long as other engines have made keys
-        up to the time of the first record (rule 4). Without a key, write one record of the time,
-        and delete the blobs before it (rule 5)."""
-        has_key = self._medium.seal.encrypts
+        """Write the record, or several: no handle that has read them shows the content."""
+        if self._medium.seal.encrypts:
+            self._record_keys()
+        else:
+            self._record_time()
+
+    def _record_time(self) -> None:
+        """In a store without a key, write a record of the present time: content up to it is
+        forgotten."""
+        record = self._medium.records.new(self._tenant, [])
+        self._note_content(record)
+        # before the record: afterwards, the index does not name the blobs any more
+        self._erase()
+        self._medium.records.write(record)
+
+    def _record_keys(self) -> None:
+        """Record the data keys of the tenant. Repeat that while other engines have made keys up to
+        the time of the first record: content may have been accepted under them before it.
+
+        :raises StoreError: they make keys all the time.
+        """
         first: float | None = None
         for _ in range(_ROUNDS):
             keys = self._keys_until(first)
-            # without a key: after the first record
-            is_done = not keys if has_key else first is not None
-            if is_done:
+            if not keys:
                 return
             record = self._medium.records.new(self._tenant, keys)
             self._note_content(record)
-            if not has_key:
-                # afterwards, the index does not name the blobs any more
-                self._erase()
             written = self._medium.records.write(record)
             first = written if first is None else min(first, written)
         raise StoreError(

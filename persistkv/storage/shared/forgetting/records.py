@@ -73,12 +73,13 @@ class ForgottenTenants:
         """Digest of a tenant without data keys → time up to which it is forgotten."""
 
     def add(self, records: Iterable[ForgetRecord]) -> None:
-        """Add records; those that are known change nothing. Sets are replaced as a whole, so
-        readers in other threads see the old or the new one."""
+        """Add records; those that are known change nothing. Sets are replaced as a whole, and
+        times of ``_until`` one by one, so readers in other threads see the old or the new ones."""
         for record in records:
             self.records |= {record}
             self.time = max(self.time, record.time)
             self.keys |= set(record.keys)
+            # without data keys, the time of content decides whether it is forgotten
             if not record.keys:
                 before = self._until.get(record.tenant, record.time)
                 self._until[record.tenant] = max(before, record.time)
@@ -104,8 +105,10 @@ class ForgottenTenants:
             return data_key in self.keys
         if not self._until:
             return False
+        digest = tenant_digest(tenant)
         # a tenant that was never forgotten: before any time
-        return time <= self._until.get(tenant_digest(tenant), -1.0)
+        until = self._until.get(digest, -1.0)
+        return time <= until
 
 
 class ForgetRecords:
@@ -122,9 +125,10 @@ class ForgetRecords:
         """Whether all records were read once."""
         self._junk: set[str] = set()
         """Names of the blobs that could not be read, which was logged."""
-        self._dropped: set[str] = set()
-        """Names of tenants whose data keys this handle had when it read their record: ``refuse``
-        refuses their next batch, which has content from before. After that, they are removed."""
+        self._to_refuse: set[str] = set()
+        """Names of tenants whose data keys this handle had when it read their record:
+        ``refuse_forgotten`` refuses their next batch, which has content from before. After that,
+        they are removed."""
 
     def refresh(self) -> None:
         """Read new records, and drop the data keys that they name.
@@ -135,11 +139,12 @@ class ForgetRecords:
         with self._lock:
             missing: set[str] = set()
             for _ in range(_MOST_LISTS):
-                before = missing
+                missing_before = missing
                 missing = self._read_listed()
-                # A missing one was replaced after the list: list again. One that two lists show,
-                # and that is missing both times, is damage.
-                if missing <= before:
+                # Replaced after the list by blobs that include them: the next list shows these. One
+                # that two lists show, and that is missing both times, is damage, and is ignored.
+                replaced = missing - missing_before
+                if not replaced:
                     self._is_read = True
                     return
             raise UnavailableError(
@@ -160,9 +165,11 @@ class ForgetRecords:
             except BlobMissingError:
                 missing.add(info.name)
                 continue
-            if records is not None:
-                self._honour(records)
-                self._read.add(info.name)
+            # it may become readable: the next list reads it again
+            if records is None:
+                continue
+            self._honour(records)
+            self._read.add(info.name)
         return missing
 
     def _fetch(self, name: str) -> Sequence[ForgetRecord] | None:
@@ -182,10 +189,11 @@ class ForgetRecords:
             return None
 
     def _honour(self, records: Collection[ForgetRecord]) -> None:
-        """Count records from now on: drop the data keys that they name, and note their tenants for
-        ``refuse``."""
+        """Apply records from now on: drop the data keys that they name, and note their tenants for
+        ``refuse_forgotten``."""
         self.forgotten.add(records)
-        self._dropped |= self._medium.keys.drop(self.forgotten.keys)
+        tenants = self._medium.keys.drop(self.forgotten.keys)
+        self._to_refuse |= tenants
 
     def new(self, tenant: str, keys: Iterable[bytes]) -> ForgetRecord:
         """Return a record of this moment.
@@ -233,20 +241,21 @@ class ForgetRecords:
         body = encode(list(self.forgotten.records))
         self._medium.put_sealed(name, body, NO_NAMESPACE)
 
-    def refuse(self, batch: CommitBatch) -> None:
+    def refuse_forgotten(self, batch: CommitBatch) -> None:
         """Refuse, once for each forgotten tenant, a batch that may have content which was accepted
         before the tenant was forgotten.
 
         :raises TenantForgottenError: the batch has content of such tenants. The caller drops all
             content of them that it has; the next batch is accepted.
         """
-        if not self._dropped:
+        if not self._to_refuse:
             return
         with self._lock:
-            found = self._dropped & tenants_of(batch)
-            self._dropped -= found
-        if found:
-            raise TenantForgottenError(found)
+            refused = self._to_refuse & tenants_of(batch)
+            # their next batch is accepted
+            self._to_refuse -= refused
+        if refused:
+            raise TenantForgottenError(refused)
 
 
 def decode_records(body: bytes) -> list[ForgetRecord]:

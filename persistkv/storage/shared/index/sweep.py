@@ -106,7 +106,7 @@ class Sweeper:
             logger.warning(text, self._names.base)
             return 0
         # an upload that the medium executed late may have restored a destroyed data key
-        self._medium.keys.destroy(self._medium.keys.destroyed())
+        self._medium.keys.destroy(self._medium.keys.undeleted())
         old = self._old_blobs(now)
         if not old:
             return 0

@@ -265,7 +265,7 @@ class RecordedPolicy:
 
     def _read(self) -> StoredPolicy | None:
         """Return the recorded policy; None if there is none. Instead of one that does not read,
-        return the last one that was read, or one without limits."""
+        return the one that was read before, or one without limits."""
         name = self._medium.names.policy
         try:
             body = self._medium.sealed(name, NO_NAMESPACE)
@@ -275,11 +275,17 @@ class RecordedPolicy:
         except BlobMissingError:
             return None
         except (CorruptPackError, ConfigurationError) as error:
-            if self._medium.seal.encrypts or self._stored is None:
+            before = self._stored
+            if before is None:
                 text = "%s: the policy does not read (%s): nothing is evicted"
                 logger.warning(text, self._place, error)
-            # the store's name is not known: zeros
-            return self._stored or StoredPolicy(bytes(NONCE_BYTES), None, None, {})
+                # the store's name is not known: zeros
+                return StoredPolicy(bytes(NONCE_BYTES), None, None, {})
+            # with a key, perhaps somebody without the key has changed it: each read warns
+            if self._medium.seal.encrypts:
+                text = "%s: the policy does not read (%s): the limits that were read before stay"
+                logger.warning(text, self._place, error)
+            return before
 
     def _write(self, policy: StoredPolicy) -> None:
         name = self._medium.names.policy

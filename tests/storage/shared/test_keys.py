@@ -236,6 +236,20 @@ def test_policy_without_the_key_is_not_believed(town: Town) -> None:
     assert first.held() == {pack.pack_id}
 
 
+def test_changed_policy_keeps_limits_that_were_read_before_and_log_says_so(
+    town: Town,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = town.engine(key_env=KEY, capacity=1_000_000)
+    (name,) = town.names(f"{OURS.id}/policy")
+    town.server.put(name, [b"junk"])
+    town.run(130)
+    assert first.backend.policy().capacity == 1_000_000
+    assert "the policy does not read" in caplog.text
+    assert "the limits that were read before stay" in caplog.text
+    assert "nothing is evicted" not in caplog.text
+
+
 def test_engines_that_create_a_store_at_once_read_each_other(town: Town) -> None:
     """Each makes data keys before it sees those of the other."""
     secret = StoreKey(SECRET.encode())

@@ -97,7 +97,6 @@ class Inbox:
             self._touch(used)
             return CommitResult(plan.cursor)
 
-        removals = plan.removals
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # A sweep may have deleted the uploaded packs already: then no object must name them. This
@@ -105,16 +104,19 @@ class Inbox:
         self._check_age(start, start.medium)
         # the tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
-        # the start may lack the medium's time, which replies to the uploads have told since
-        first = min(start.medium, upload.first)
-        start = start._replace(medium=first)
+        # at the start, the medium may not have told its time, as the replies to the uploads do
+        earliest = min(start.medium, upload.earliest)
+        start = start._replace(medium=earliest)
+
         delta = self._delta(batch, plan, upload, used)
-        before, after = self._publish(delta, start)
+        cursor_before, cursor_after = self._publish(delta, start)
+        removals = plan.removals
         # their tombstones are durable now
         self._merger.deletions.add_packs(removals.packs)
         # If other objects were applied since the plan, the caller reads their changes, too: after
         # the cursor of the plan.
-        cursor = after if before == plan.cursor else plan.cursor
+        nothing_between = cursor_before == plan.cursor
+        cursor = cursor_after if nothing_between else plan.cursor
         return CommitResult(cursor, removals.tables)
 
     def _start(self) -> _Start:
@@ -150,25 +152,18 @@ class Inbox:
         # unknown: readers limit it to the time of the commit's blob (``Delta.clamped``)
         now = self._medium.time.time_of_use() or LATEST_TIME
         packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
-        # to write a request is a use of its packs; an ordered set: each pack once
-        named = dict.fromkeys(used)
-        for write in batch.manifests:
-            named.update(dict.fromkeys(write.packs))
-        uses: list[UseEntry] = []
-        if named:
-            uses.append(UseEntry(now, b"".join(named)))
+        uses = _uses_at(now, used, batch.manifests)
 
-        digests = [self._digest(write) for write in batch.manifests]
-        digests += [digest for digest, _ in plan.pins]
-        versions = self._replica.versions(digests)
+        written_digests = [self._digest(write) for write in batch.manifests]
+        pinned_digests = [digest for digest, _ in plan.pins]
+        versions = self._replica.versions([*written_digests, *pinned_digests])
         least_version = self._least_version()
         manifests: list[ManifestEntry] = []
-        written = zip(batch.manifests, upload.places, strict=True)
-        for write, place in written:
-            digest = self._digest(write)
+        written = zip(batch.manifests, written_digests, upload.places, strict=True)
+        for write, digest, place in written:
             # above all versions of the request that this engine knows
-            versions[digest] = max(versions[digest] + 1, least_version)
-            version = versions[digest]
+            version = max(versions[digest] + 1, least_version)
+            versions[digest] = version
             manifest = _manifest_entry(write, place, digest, version, now)
             manifests.append(manifest)
         # after the manifests: a pin has a later version than the write that it follows
@@ -210,7 +205,8 @@ class Inbox:
         if len(body) > _MOST_BODY_BYTES:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)
-        # The reader must leave it to this call: the cursor after it must include it.
+        # The reader must not apply the commit when a list shows it: this call returns the cursors
+        # before and after it.
         publishing = self._reader.publishing
         publishing.add(name)
         try:
@@ -218,7 +214,8 @@ class Inbox:
             # after the write, which the medium may have executed late: a commit that took too long
             # is not acknowledged, although it may appear
             self._check_age(start, written)
-            # others limit its times to that of the blob when they read it
+            # Limit its times as other handles do when they read it. The time of the reply may be
+            # rounded down, or wrong.
             latest = max(written, self._medium.time.time_of_use())
             delta = delta.clamped(latest + ROUNDING_S)
             cursors = self._replica.apply([(name, delta)])
@@ -240,7 +237,8 @@ class Inbox:
         """Remove published uses and lost packs from those that wait; a pack that was used again
         since has a later time, and keeps waiting."""
         for pack_id, time in uses.items():
-            if self._uses.get(pack_id) == time:
+            was_used_again = self._uses.get(pack_id) != time
+            if not was_used_again:
                 del self._uses[pack_id]
         for name in lost:
             self._lost.pop(name, None)
@@ -297,6 +295,21 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
     # not uploaded again
     held = [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
     return [*batch.touches, *held]
+
+
+def _uses_at(
+    time: float,
+    used: Sequence[bytes],
+    writes: Sequence[ManifestWrite],
+) -> list[UseEntry]:
+    """Return the uses of a commit at a time: of packs, and of those that its requests name."""
+    # an ordered set: each pack once
+    pack_ids = dict.fromkeys(used)
+    for write in writes:
+        pack_ids.update(dict.fromkeys(write.packs))
+    if not pack_ids:
+        return []
+    return [UseEntry(time, b"".join(pack_ids))]
 
 
 def _manifest_entry(

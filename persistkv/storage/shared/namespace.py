@@ -140,9 +140,11 @@ class SharedNamespace:
         """Remove what the replica holds of tenants that were forgotten since the last call."""
         had_traces = self.replica.has_traces
         self.replica.remove_forgotten()
-        if self.replica.has_traces and not had_traces:
-            # it has fingerprints of the tenant's keys, which an engine saved before
-            self.index_file().unlink(missing_ok=True)
+        if had_traces or not self.replica.has_traces:
+            return
+        # The first removal: the file of the last process has fingerprints of the tenant's keys. The
+        # engine saves the next file only when it ends, without them.
+        self.index_file().unlink(missing_ok=True)
 
     def erase(self, tenant: str, removals: Removals) -> Sequence[str]:
         """Delete the blobs of a tenant that the index names; see ``Eraser.erase``."""
@@ -159,10 +161,11 @@ class SharedNamespace:
             self._remove_forgotten()
             eraser = Eraser(self._medium, self._names, self.replica, tenant)
             erased = eraser.erase_unnamed()
+            # what the index has of the tenant is sealed with its destroyed keys
             if self._medium.seal.encrypts:
                 return erased
-            left = self.merger.write_again(self._limits.current)
-            return erased._replace(left=[*erased.left, *left])
+            left_of_index = self.merger.write_again(self._limits.current)
+            return erased._replace(left=[*erased.left, *left_of_index])
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """Make a batch durable, after making room for it; see ``Inbox.commit``.
@@ -175,6 +178,7 @@ class SharedNamespace:
         # deletions must not wait for a merge, nor fail with it
         if batch.packs or batch.manifests:
             self._make_room(batch)
+        # last: the evictions may have made room in the quotas
         self._check_quotas(batch)
         return self._inbox.commit(batch)
 
@@ -190,7 +194,7 @@ class SharedNamespace:
         with self._lock:
             # a step that held the lock may have changed them
             limits = self._limits.current
-            # the rest may be pinned: a merge would not help
+            # all that is left may be pinned: a merge would not help
             if not self.merger.evicts(limits):
                 return
             # another engine may have evicted meanwhile
@@ -243,20 +247,26 @@ class SharedNamespace:
         :raises StoreError: the medium failed; the rest is done by later calls.
         """
         with self._lock:
+            # also before the index is read: a replica of an earlier process has content
             self._remove_forgotten()
             if not self.is_open:
-                if self._medium.clock.monotonic() >= self._open_at:
-                    self.open()
+                self._open_if_due()
                 return
             self.follower.step()
             if not self._is_writable:
                 return
+            # before the merge, which evicts by them
             if self._limits.is_due(policy):
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
                 self.merger.check_limits(self._limits.current)
             self.merger.step(self._limits.current)
         # without the lock: it may take many minutes, and commits that need room wait for the lock
         self._sweeper.step()
+
+    def _open_if_due(self) -> None:
+        """Read the index for the first time, unless the last attempt has failed just now."""
+        if self._medium.clock.monotonic() >= self._open_at:
+            self.open()
 
     def sweep(self) -> int:
         """Delete old blobs that nothing names, now; return their number."""
@@ -307,9 +317,8 @@ class SharedNamespace:
             if self._is_writable and self.is_open:
                 self._inbox.write_uses()
         except StoreError as error:
-            logger.warning(
-                "%s: the last uses are lost (%s)", self.replica.namespace.hex(), error
-            )
+            text = "%s: the last uses are lost (%s)"
+            logger.warning(text, self.replica.namespace.hex(), error)
             # The replica may lack packs (``Inbox.lose``) whose tombstones are not written now: the
             # next process must read the index anew.
             is_clean = False

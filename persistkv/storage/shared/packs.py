@@ -5,9 +5,11 @@ Adjacent ranges of a pack are read with one call, and calls run in parallel.
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
@@ -73,8 +75,28 @@ class Upload(NamedTuple):
     """Of each pack."""
     places: list[KeysPlace]
     """Of the keys of each request."""
-    first: float
+    earliest: float
     """Time of the first upload, on the medium's clock; later than any if there was none."""
+
+
+class _Uploaded(NamedTuple):
+    """A blob that was uploaded."""
+
+    time: float
+    """On the medium's clock."""
+    entry: PackEntry | None
+    """Of its pack; None: the blob has the keys of requests."""
+
+
+class _KeyRecords(NamedTuple):
+    """Content of the blob with the keys of all requests of a commit."""
+
+    nonce: bytes
+    """Random part of the name of the blob."""
+    records: list[Buffer]
+    """One of each request: its sealed keys."""
+    places: list[KeysPlace]
+    """Where the blob has them."""
 
 
 class PackBlobs:
@@ -114,38 +136,38 @@ class PackBlobs:
         :param memory: maximum bytes of encoded packs.
         """
         budget = UploadBudget(memory)
-        # one blob for the keys of all requests, each a record at an offset in it
+        keys = self._key_records(writes)
+        uploads: list[Callable[[], _Uploaded]] = []
+        for pack in packs:
+            uploads.append(partial(self._upload_pack, pack, budget))
+        if writes:
+            uploads.append(partial(self._upload_keys, keys))
+        done = self._medium.uploads.all(operator.call, uploads)
+
+        times = [uploaded.time for uploaded in done]
+        earliest = min(times, default=LATEST_TIME)
+        entries = [uploaded.entry for uploaded in done if uploaded.entry is not None]
+        return Upload(entries, keys.places, earliest)
+
+    def _key_records(self, writes: Sequence[ManifestWrite]) -> _KeyRecords:
+        """Seal the keys of requests as records of one blob."""
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
-        pieces: list[Buffer] = []
+        records: list[Buffer] = []
         places: list[KeysPlace] = []
         offset = 0
         for write in writes:
             data_key = self._medium.seal.key_of(write.manifest.tenant)
             sealed = self._sealed_keys(write, data_key)
             places.append(KeysPlace(nonce, offset, len(sealed), data_key))
-            pieces.append(sealed)
+            records.append(sealed)
             offset += len(sealed)
+        return _KeyRecords(nonce, records, places)
 
-        times: list[float] = []
-
-        def put(pack: NewPack | None) -> PackEntry | None:
-            """Upload a pack, and return its entry; None: upload the keys, which have no entry."""
-            if pack is None:
-                blob = self._names.keys_blob(nonce)
-                times.append(self._medium.put(blob, pieces))
-                return None
-            with budget.reserved(pack):
-                entry = self._upload_pack(pack)
-            times.append(entry.time)
-            return entry
-
-        todo: list[NewPack | None] = list(packs)
-        if pieces:
-            todo.append(None)
-        done = self._medium.uploads.all(put, todo)
-        entries = [entry for entry in done if entry is not None]
-        first = min(times, default=LATEST_TIME)
-        return Upload(entries, places, first)
+    def _upload_keys(self, keys: _KeyRecords) -> _Uploaded:
+        """Upload the blob with the keys of requests."""
+        blob = self._names.keys_blob(keys.nonce)
+        time = self._medium.put(blob, keys.records)
+        return _Uploaded(time, None)
 
     def _sealed_keys(self, write: ManifestWrite, data_key: bytes) -> bytes:
         """Return the keys of a request's blocks as they are stored, sealed with its data key."""
@@ -157,18 +179,19 @@ class PackBlobs:
         """Return the name under which the keys of a request are sealed."""
         return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
-    def _upload_pack(self, pack: NewPack) -> PackEntry:
-        """Upload a pack to a blob of its own; return its entry in the index, with the medium's
-        time."""
-        payload: list[Buffer] = list(pack.stream())
+    def _upload_pack(self, pack: NewPack, budget: UploadBudget) -> _Uploaded:
+        """Upload a pack to a blob of its own."""
         # no name is used twice, also if the same pack is uploaded again
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
-        # The table behind the payload describes the pack, so that a rebuild can find it without the
-        # index.
-        table = self._medium.seal.encode_table(pack.table)
         blob = self._names.pack(pack.pack_id + nonce)
-        time = self._medium.put(blob, [*payload, table])
-        return PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
+        with budget.reserved(pack):
+            payload: list[Buffer] = list(pack.stream())
+            # The table behind the payload describes the pack, so that a rebuild can find it without
+            # the index.
+            table = self._medium.seal.encode_table(pack.table)
+            time = self._medium.put(blob, [*payload, table])
+            entry = PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
+        return _Uploaded(time, entry)
 
     # Reads
 
@@ -180,8 +203,8 @@ class PackBlobs:
         """
         filled = [False] * len(spans)
 
-        def fetch(run: _Range) -> None:
-            if self._fill(run, filter(len, run.buffers)):
+        def fill(run: _Range) -> None:
+            if self._fill(run, iter(run.buffers)):
                 for index in run.spans:
                     filled[index] = True
 
@@ -189,7 +212,7 @@ class PackBlobs:
         # another blob of the pack, if there is one: read again from that one.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled)
-            self._medium.loads.all(fetch, ranges)
+            self._medium.loads.all(fill, ranges)
             if all(filled) or not self._have_other_blobs(ranges):
                 break
         return filled
@@ -197,10 +220,10 @@ class PackBlobs:
     def _have_other_blobs(self, ranges: Sequence[_Range]) -> bool:
         """Return whether a pack was read from a blob that turned out to be missing, and another
         blob holds it."""
-        before = {run.pack_id: run.blob.nonce for run in ranges}
-        now = self._replica.blobs(before)
-        blobs = now.items()
-        return any(blob.nonce != before[pack_id] for pack_id, blob in blobs)
+        nonces_read = {run.pack_id: run.blob.nonce for run in ranges}
+        held = self._replica.blobs(nonces_read)
+        held_blobs = held.items()
+        return any(blob.nonce != nonces_read[pack_id] for pack_id, blob in held_blobs)
 
     def read_frames(
         self,
@@ -225,12 +248,14 @@ class PackBlobs:
             take(index, stored)
             is_read[index] = True
 
-        # as in ``read``, but one call after another, because they share the memory
+        # If the blob is gone, read the frames that are left from another blob of the pack, as
+        # ``read`` does; but one call after another, because they share the memory.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read)
             for run in ranges:
-                # the other ranges are in the same blob
-                if not self._fill(run, run.followed(take_span)):
+                is_filled = self._fill(run, run.buffers_taken_by(take_span))
+                # the next ranges are in the same blob, which is gone
+                if not is_filled:
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
                 break
@@ -270,9 +295,11 @@ class PackBlobs:
         ranges: list[_Range] = []
         held = self._replica.blobs({span.pack_id for span in spans})
         for index in _reading_order(spans):
+            if filled[index]:
+                continue
             span = spans[index]
             blob = held.get(span.pack_id)
-            if filled[index] or blob is None:
+            if blob is None:
                 continue
             length = sum(buffer.nbytes for buffer in span.buffers)
             end = span.offset + length
@@ -317,11 +344,11 @@ class _Range:
         self._gap_memory = memoryview(b"")
         """Receives the bytes of all gaps between spans, one over another: they are ignored."""
         self.buffers: list[memoryview] = []
-        """Receive the bytes, in order: those of the spans and of the gaps."""
+        """Receive the bytes, in order: those of the spans and of the gaps. None is empty."""
         self.spans: list[int] = []
         """Indexes of the requested spans."""
-        self.first_buffers: dict[int, int] = {}
-        """Index in ``buffers`` of a span's first buffer → index of the span."""
+        self._span_at: dict[int, int] = {}
+        """Index in ``buffers`` of a span's first buffer → index of the span, as in ``spans``."""
 
     def is_followed_by(self, span: ReadSpan, gap_bytes: int) -> bool:
         """Return whether a span is in the same pack, at most ``gap_bytes`` behind the range."""
@@ -336,20 +363,21 @@ class _Range:
             self._gap_memory = memoryview(bytearray(gap))
         if gap:
             self.buffers.append(self._gap_memory[:gap])
-        self.first_buffers[len(self.buffers)] = index
-        self.buffers += [buffer.cast("B") for buffer in span.buffers]
+        first_buffer = len(self.buffers)
+        self._span_at[first_buffer] = index
+        self.buffers += [buffer.cast("B") for buffer in span.buffers if buffer.nbytes]
         self.end = span.offset + length
         self.spans.append(index)
 
-    def followed(self, take: Take) -> Iterator[memoryview]:
-        """Yield the buffers that are not empty. A buffer is full when the reader asks for the next
-        one: then pass the first buffer of each span to ``take``, with the index of the span."""
+    def buffers_taken_by(self, take: Take) -> Iterator[memoryview]:
+        """Yield the buffers to a reader, and pass the first one of each span to ``take`` when it is
+        full, with the index of the span."""
         for number, buffer in enumerate(self.buffers):
-            if len(buffer):
-                yield buffer
-            index = self.first_buffers.get(number)
-            if index is not None:
-                take(index, buffer)
+            yield buffer
+            # the reader asks for the next buffer: this one is full
+            span = self._span_at.get(number)
+            if span is not None:
+                take(span, buffer)
 
 
 def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:

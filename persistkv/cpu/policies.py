@@ -65,10 +65,10 @@ class CachePolicy(ABC):
 
 
 class _ParkedBlock(NamedTuple):
-    """A block that an eviction skipped because its row was in use."""
+    """A block that an eviction skipped because its row was in use; see ``LRUCachePolicy``."""
 
     place: int
-    """Number in the order of use among all parked blocks."""
+    """Number in the order in which blocks were parked, which is that of their use."""
     row: int
 
 
@@ -76,23 +76,25 @@ class LRUCachePolicy(CachePolicy):
     """Evicts the least recently used block. Blocks are kept in order of use; a store counts as the
     first use.
 
-    If an eviction finds that the least recently used block cannot be evicted, it parks the block:
-    later evictions need not skip it again. After ``release``, the block regains its former place,
-    before all blocks that were never parked. Every operation is amortised O(1), or O(log n) for
-    blocks that were parked.
+    An eviction that finds the least recently used block in use moves it out of this order, so that
+    later evictions need not skip it again. Such a block is *parked* until it is used, evicted or
+    removed. When its job ends (``release``), it is a candidate again: the next eviction takes such
+    blocks first, in the order of their use, because all others were used later. Every operation is
+    amortised O(1), or O(log n) for blocks that were parked.
     """
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
-        # least recently used first, without parked blocks
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()
-        # parked blocks while their rows are in use
+        """Rows of the blocks that are not parked, least recently used first."""
         self._parked: dict[OffloadKey, _ParkedBlock] = {}
-        # parked blocks after ``release``, and the same in a heap by their places. A heap, because
-        # jobs end in another order than their blocks were used. Its entries are not removed with
-        # the block: an entry counts only if it equals that of ``_released``.
+        """Parked blocks whose rows were in use at the last eviction, and not released since."""
         self._released: dict[OffloadKey, _ParkedBlock] = {}
+        """Parked blocks whose jobs have ended: candidates for the next eviction."""
+        # a heap, because jobs end in another order than their blocks were used
         self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
+        """``_released`` by place. An entry is stale if ``_released`` has not the same one: it is
+        removed only when it is reached."""
         self._last_place = 0  # of the block that was parked last
 
     def __len__(self) -> int:
@@ -108,7 +110,7 @@ class LRUCachePolicy(CachePolicy):
         self._rows.update(deepest_first)
 
     def touch(self, keys: Keys) -> None:
-        """Make blocks the most recently used ones. A parked block is no longer parked."""
+        """Make blocks the most recently used ones. A parked block returns to the order of use."""
         rows = self._rows
         # the start of a prefix last, so that it is evicted after the blocks that need it
         for key in reversed(keys):
@@ -116,11 +118,13 @@ class LRUCachePolicy(CachePolicy):
                 rows.move_to_end(key)
                 continue
             row = self._unpark(key)
+            # None: the block is unknown
             if row is not None:
                 rows[key] = row
 
     def release(self, keys: Keys) -> None:
-        """Let the next eviction consider those of these blocks that were parked."""
+        """Make those of these blocks that are parked candidates for the next eviction."""
+        # the usual case: no eviction has met a block in use
         if not self._parked:
             return
         for key in keys:
@@ -147,24 +151,28 @@ class LRUCachePolicy(CachePolicy):
         victims = self._evict_released(count)
         while self._rows and len(victims) < count:
             key, row = self._rows.popitem(last=False)
-            if not self._refs[row]:
+            is_in_use = self._refs[row] != 0
+            if is_in_use:
+                self._last_place += 1
+                self._parked[key] = _ParkedBlock(self._last_place, row)
+            else:
                 victims.append((key, row))
-                continue
-            # in use: parked, so that later evictions need not skip it again
-            self._last_place += 1
-            self._parked[key] = _ParkedBlock(self._last_place, row)
         return victims
 
     def _evict_released(self, count: int) -> list[Victim]:
-        """Evict up to ``count`` blocks that were parked and released."""
+        """Evict up to ``count`` parked blocks whose jobs have ended; park those again that another
+        job uses now."""
         victims: list[Victim] = []
         while self._released_heap and len(victims) < count:
             block, key = heapq.heappop(self._released_heap)
-            if self._released.get(key) != block:
-                continue  # used or removed since
+            # the block was used, removed or parked anew since this entry was made
+            is_stale = self._released.get(key) != block
+            if is_stale:
+                continue
             del self._released[key]
-            if self._refs[block.row]:
-                # another job uses it again
+            is_in_use = self._refs[block.row] != 0
+            if is_in_use:
+                # with its former place
                 self._parked[key] = block
             else:
                 victims.append((key, block.row))
@@ -177,7 +185,8 @@ class LRUCachePolicy(CachePolicy):
         self._released_heap.clear()
 
     def _unpark(self, key: OffloadKey) -> int | None:
-        """Forget a parked block and return its row; None if it is not parked."""
+        """Forget a parked block, whether released or not, and return its row; None if it is not
+        parked."""
         block = self._parked.pop(key, None)
         if block is None:
             block = self._released.pop(key, None)
@@ -198,35 +207,41 @@ class ARCCachePolicy(CachePolicy):
 
     def __init__(self, num_blocks: int, refs: Sequence[int]) -> None:
         super().__init__(num_blocks, refs)
-        # held blocks: those used once, and those used again
         self._recent = LRUCachePolicy(num_blocks, refs)
+        """Held blocks that were used once."""
         self._frequent = LRUCachePolicy(num_blocks, refs)
-        # evicted keys, the first evicted first
+        """Held blocks that were used again."""
+        # keys that were evicted from each of the two lists, the first evicted first
         self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._target = 0.0  # target number of recent blocks
+        self._target = 0.0
+        """Target number of recent blocks."""
 
     def insert(self, keys: Keys, rows: Sequence[int]) -> None:
         # the start of a prefix last, so that it is evicted after the blocks that need it
-        for key, row in zip(reversed(keys), reversed(rows), strict=True):
+        deepest_first = zip(reversed(keys), reversed(rows), strict=True)
+        for key, row in deepest_first:
             was_ghost = self._adapt(key)
             part = self._frequent if was_ghost else self._recent
             part.insert((key,), (row,))
         self._trim_ghosts()
 
     def touch(self, keys: Keys) -> None:
-        """Move blocks to the end of the frequent list; recent ones only if they are readable."""
+        """Count a use: the blocks become the most recent ones of the frequent list. Recent blocks
+        that are being written only become the most recent ones of their list."""
+        # the start of a prefix last, so that it is evicted after the blocks that need it
         for key in reversed(keys):
             if key in self._frequent:
                 self._frequent.touch((key,))
                 continue
             row = self._recent.discard(key)
-            if row is not None:
-                # Storing a block also touches it. Only a use of a readable block counts as a second
-                # use.
-                is_being_written = self._refs[row] < 0
-                part = self._recent if is_being_written else self._frequent
-                part.insert((key,), (row,))
+            # the block is unknown
+            if row is None:
+                continue
+            # a store also touches its blocks; only a use of a readable block is a second use
+            is_being_written = self._refs[row] < 0
+            part = self._recent if is_being_written else self._frequent
+            part.insert((key,), (row,))
 
     def release(self, keys: Keys) -> None:
         self._recent.release(keys)

@@ -119,26 +119,44 @@ class RegionFile:
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
         """Try once. None: the caller must retry, because the file is not ready or was removed."""
         lock_fd = _create(path)
-        created = lock_fd is not None
+        if lock_fd is not None:
+            return cls._use(lock_fd, path, size, created=True)
+        # before its size is compared: a leftover of another geometry would never fit
+        if _remove_leftover(path):
+            return None
+        lock_fd = _open_existing(path)
         if lock_fd is None:
-            # before its size is compared: a leftover of another geometry would never fit
-            if _remove_leftover(path):
-                return None
-            lock_fd = _open_existing(path)
-            if lock_fd is None:
-                return None
+            return None
+        return cls._use(lock_fd, path, size, created=False)
 
+    @classmethod
+    def _use(
+        cls,
+        lock_fd: int,
+        path: str,
+        size: int,
+        *,
+        created: bool,
+    ) -> RegionFile | None:
+        """Lock the open file, and allocate it if this process created it. If it cannot be used yet,
+        or no more, close it and return None."""
         file = None
         try:
             _check_private(lock_fd, path)
-            # a file of another size is still being allocated
-            ready = created or os.fstat(lock_fd).st_size == size
-            if ready and _lock(lock_fd, fcntl.LOCK_SH) and _is_at(lock_fd, path):
-                if created:
-                    _allocate(lock_fd, path, size)
-                # a second descriptor, without the lock, for other processes
-                fd = os.open(path, _OPEN_FLAGS)
-                file = cls(path, lock_fd, fd, created)
+            # its creator has not allocated it yet
+            if not created and os.fstat(lock_fd).st_size != size:
+                return None
+            # another process is about to remove it
+            if not _lock(lock_fd, fcntl.LOCK_SH):
+                return None
+            # another process removed it before it was locked
+            if not _is_at(lock_fd, path):
+                return None
+            if created:
+                _allocate(lock_fd, path, size)
+            # a second descriptor, without the lock, for other processes
+            fd = os.open(path, _OPEN_FLAGS)
+            file = cls(path, lock_fd, fd, created)
             return file
         finally:
             if file is None:
@@ -179,8 +197,8 @@ def _allocate(fd: int, path: str, size: int) -> None:
             break
         except OSError as error:
             space = shutil.disk_usage(directory)
-            # it never fits, or nothing was released in time
-            if size > space.total or time.monotonic() > deadline:
+            never_fits = size > space.total
+            if never_fits or time.monotonic() > deadline:
                 _unlink_if_at(fd, path)
                 expected = (
                     f"at most the {space.free} bytes free in {directory} "
@@ -188,9 +206,9 @@ def _allocate(fd: int, path: str, size: int) -> None:
                 )
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
-        while shutil.disk_usage(directory).free < size:
-            # one last attempt, whose error is raised
-            if time.monotonic() > deadline:
+        # after the deadline, one last attempt, whose error is raised
+        while time.monotonic() <= deadline:
+            if shutil.disk_usage(directory).free >= size:
                 break
             time.sleep(_POLL_SECONDS)
     if not use_huge_pages([fd], size):

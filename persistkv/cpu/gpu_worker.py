@@ -55,6 +55,7 @@ class CpuGpuOffloadingHandlers:
         if mmap_region is not None:
             _prepare_region(mmap_region, num_cpu_blocks, device)
         if head_sharded:
+            # all rows of the region, without which it raises
             memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
         else:
             memory = _plain_memory(
@@ -101,11 +102,14 @@ def _plain_memory(
     pages = []
     for canonical in kv_caches.tensors:
         pages.append(canonical.tensor[:, : canonical.page_size_bytes])
+    rows_per_registration = None
+    if region is not None:
+        rows_per_registration = region.rows_per_registration
     return KVMemory(
         tuple(pages),
         _rows(kv_caches, block_size_factor, num_cpu_blocks, region),
         block_size_factor,
-        None if region is None else region.rows_per_registration,
+        rows_per_registration,
         kv_caches.group_data_refs,
     )
 
@@ -122,12 +126,12 @@ def _rows(
         sizes.append(canonical.page_size_bytes * block_size_factor)
     rows = []
     if region is None:
-        # pinned: a GPU copies from and to other memory only while the caller waits
+        # a GPU copies from and to memory that is not pinned only while the caller waits
         device = kv_caches.tensors[0].tensor.device
-        pinned = device.type == "cuda"
+        needs_pinned = device.type == "cuda"
         for size in sizes:
             shape = (num_cpu_blocks, size)
-            private = torch.zeros(shape, dtype=torch.int8, pin_memory=pinned)
+            private = torch.zeros(shape, dtype=torch.int8, pin_memory=needs_pinned)
             rows.append(private)
         return tuple(rows)
     # this worker's cell of each row, divided among the tensors

@@ -103,17 +103,18 @@ def head_slices(
         slices_per_part = 1
         if block_size_factor > 1:
             slices_per_part = heads_of[index].num_heads
-        slices_per_page = num_parts * slices_per_part
-        size = tensor.page_size_bytes // slices_per_page
+        size = tensor.page_size_bytes // (num_parts * slices_per_part)
         size_in_row = size * block_size_factor
         # earlier tensors have the heads of all workers, too
         tensor_offset = offsets[index] * num_workers
-        for number in range(slices_per_page):
-            part, position = divmod(number, slices_per_part)
-            # number of the slice in the row: by part, then worker, then position
-            number_in_row = (part * num_workers + rank) * slices_per_part + position
-            row_offset = tensor_offset + number_in_row * size_in_row
-            slices.append(HeadSlice(index, number * size, size, row_offset))
+        for part in range(num_parts):
+            # in a row, each part has the slices of all workers, one worker after the other
+            first_in_page = part * slices_per_part
+            first_in_row = (part * num_workers + rank) * slices_per_part
+            for position in range(slices_per_part):
+                page_offset = (first_in_page + position) * size
+                row_offset = tensor_offset + (first_in_row + position) * size_in_row
+                slices.append(HeadSlice(index, page_offset, size, row_offset))
     return slices
 
 
@@ -175,25 +176,27 @@ def group_layouts(
         heads_of_tensors(kv_caches)  # raises if the caches cannot be head-sharded
         # The heads of all workers follow each other, so the ranges are those of one worker whose
         # pages are so many times as long.
-        cells = 1
-        width = num_workers
+        num_cells = 1
+        page_factor = num_workers
     else:
-        cells = num_workers
-        width = 1
+        num_cells = num_workers
+        page_factor = 1
     offsets = tensor_offsets(kv_caches, block_size_factor)
     cell = cell_bytes(kv_caches, block_size_factor)
     layouts = []
     for refs in kv_caches.group_data_refs:
         ranges = []
-        for worker in range(cells):
+        for number in range(num_cells):
+            cell_offset = number * cell
             for ref in refs:
                 tensor = kv_caches.tensors[ref.tensor_idx]
-                page_bytes = tensor.page_size_bytes * width
-                used_bytes = ref.page_size_bytes * width
-                page_offset = worker * cell + offsets[ref.tensor_idx] * width
-                for _ in range(block_size_factor):
-                    ranges.append((page_offset, used_bytes))
-                    page_offset += page_bytes
+                page_bytes = tensor.page_size_bytes * page_factor
+                # a group may use only the start of each page
+                used_bytes = ref.page_size_bytes * page_factor
+                first_page = cell_offset + offsets[ref.tensor_idx] * page_factor
+                for position in range(block_size_factor):
+                    offset = first_page + position * page_bytes
+                    ranges.append((offset, used_bytes))
         layouts.append(GroupLayout(_merged(ranges)))
     return tuple(layouts)
 
@@ -322,6 +325,14 @@ class PageCopies:
         return self.page_bytes * len(self.blocks)
 
 
+class _Pages(NamedTuple):
+    """Pages of a KV tensor, or their starts."""
+
+    tensor_idx: int
+    page_bytes: int
+    """Bytes of each page, from its start."""
+
+
 class BlockPairs(NamedTuple):
     """GPU blocks of one KV cache group, and for each its place in a row."""
 
@@ -353,27 +364,23 @@ def plan_copies(
     rows = np.asarray(cpu.block_ids, np.int64)
     num_cpu_blocks = memory.rows[0].shape[0]
     _check_bounds("row", rows, num_cpu_blocks)
-    factor = memory.block_size_factor
-    paired_by_group, num_rows = _pair_blocks(gpu, rows, factor)
-    if num_rows != len(rows):
-        raise ValueError(
-            f"{cpu} does not have the rows for {gpu} at {factor} GPU blocks a row"
-        )
-    # by tensor and bytes of a page, so that groups that share both are copied together
-    pairs: dict[tuple[int, int], list[BlockPairs]] = {}
-    for refs, paired in zip(groups, paired_by_group, strict=True):
-        if not len(paired.blocks):
+    pairs_by_group = _pair_blocks(gpu, rows, memory.block_size_factor)
+    # by the pages to copy, so that groups that share them are copied together
+    pairs_by_pages: dict[_Pages, list[BlockPairs]] = {}
+    for refs, pairs in zip(groups, pairs_by_group, strict=True):
+        if not len(pairs.blocks):
             continue
         for ref in refs:
             num_gpu_blocks = memory.pages[ref.tensor_idx].shape[0]
-            _check_bounds("GPU block", paired.blocks, num_gpu_blocks)
-            pages = (ref.tensor_idx, ref.page_size_bytes)
-            pairs.setdefault(pages, []).append(paired)
+            _check_bounds("GPU block", pairs.blocks, num_gpu_blocks)
+            pages = _Pages(ref.tensor_idx, ref.page_size_bytes)
+            pairs_by_pages.setdefault(pages, []).append(pairs)
     copies = []
-    for (tensor_idx, page_bytes), parts in pairs.items():
+    for pages, parts in pairs_by_pages.items():
         blocks = np.concatenate([part.blocks for part in parts])
         sub_blocks = np.concatenate([part.sub_blocks for part in parts])
-        copies.append(PageCopies(tensor_idx, page_bytes, blocks, sub_blocks))
+        merged = PageCopies(pages.tensor_idx, pages.page_bytes, blocks, sub_blocks)
+        copies.append(merged)
     return copies
 
 
@@ -381,12 +388,15 @@ def _pair_blocks(
     gpu: GPULoadStoreSpec,
     rows: IntArray,
     factor: int,
-) -> tuple[list[BlockPairs], int]:
-    """Return for each group its GPU blocks and their places in rows, and the number of rows that
-    all groups need. If there are fewer rows, places are missing."""
+) -> list[BlockPairs]:
+    """Return for each group its GPU blocks and their places in rows.
+
+    :param rows: those of group 0, then those of group 1, and so on.
+    :raises ValueError: the groups need more rows, or fewer.
+    """
     blocks = np.asarray(gpu.block_ids, np.int64)
     positions = np.arange(factor)
-    paired = []
+    pairs_by_group = []
     first_block = 0
     first_row = 0
     for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
@@ -398,10 +408,14 @@ def _pair_blocks(
         sub_blocks = group_rows[:, None] * factor + positions
         places = sub_blocks.reshape(-1)[skipped : skipped + size]
         group_blocks = blocks[first_block : first_block + size]
-        paired.append(BlockPairs(group_blocks, places))
+        pairs_by_group.append(BlockPairs(group_blocks, places))
         first_block += size
         first_row += num_rows
-    return paired, first_row
+    if first_row != len(rows):
+        raise ValueError(
+            f"{len(rows)} rows for {gpu}, which needs {first_row} at {factor} GPU blocks a row"
+        )
+    return pairs_by_group
 
 
 def compute_sub_block_ptrs(

@@ -227,9 +227,9 @@ def test_plan_copies_group_without_blocks_uses_no_row() -> None:
 @pytest.mark.parametrize(
     ("blocks", "sizes", "indices", "rows", "problem"),
     [
-        ([1, 2], [1, 1], [0, 0], [1], "does not have the rows"),
-        ([1, 2], [1, 1], [0, 0], [1, 2, 3], "does not have the rows"),
-        ([1, 2], [2, 0], [1, 0], [1], "does not have the rows"),
+        ([1, 2], [1, 1], [0, 0], [1], "rows for .*, which needs 2 at"),
+        ([1, 2], [1, 1], [0, 0], [1, 2, 3], "rows for .*, which needs 2 at"),
+        ([1, 2], [2, 0], [1, 0], [1], "rows for .*, which needs 2 at"),
         ([1], [1], [0], [1], "1 groups"),
         ([8], [1, 0], [0, 0], [1], "GPU block 8 is not one of 8"),
         ([-1], [1, 0], [0, 0], [1], "GPU block -1 is not one of 8"),

@@ -1,7 +1,8 @@
 """Allocation, protection and eviction of the primary tier's rows.
 
 1. A row is in one of three states: free, holding a block of this epoch, or holding one of an
-   earlier epoch until the jobs that use it end. ``reset_cache`` begins an epoch.
+   earlier epoch until the jobs that use it end. An epoch is the time between two calls of
+   ``reset_cache``.
 2. A block that is being written is not readable; a block that is being read or written is not
    evicted.
 3. A key has at most one row over all epochs, so the keys that a job names at its end identify its
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from persistkv.base import (
     BlockIDsLoadStoreSpec,
@@ -44,6 +45,16 @@ class CPULoadStoreSpec(BlockIDsLoadStoreSpec):
         return "CPU"
 
 
+class EndedWrites(NamedTuple):
+    """Distinct blocks that were being written until their writes ended."""
+
+    written: list[OffloadKey]
+    """Allocated since the last ``reset_cache``: readable now if the writes succeeded, otherwise
+    misses."""
+    orphaned: list[OffloadKey]
+    """Allocated before the last ``reset_cache``: misses."""
+
+
 class CPUOffloadingManager(OffloadingManager):
     """Allocates and evicts the rows of the primary tier. A call that raises KeyError changes
     nothing.
@@ -66,11 +77,12 @@ class CPUOffloadingManager(OffloadingManager):
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
         """Row of each block, of this and of earlier epochs."""
-        # blocks of an earlier epoch that jobs use
-        self._earlier: set[OffloadKey] = set()
-        # Readers by row. Plain numbers: a million objects would slow down each full garbage
-        # collection of the engine.
+        self._before_reset: set[OffloadKey] = set()
+        """Blocks of an earlier epoch: jobs still use their rows, and to all others they are
+        misses."""
+        # plain numbers: a million objects would slow down each full garbage collection
         self._refs: list[int] = [0] * num_blocks
+        """By row, the number of its readers, or ``_BEING_WRITTEN``."""
         # descending, because rows are allocated from the end: the first ones first
         descending = reversed(range(num_blocks))
         self._free: list[int] = list(descending)
@@ -88,20 +100,21 @@ class CPUOffloadingManager(OffloadingManager):
         miss."""
         row = self._rows.get(key)
         # A block of an earlier epoch keeps its row until its jobs end, but no new job may read it.
-        if row is None or key in self._earlier:
+        if row is None or key in self._before_reset:
             return False
         is_being_written = self._refs[row] < 0
         return None if is_being_written else True
 
     def is_held(self, key: OffloadKey) -> bool:
-        return key in self._rows and key not in self._earlier
+        return key in self._rows and key not in self._before_reset
 
     def is_ready(self, key: OffloadKey) -> bool:
         """Return whether the block is held and readable."""
         row = self._rows.get(key)
-        if row is None or key in self._earlier:
+        if row is None or key in self._before_reset:
             return False
-        return self._refs[row] >= 0
+        is_being_written = self._refs[row] < 0
+        return not is_being_written
 
     def num_free_or_evictable(self) -> int:
         """Return the number of rows that ``prepare_store`` could allocate now for blocks that are
@@ -147,7 +160,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Remove a reader from the row of each block. A row without readers can be evicted; if its
         block dates from before a ``reset_cache``, the row becomes free."""
         refs = self._refs
-        rows = self._rows_of(keys, earlier=True)
+        rows = self._rows_of(keys, accept_before_reset=True)
         for position, row in enumerate(rows):
             if refs[row] <= 0:
                 # a key may occur twice, so the counts cannot be checked before; undo them
@@ -160,7 +173,7 @@ class CPUOffloadingManager(OffloadingManager):
         for key, row in zip(keys, rows, strict=True):
             if not refs[row]:
                 unused[key] = None
-        freed = self._free_earlier(unused)
+        freed = self._free_before_reset(unused)
         self._num_evictable += len(unused) - len(freed)
         self._policy.release(keys)
 
@@ -179,18 +192,18 @@ class CPUOffloadingManager(OffloadingManager):
         new = [key for key in distinct if key not in self._rows]
         if not new:
             return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        missing = len(new) - len(self._free)
+        num_missing = len(new) - len(self._free)
         evicted: list[OffloadKey] = []
-        if missing > 0:
+        if num_missing > 0:
             # Blocks of the call that could be evicted, and must not be. One loop without calls:
             # this runs for each store of an engine.
             refs = self._refs
             held = self._rows
             spared = [key for key in distinct if key in held and not refs[held[key]]]
             # nothing has changed yet
-            if missing > self._num_evictable - len(spared):
+            if num_missing > self._num_evictable - len(spared):
                 return None
-            evicted = self._evict(missing, spared)
+            evicted = self._evict(num_missing, spared)
         rows = self._allocate(new)
         return PrepareStoreOutput(new, rows, evicted)
 
@@ -214,34 +227,26 @@ class CPUOffloadingManager(OffloadingManager):
     ) -> None:
         self.end_writes(keys, success)
 
-    def end_writes(
-        self,
-        keys: Keys,
-        success: bool,
-    ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-        """Do the work of ``complete_store`` and return the blocks whose writes ended.
-
-        :returns: distinct blocks that were being written: those allocated since the last
-            ``reset_cache``, which are readable now if ``success`` and misses if not, and those
-            allocated before it, which are misses.
-        """
+    def end_writes(self, keys: Keys, success: bool) -> EndedWrites:
+        """Do the work of ``complete_store`` and return the blocks that were being written."""
         refs = self._refs
         rows = self._rows
         written: list[OffloadKey] = []
-        ready: list[OffloadKey] = []
+        others: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
             row = rows.get(key)
-            is_written = row is not None and refs[row] < 0
-            kind = written if is_written else ready
-            kind.append(key)
-        if ready:
-            # readable already, so there is nothing to do; a key that is not held is an error, which
-            # is raised before anything has changed
-            self._rows_of(ready)
+            if row is not None and refs[row] == _BEING_WRITTEN:
+                written.append(key)
+            else:
+                others.append(key)
+        if others:
+            # raises for a key that is not held, before anything changes; readable blocks are left
+            # as they are
+            self._rows_of(others)
         for key in written:
             row = rows[key]
             refs[row] = 0
-        orphaned = self._free_earlier(written)
+        orphaned = self._free_before_reset(written)
         if orphaned:
             # the policy does not know blocks from before a reset, and their rows are free already
             written = [key for key in written if key in rows]
@@ -252,7 +257,7 @@ class CPUOffloadingManager(OffloadingManager):
         else:
             self._policy.remove(written)
             self._free_rows(written)
-        return written, orphaned
+        return EndedWrites(written, orphaned)
 
     def take_events(self) -> list[OffloadingEvent]:
         taken = self._events
@@ -270,22 +275,24 @@ class CPUOffloadingManager(OffloadingManager):
         self._record(readable, removed=True)
         in_use = {key: row for key, row in self._rows.items() if refs[row]}
         self._rows = in_use
-        self._earlier = set(in_use)
+        self._before_reset = set(in_use)
         self._policy.clear()
         self._num_evictable = 0
         # descending, as in ``__init__``
         descending = reversed(range(self.num_blocks))
         self._free = [row for row in descending if not refs[row]]
 
-    def _rows_of(self, keys: Keys, *, earlier: bool = False) -> list[int]:
+    def _rows_of(self, keys: Keys, *, accept_before_reset: bool = False) -> list[int]:
         """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not
         held.
 
-        :param earlier: whether blocks from before the last ``reset_cache`` count as held.
+        :param accept_before_reset: whether blocks from before the last ``reset_cache`` count as
+            held.
         """
-        if self._earlier and not earlier:
+        # usually there are none
+        if self._before_reset and not accept_before_reset:
             for key in keys:
-                if key in self._earlier:
+                if key in self._before_reset:
                     raise KeyError(f"block {key.hex()} is not held")
         try:
             return list(map(self._rows.__getitem__, keys))
@@ -293,13 +300,13 @@ class CPUOffloadingManager(OffloadingManager):
             missing = error.args[0].hex()
             raise KeyError(f"block {missing} is not held") from None
 
-    def _free_earlier(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
+    def _free_before_reset(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
         """Free and return those blocks in ``unused`` that date from before a ``reset_cache``."""
-        if not self._earlier:
+        if not self._before_reset:
             return []
-        ended = [key for key in unused if key in self._earlier]
+        ended = [key for key in unused if key in self._before_reset]
         self._free_rows(ended)
-        self._earlier.difference_update(ended)
+        self._before_reset.difference_update(ended)
         return ended
 
     def _free_rows(self, keys: Iterable[OffloadKey]) -> None:

@@ -87,19 +87,17 @@ class FilterReusedOffloadingManager(OffloadingManager):
         if description is None:
             return [key]
         counted = self._counted.setdefault(req_context.req_id, set())
-        # counted by an earlier lookup of the request, with all blocks that it had then
+        # an earlier lookup of the request has counted it, with all blocks that it had then
         if key in counted:
             return []
         new: list[OffloadKey] = []
         for keys in description.group_keys:
             new += [block for block in keys if block not in counted]
+        # a block that the description does not have (yet) counts alone, at depth 0
         if description.depth(key) is None:
             new.append(key)
-
-        def depth(block: OffloadKey) -> int:
-            return description.depth(block) or 0
-
-        new.sort(key=depth, reverse=True)
+        depths = {block: description.depth(block) or 0 for block in new}
+        new.sort(key=depths.__getitem__, reverse=True)
         counted.update(new)
         return new
 

@@ -138,16 +138,16 @@ class CPUOffloadingSpec(OffloadingSpec):
             try:
                 self._region = SharedOffloadRegion(
                     geometry.instance_id,
-                    self.num_blocks * self.row_stride,
-                    self.num_blocks,
-                    geometry.rank,
-                    geometry.num_workers,
-                    self.cpu_page_size,
+                    total_size_bytes=self.num_blocks * self.row_stride,
+                    num_blocks=self.num_blocks,
+                    rank=geometry.rank,
+                    num_workers=geometry.num_workers,
+                    cpu_page_size=self.cpu_page_size,
                 )
             except ConfigurationError as error:
-                # the size is the user's, who set it under another name
                 if error.field != "total_size_bytes":
                     raise
+                # the user has set this size under another name
                 raise ConfigurationError(
                     "cpu_bytes_to_use", error.value, error.expected
                 ) from error
@@ -198,6 +198,7 @@ class CPUOffloadingSpec(OffloadingSpec):
                 self.get_region(),
                 head_sharded=self.geometry.head_sharded,
             )
+        # (source, destination, handler)
         store = GPULoadStoreSpec, CPULoadStoreSpec, self._handlers.gpu_to_cpu_handler
         load = CPULoadStoreSpec, GPULoadStoreSpec, self._handlers.cpu_to_gpu_handler
         return iter((store, load))
@@ -207,7 +208,7 @@ class CPUOffloadingSpec(OffloadingSpec):
         the first two is logged and does not stop the rest.
         """
         if self._handlers is not None:
-            self._handlers.shutdown()
+            self._handlers.shutdown()  # logs exceptions itself
         if self._manager is not None:
             isolation = Isolation("offloading manager")
             with isolation.guard("shutdown", "its resources may not be released"):

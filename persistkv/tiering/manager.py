@@ -572,16 +572,17 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> None:
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
-        # orphaned: allocated before the last ``reset_cache``, misses now, hence not cascaded
-        written, orphaned = self.primary_tier.end_writes(keys, success)
+        ended = self.primary_tier.end_writes(keys, success)
+        # without the orphaned blocks, which are misses
         if success:
             for tier in self._tiers:
-                self._cascade(tier, written, req_context)
+                self._cascade(tier, ended.written, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            request.num_being_written -= len(written) + len(orphaned)
+            request.num_being_written -= len(ended.written) + len(ended.orphaned)
             self._end_if_done(request)
-        self._end_awaited_writes((*written, *orphaned))
+        self._end_awaited_writes(ended.written)
+        self._end_awaited_writes(ended.orphaned)
 
     def _end_awaited_writes(self, keys: Iterable[OffloadKey]) -> None:
         """Blocks are no longer being written: end the requests that only awaited them."""

@@ -304,20 +304,22 @@ class TorchCopier(PageCopier):
     be pinned."""
 
     def copy(self, batch: CopyBatch, stream: torch.cuda.Stream) -> None:
-        """Enqueue one copy after the other on the current stream."""
+        """Enqueue one copy after the other. torch does so on the current stream, which is
+        ``stream``."""
         target = _flat(batch.target)
         source = _flat(batch.source)
         # addresses become indices of bytes
         target_offsets = batch.targets - target.data_ptr()
         source_offsets = batch.sources - source.data_ptr()
         # plain integers, as slices need them
-        to_offsets = target_offsets.tolist()
-        from_offsets = source_offsets.tolist()
+        target_starts = target_offsets.tolist()
+        source_starts = source_offsets.tolist()
         sizes = batch.sizes.tolist()
-        for to, start, size in zip(to_offsets, from_offsets, sizes, strict=True):
-            part = source[start : start + size]
-            target_part = target[to : to + size]
-            target_part.copy_(part, non_blocking=True)
+        copies = zip(target_starts, source_starts, sizes, strict=True)
+        for target_start, source_start, size in copies:
+            target_part = target[target_start : target_start + size]
+            source_part = source[source_start : source_start + size]
+            target_part.copy_(source_part, non_blocking=True)
 
 
 def choose_copier(device: torch.device, pinned: bool) -> PageCopier:

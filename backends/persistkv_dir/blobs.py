@@ -148,7 +148,7 @@ class DirBlobs(Blobs):
         self._root_was_seen = False
         """Whether ``root`` has existed at some time: then it is not created again."""
         self._durable: set[tuple[int, int]] = set()
-        """Directories whose path is synced, as ``_identity`` returns them."""
+        """Device and inode of the directories whose path is durable: its entries are synced."""
         self._server_time: _ServerTime | None = None
         """Time of the last ``put``; None: there was none, so the server's clock is not known."""
 
@@ -178,26 +178,28 @@ class DirBlobs(Blobs):
         length: int,
         buffers: Iterable[memoryview],
     ) -> int:
-        """See ``Blobs.read``. A file that a network file system has forgotten is opened again."""
+        """See ``Blobs.read``. The buffers bound what is read: ``length`` is that of all together. A
+        file that a network file system has forgotten is opened again."""
         check_name(name)
         self._check_open()
         with self._translated(name):
             blob = self._open_blob(_Place.of(name))
-        count = 0
+        num_read = 0
         try:
             for buffer in buffers:
                 rest = buffer.cast("B")
                 while rest:
+                    position = offset + num_read
+                    is_first = num_read == 0
                     # only around the read: errors of the iterable pass unchanged
                     with self._translated(name):
-                        done = self._read_some(
-                            blob, rest, offset + count, is_first=count == 0
-                        )
+                        done = self._read_some(blob, rest, position, is_first=is_first)
+                    # the blob ends
                     if done == 0:
-                        return count  # the blob ends
-                    count += done
+                        return num_read
+                    num_read += done
                     rest = rest[done:]
-            return count
+            return num_read
         finally:
             blob.close()
 
@@ -294,28 +296,36 @@ class DirBlobs(Blobs):
     def _create(self, directories: Sequence[str]) -> None:
         """Create the directories on a path below the root if they are missing, and the root; make
         their entries durable."""
-        # a root that was seen and is gone may be unmounted: ``_open_root`` raises
+        # Once the root was seen, it is never created again: if it is gone, it may be unmounted, and
+        # ``_open_root`` raises.
         if not self._root_was_seen:
-            for path in (*reversed(self.root.parents), self.root):
-                if not path.exists():
-                    path.mkdir(_DIRECTORY_MODE, exist_ok=True)
-
+            self._create_root()
         with ExitStack() as opened:
-            descriptor = opened.enter_context(_closing(self._open_root(_REVALIDATE)))
-            if _identity(descriptor) not in self._durable:
-                self._sync_parents_of_root(os.fstat(descriptor).st_dev)
-                self._durable.add(_identity(descriptor))
-            for directory in directories:
+            parent = opened.enter_context(_closing(self._open_root(_REVALIDATE)))
+            if _identity(parent) not in self._durable:
+                self._sync_parents_of_root(os.fstat(parent).st_dev)
+                self._durable.add(_identity(parent))
+            for name in directories:
                 with suppress(FileExistsError):
-                    os.mkdir(directory, _DIRECTORY_MODE, dir_fd=descriptor)
+                    os.mkdir(name, _DIRECTORY_MODE, dir_fd=parent)
                 # also if it exists: the process that created it may not have synced it yet
-                os.fsync(descriptor)
-                inner = _directory_in(descriptor, directory, _REVALIDATE)
-                descriptor = opened.enter_context(inner)
-                self._durable.add(_identity(descriptor))
+                os.fsync(parent)
+                child = opened.enter_context(_directory_in(parent, name, _REVALIDATE))
+                # writes of blobs in this directory need not sync its path again
+                self._durable.add(_identity(child))
+                parent = child
+
+    def _create_root(self) -> None:
+        """Create the store's directory and its parents, the outermost first."""
+        for path in (*reversed(self.root.parents), self.root):
+            if not path.exists():
+                path.mkdir(_DIRECTORY_MODE, exist_ok=True)
 
     def _sync_parents_of_root(self, device: int) -> None:
-        """Make the entries of the store's directory and its parents durable, up to a mount."""
+        """Make the entries of the store's directory and its parents durable, up to a mount.
+
+        :param device: of the store's directory.
+        """
         for parent in self.root.parents:
             # the root is a mount, or in one: the entries above it were not created with the store
             if parent.stat().st_dev != device:

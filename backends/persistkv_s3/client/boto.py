@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 # 256 KiB: longer reads cause page faults, shorter ones more calls
 _READ_BYTES = 256 << 10
 _CALLERS = 16  # threads of callers, which make a single request themselves
+_MOST_CAUSES = 10  # of an error, one after the other
 _CONNECT_S = 5.0
 _MOST_S = 30.0  # longest pause that a ``Retry-After`` header can request
 # Codes of errors, by their meaning: see ``_new_error``. Answers without a body, such as those to
@@ -185,10 +186,9 @@ class BotoClient(Transport):
                 f"{self._where}: GET {key}: the server does not say which range it sends"
             )
         end = min(int(size), stop)
-        if (
-            not found.startswith(f"bytes {start}-{end - 1}/")
-            or answer["ContentLength"] != end - start
-        ):
+        is_range = found.startswith(f"bytes {start}-{end - 1}/")
+        is_length = answer["ContentLength"] == end - start
+        if not is_range or not is_length:
             raise BrokenError(
                 f"{self._where}: GET {key}: the server sends {found} instead of {start}-{stop - 1}"
             )
@@ -206,27 +206,27 @@ class BotoClient(Transport):
         after: str = "",
     ) -> ListPage:
         """See ``Transport.list``."""
-        # ``after`` is for the first page: the token of a page continues behind it
-        more = _given(
-            ContinuationToken=page, StartAfter=after if page is None and after else None
-        )
+        more: dict[str, str] = {}
+        # the token of a page continues behind ``after``, so only the first page needs it
+        if page is not None:
+            more["ContinuationToken"] = page
+        elif after:
+            more["StartAfter"] = after
         with self._request("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
         try:
-            found = [
-                ObjectInfo(
-                    entry["Key"], entry["Size"], entry["LastModified"].timestamp()
-                )
-                for entry in answer.get("Contents", ())
-            ]
-            return ListPage(
-                found,
-                answer["NextContinuationToken"] if answer["IsTruncated"] else None,
-            )
+            objects: list[ObjectInfo] = []
+            for entry in answer.get("Contents", ()):
+                modified = entry["LastModified"].timestamp()
+                objects.append(ObjectInfo(entry["Key"], entry["Size"], modified))
+            next_page = None
+            if answer["IsTruncated"]:
+                next_page = answer["NextContinuationToken"]
         except KeyError as error:
             raise BrokenError(
                 f"{self._where}: LIST {prefix}: the answer is no list: it has no {error}"
             ) from None
+        return ListPage(objects, next_page)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """See ``Transport.delete``. A single object is deleted with DELETE, several with one
@@ -289,9 +289,8 @@ class BotoClient(Transport):
         """
         refusals = []
         for entry in errors:
-            error = _error_of(
-                {"Error": entry}, f"{self._where}: DELETE {entry.get('Key')}"
-            )
+            what = f"{self._where}: DELETE {entry.get('Key')}"
+            error = _error_of({"Error": entry}, what)
             if error.retryable:
                 raise error
             if not isinstance(error, ObjectMissingError):
@@ -369,11 +368,12 @@ class PlainBucket(BotoClient, PlainMedium):
         """Download the last object whole, and copy it into the buffers."""
         key = self._written[-1]
         with self._request("GET", key, Deadline(self._deadline_s)):
-            found = memoryview(
-                self._client.get_object(**self._target, Key=key)["Body"].read()
-            )
+            answer = self._client.get_object(**self._target, Key=key)
+            rest = memoryview(answer["Body"].read())
         for buffer in buffers:
-            buffer[:], found = found[: len(buffer)], found[len(buffer) :]
+            num_bytes = len(buffer)
+            buffer[:] = rest[:num_bytes]
+            rest = rest[num_bytes:]
 
     def close(self) -> None:
         try:
@@ -453,14 +453,12 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
     if deadline.remaining <= 0:
         # whatever went wrong after the deadline, such as a connection that ``_cut_off`` shut down
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
-    if isinstance(
-        error,
-        (
-            boto.NoCredentialsError,
-            boto.PartialCredentialsError,
-            boto.TokenRetrievalError,
-        ),
-    ):
+    without_credentials = (
+        boto.NoCredentialsError,
+        boto.PartialCredentialsError,
+        boto.TokenRetrievalError,
+    )
+    if isinstance(error, without_credentials):
         return NoCredentialsError(
             f"{what}: no credentials; they come from the environment, a profile or a role"
         )
@@ -480,22 +478,25 @@ def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
 def _cause(error: BaseException) -> str:
     """Describe an error by its type and the system error that caused it. Its message may hold
     request headers."""
-    name, inner = type(error).__name__, error
-    # Follow the chain of causes to its end: botocore keeps some in ``kwargs``. Bounded, because a
-    # chain may have a cycle.
-    for _ in range(10):
-        inner = (
-            getattr(inner, "kwargs", {}).get("error")
-            or inner.__cause__
-            or inner.__context__
-            or inner
-        )
-    if not isinstance(inner, OSError) or not inner.strerror:
+    name = type(error).__name__
+    first = _first_cause(error)
+    if not isinstance(first, OSError) or not first.strerror:
         return name
-    return (
-        f"{name}: {inner.strerror} "
-        f"({errno.errorcode.get(inner.errno or 0, type(inner).__name__)})"
-    )
+    code = errno.errorcode.get(first.errno or 0, type(first).__name__)
+    return f"{name}: {first.strerror} ({code})"
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Follow the causes of an error to the first one; return the error itself if it has none."""
+    # bounded, because the chain may have a cycle
+    for _ in range(_MOST_CAUSES):
+        # botocore keeps some causes in ``kwargs``
+        kept = getattr(error, "kwargs", {}).get("error")
+        cause = kept or error.__cause__ or error.__context__
+        if cause is None:
+            break
+        error = cause
+    return error
 
 
 def _error_of(answer: Any, what: str) -> S3Error:
@@ -541,31 +542,22 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     """Return a client of boto3 and its credentials, which must be ensured before each request."""
     try:
         import boto3
-        from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
 
-    def make(*, unsigned: bool) -> Any:
-        # signatures contain a region, also for servers that ignore it
-        region = options.region or session.region_name or "us-east-1"
-        return session.client(
-            "s3",
-            endpoint_url=options.endpoint_url,
-            region_name=region,
-            config=Config(**_settings(options, unsigned=unsigned)),
-        )
-
+    unsigned = options.unsigned_payload
+    is_undecided = unsigned is None
     try:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
-        client = make(unsigned=options.unsigned_payload is not False)
-        # only a client knows the endpoint, which may come from boto3's configuration
+        client = _client_of(session, options, unsigned=is_undecided or bool(unsigned))
+        # Only a client knows the endpoint, which may come from boto3's configuration. Without TLS,
+        # only a signature of the body protects an upload in transit from changes.
         is_encrypted = client.meta.endpoint_url.startswith("https:")
-        if options.unsigned_payload is None and not is_encrypted:
+        if is_undecided and not is_encrypted:
             client.close()
-            # without TLS, only their signature protects bodies in transit from changes
-            client = make(unsigned=False)
+            client = _client_of(session, options, unsigned=False)
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError(
             "s3 url", options.endpoint_url, f"options that boto3 accepts ({error})"
@@ -573,24 +565,46 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     return client, credentials
 
 
+def _client_of(session: Any, options: S3Options, *, unsigned: bool) -> Any:
+    """Return a client of a boto3 session.
+
+    :param unsigned: whether signatures leave out the bodies of uploads.
+    """
+    from botocore.config import Config
+
+    # signatures contain a region, also for servers that ignore it
+    region = options.region or session.region_name or "us-east-1"
+    return session.client(
+        "s3",
+        endpoint_url=options.endpoint_url,
+        region_name=region,
+        config=Config(**_settings(options, unsigned=unsigned)),
+    )
+
+
 def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
-    """Return the arguments of botocore's ``Config`` for a client."""
+    """Return the arguments of botocore's ``Config`` for a client.
+
+    :param unsigned: as in ``_client_of``.
+    """
     path_style = options.path_style
     # servers other than AWS rarely have a domain name for each bucket
     if path_style is None:
         path_style = options.endpoint_url is not None
-    verifies = options.checksum == "crc32"
+    upload_checksum = "when_required"
+    if options.checksum == "crc32":
+        upload_checksum = "when_supported"
     s3 = {
         "payload_signing_enabled": not unsigned,
         "addressing_style": "path" if path_style else "auto",
     }
+    # for the threads of reads, as many of a commit at the same time, and callers' own requests
+    num_connections = 2 * options.connections + _CALLERS
     return {
         "signature_version": "s3v4",
-        # reads run concurrently with a commit
-        "max_pool_connections": 2 * options.connections + _CALLERS,
-        "request_checksum_calculation": (
-            "when_supported" if verifies else "when_required"
-        ),
+        "max_pool_connections": num_connections,
+        "request_checksum_calculation": upload_checksum,
+        # downloads need none: persistkv verifies what it reads with checksums of its own
         "response_checksum_validation": "when_required",
         "s3": s3,
     }

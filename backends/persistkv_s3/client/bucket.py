@@ -99,8 +99,9 @@ class Breaker:
     def state(self) -> State:
         """Present state: ``half-open`` as soon as the pause of ``open`` has passed."""
         with self._lock:
-            over = self._state == "open" and self._clock.monotonic() >= self._wait_until
-            return "half-open" if over else self._state
+            if self._state == "open" and self._clock.monotonic() >= self._wait_until:
+                return "half-open"
+            return self._state
 
     def admit(self) -> bool:
         """Return whether a request may be made now. Each admitted request must end with ``record``
@@ -127,20 +128,13 @@ class Breaker:
         bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
         with self._lock:
             self._recent.append(bad)
-            recent = list(self._recent)
             # it was sent before the breaker opened, and says nothing new
             if self._state == "open":
                 return
-            if self._state == "half-open" and not bad:
-                logger.warning("%s answers again", self._name)
-                self._state = "closed"
-                self._recent.clear()
-                self._pause_s = _FIRST_PAUSE_S
-            elif self._state == "half-open":
-                self._open()
-            elif recent[-_IN_A_ROW:] == [True] * _IN_A_ROW or (
-                bad and sum(recent) * 2 >= _WINDOW
-            ):
+            if self._state == "half-open":
+                self._end_half_open(bad=bad)
+            # a good answer never opens the breaker, whatever those before it were
+            elif bad and self._is_failing():
                 logger.warning(
                     "%s fails or is slow: requests are held back until it answers again",
                     self._name,
@@ -154,12 +148,30 @@ class Breaker:
             if self._state == "half-open":
                 self._wait_until = self._clock.monotonic()
 
+    def _is_failing(self) -> bool:
+        """Return whether the last answers were bad: 5 in a row, or 10 of the last 20. The lock is
+        held."""
+        last = list(self._recent)[-_IN_A_ROW:]
+        if len(last) == _IN_A_ROW and all(last):
+            return True
+        return 2 * sum(self._recent) >= _WINDOW
+
+    def _end_half_open(self, *, bad: bool) -> None:
+        """Open or close after the answer to the request that was admitted while half-open. The lock
+        is held."""
+        if bad:
+            self._open()
+            return
+        logger.warning("%s answers again", self._name)
+        self._state = "closed"
+        self._recent.clear()
+        self._pause_s = _FIRST_PAUSE_S
+
     def _open(self) -> None:
         """Hold requests back for a pause, and double the next one. The lock is held."""
         # half of it to all of it, at random, so that engines do not probe the server all at once
-        self._wait_until = self._clock.monotonic() + self._pause_s * (
-            0.5 + 0.5 * self._clock.random.random()
-        )
+        part = 0.5 + 0.5 * self._clock.random.random()
+        self._wait_until = self._clock.monotonic() + part * self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._state = "open"
 
@@ -201,7 +213,7 @@ class Bucket:
         def attempt(deadline: Deadline) -> float:
             return self._transport.put(key, Body(pieces, deadline), deadline)
 
-        return self._run(attempt, lambda: num_bytes)
+        return self._run(attempt, transferred=lambda: num_bytes)
 
     def read(
         self,
@@ -224,13 +236,13 @@ class Bucket:
                     key, start + sink.position, start + length, sink, deadline
                 )
             except RangeError as error:
-                # bytes after these existed at an earlier attempt: it was a longer object
+                # an earlier attempt got bytes of this range, so that object was longer
                 if sink.begun:
                     raise ObjectReplacedError(str(error)) from None
                 # the object ends before the range: nothing is to be read
                 sink.end()
 
-        self._run(attempt, lambda: sink.position)
+        self._run(attempt, transferred=lambda: sink.position)
         sink.exhaust()
         return sink.position
 
@@ -262,12 +274,15 @@ class Bucket:
             except KeysRefusedError as error:
                 refusal = error
             except RequestRefusedError as error:
-                # a refusal of one key is final, and without credentials no request is made
-                if len(batch) == 1 or not error.healthy:
+                # not healthy: no request was made, because there are no credentials
+                is_final = len(batch) == 1 or not error.healthy
+                if is_final:
                     raise
                 # Ceph requires permission to delete the whole bucket for a request with several
-                # keys.
-                refusal = self._delete_each(batch) or refusal
+                # keys: a request for each key may be allowed.
+                refusal_of_some = self._delete_each(batch)
+                if refusal_of_some is not None:
+                    refusal = refusal_of_some
         if refusal is not None:
             raise refusal
 
@@ -323,19 +338,20 @@ class Bucket:
     def _run(
         self,
         attempt: Callable[[Deadline], R],
-        num_bytes: Callable[[], int] = int,
+        transferred: Callable[[], int] = lambda: 0,
     ) -> R:
         """Call ``attempt`` until it succeeds, its error is not retryable, or no attempt or time is
         left.
 
-        :param num_bytes: returns the bytes that all attempts so far have transferred; default 0.
+        :param transferred: returns the bytes that all attempts so far have transferred: the breaker
+            allows time for them.
         """
         deadline = Deadline(self._deadline_s, self._clock)
-        bound = _FIRST_BOUND_S
+        bound_s = _FIRST_BOUND_S  # of the random part of the next pause
         cause: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
-                return self._attempt(attempt, deadline, num_bytes)
+                return self._attempt(attempt, deadline, transferred)
             except LateError as error:
                 # the attempt before has left little time, so the error names its failure, too
                 if cause is None:
@@ -345,27 +361,24 @@ class Bucket:
                 ) from cause
             except S3Error as error:
                 cause = error
+                pause_s = error.pause_s + self._clock.random.uniform(0, bound_s)
                 # a pause beyond the deadline is not begun: the caller learns the error now
-                pause = error.pause_s + self._clock.random.uniform(0, bound)
-                if (
-                    not error.retryable
-                    or not attempts_left
-                    or pause >= deadline.remaining
-                ):
+                is_too_late = pause_s >= deadline.remaining
+                if not error.retryable or not attempts_left or is_too_late:
                     raise
-            self._clock.sleep(pause)
-            bound = min(2 * bound, _LAST_BOUND_S)
+            self._clock.sleep(pause_s)
+            bound_s = min(2 * bound_s, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(
         self,
         attempt: Callable[[Deadline], R],
         deadline: Deadline,
-        num_bytes: Callable[[], int],
+        transferred: Callable[[], int],
     ) -> R:
         """Make one attempt, unless the breaker is open, and record how it went.
 
-        :param num_bytes: returns the bytes that have been transferred.
+        :param transferred: as in ``_run``.
         """
         if not self.breaker.admit():
             raise BreakerOpenError(
@@ -378,7 +391,7 @@ class Bucket:
             self.breaker.record(
                 well=well,
                 seconds=self._clock.monotonic() - begin,
-                num_bytes=num_bytes(),
+                num_bytes=transferred(),
             )
 
         try:

@@ -73,23 +73,23 @@ class DeferredCredentials:
             if self._lasts(_RENEW_S):
                 return None
             # between the two limits, credentials are renewed and requests use the present ones
-            valid = self._lasts(_VALID_S)
-            if self._is_due(valid):
-                self._start(what, valid)
-            return None if valid else self._search
+            usable = self._lasts(_VALID_S)
+            if self._is_due(usable=usable):
+                self._start(what, usable=usable)
+            return None if usable else self._search
 
     def _lasts(self, seconds: float) -> bool:
         """Return whether the credentials are valid for so long."""
         if self._found is None:
             return False
         # credentials without this method, such as those of a file, never expire
-        expires = getattr(self._found, "refresh_needed", None)
-        return expires is None or not expires(seconds)
+        expires_within = getattr(self._found, "refresh_needed", None)
+        return expires_within is None or not expires_within(seconds)
 
-    def _is_due(self, valid: bool) -> bool:
+    def _is_due(self, *, usable: bool) -> bool:
         """Return whether to search now, in place of a search that has ended or hangs.
 
-        :param valid: whether the present credentials can still be used: then a search that has
+        :param usable: whether the present credentials can still be used: then a search that has
             ended is repeated after a pause only.
         """
         if self._search is None:
@@ -97,22 +97,27 @@ class DeferredCredentials:
         age = time.monotonic() - self._search_began
         if not self._search.done():
             return age >= _ABANDON_S
-        return not valid or age >= _PAUSE_S
+        return not usable or age >= _PAUSE_S
 
-    def _start(self, what: str, valid: bool) -> None:
-        """Search in a daemon thread: a metadata server may not answer."""
-        self._search = search = Future[None]()
-        self._search_began = time.monotonic()
-        name = "persistkv-s3-credentials"
-        threading.Thread(
-            target=self._run, args=(search, what, valid), name=name, daemon=True
-        ).start()
+    def _start(self, what: str, *, usable: bool) -> None:
+        """Search in a daemon thread: a metadata server may not answer.
 
-    def _run(self, search: Future[None], what: str, valid: bool) -> None:
-        """Search for credentials, and set the result of the search.
-
-        :param valid: whether the present credentials can be used meanwhile.
+        :param what: names the request for which they are searched, in an error.
+        :param usable: whether the present credentials can be used meanwhile.
         """
+        search = Future[None]()
+        self._search = search
+        self._search_began = time.monotonic()
+        thread = threading.Thread(
+            target=self._run,
+            args=(search, what, usable),
+            name="persistkv-s3-credentials",
+            daemon=True,
+        )
+        thread.start()
+
+    def _run(self, search: Future[None], what: str, usable: bool) -> None:
+        """Search for credentials, and set the result of the search; parameters as in ``_start``."""
         try:
             found = self._find()
             if found is None:
@@ -121,7 +126,7 @@ class DeferredCredentials:
             frozen = found.get_frozen_credentials()
         except BaseException as error:
             # no request waits for this search, so its error would be lost
-            if valid:
+            if usable:
                 text = (
                     "credentials cannot be renewed (%s): the present ones are used until "
                     "they expire"
@@ -130,7 +135,8 @@ class DeferredCredentials:
             search.set_exception(error)
             return
         with self._lock:
-            self._found, self._frozen = found, frozen
+            self._found = found
+            self._frozen = frozen
         search.set_result(None)
 
     def get_frozen_credentials(self) -> Any:

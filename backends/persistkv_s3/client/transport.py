@@ -156,13 +156,15 @@ class Body:
         :raises LateError: the upload is late.
         """
         target = buffer.cast("B")
-        piece = memoryview(self.read())
-        count = min(len(piece), len(target))
-        target[:count] = piece[:count]
-        if count < len(piece):
-            # ``read`` has passed the whole piece: return to the rest, which the next call reads
+        rest = memoryview(self.read())  # of the next piece
+        count = min(len(rest), len(target))
+        target[:count] = rest[:count]
+        if count < len(rest):
+            # ``read`` has passed the whole piece: return to it, behind the bytes that were copied
             self._next -= 1
-            self._start = len(self._pieces[self._next]) - len(piece) + count
+            whole_piece = self._pieces[self._next]
+            rest_start = len(whole_piece) - len(rest)
+            self._start = rest_start + count
         return count
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -195,7 +197,7 @@ class Sink:
         known."""
         self._etag = ""
         """ETag of the object from which bytes have arrived; empty: none have."""
-        self._buffers = iter(buffers)
+        self._next_buffers = iter(buffers)
         self._room = memoryview(b"")
         """The part of the present buffer that is not filled yet."""
 
@@ -222,16 +224,16 @@ class Sink:
             earlier attempt.
         :raises ObjectReplacedError: this is not the object of the earlier attempts.
         """
-        if self.begun and etag != self._etag:
-            raise ObjectReplacedError("the object was replaced while it was downloaded")
-        # the first attempt, or none before it has delivered a byte: any object will do
         if not self.begun:
+            # no attempt has delivered a byte yet, so any object will do
             self._etag = etag
             self.length = min(self._range, length)
-        if length != self.length - self.position:
-            raise BrokenError(
-                f"the server sends {length} bytes instead of {self.length - self.position}"
-            )
+        elif etag != self._etag:
+            raise ObjectReplacedError("the object was replaced while it was downloaded")
+        # a first answer with more than the range, or a later one with another length
+        missing = self.length - self.position
+        if length != missing:
+            raise BrokenError(f"the server sends {length} bytes instead of {missing}")
 
     def room(self) -> memoryview:
         """Return the memory for the next bytes; empty: the download is complete."""
@@ -247,7 +249,7 @@ class Sink:
         :raises ValueError: there is none.
         """
         # one iteration at most
-        for buffer in self._buffers:
+        for buffer in self._next_buffers:
             return buffer.cast("B")
         raise ValueError("the buffers hold fewer bytes than the range has")
 
@@ -257,15 +259,17 @@ class Sink:
         self._room = self._room[count:]
 
     def exhaust(self) -> None:
-        """Advance the iterable past the last buffer, so that it processes that one, too.
+        """Let the iterable of the buffers process the last one: an iterator does that when the next
+        buffer is requested of it.
 
         :raises ValueError: the buffers hold more bytes than the range.
         """
-        # the object has ended within the range, so the last buffer is not full
+        # the object has ended within the range: the last buffer is not full, so not processed
         if self.position < self._range:
             return
         excess = len(self._room)
-        for buffer in self._buffers:
+        # usually this resumes the iterator once, and it ends
+        for buffer in self._next_buffers:
             excess += buffer.nbytes
         if excess:
             raise ValueError("the buffers hold more bytes than the range has")

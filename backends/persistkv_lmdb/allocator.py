@@ -53,6 +53,7 @@ _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the 
 _LEAST_STEP_BYTES = 1 << 20  # 1 MiB
 _MOST_STEP_BYTES = 128 << 20  # 128 MiB
 _MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
+_UNBOUNDED = 1 << 32  # in place of a bound on a number of extents
 _HOLES_AT_ONCE = 64  # made by one transaction, in milliseconds
 # 16 MiB: from this size on, a pack makes the file grow by four times its size
 _LARGE_BYTES = 16 << 20
@@ -193,21 +194,22 @@ class Allocator:
         """Return the number of free extents."""
         return self._rows.count(FREE)
 
-    def take(self, pages: int, most_extents: int | None = None) -> list[Extent]:
+    def take(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
         """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise
-        from several.
+        from several. The caller has checked that so many are free.
 
-        :param most_extents: allocate fewer pages rather than more extents; None: unbounded.
+        :param most_extents: allocate fewer pages rather than more extents.
         """
         taken: list[Extent] = []
-        while pages and len(taken) != most_extents:
+        while pages and len(taken) < most_extents:
             free = self._best(pages)
-            extent, rest = free.split(min(pages, free.pages))
+            num_taken = min(pages, free.pages)
+            extent, rest = free.split(num_taken)
             # the rest stays free; it may have no pages
             self._replace([free], rest)
-            self.free -= extent.pages
+            self.free -= num_taken
             taken.append(extent)
-            pages -= extent.pages
+            pages -= num_taken
         return taken
 
     def writers(self) -> list[int]:
@@ -306,12 +308,13 @@ class Allocator:
         """Record existing segment files in a new catalogue.
 
         :param segments: for each file, the extent of all its pages.
-        :param holes: all of their pages that no pack has.
+        :param holes: all of their pages that no pack has; their disk space is returned later.
         """
         for segment in segments:
             self._record_segment(segment.segment, segment.pages)
         for hole in holes:
             self._put_hole(hole)
+        # ``free`` stays: pages without disk space are holes, and all others are those of packs
         self.total += pages_of(segments) - pages_of(holes)
 
     def finish(self) -> None:
@@ -449,7 +452,7 @@ class ExtentPayloads:
         else:
             raise NotPlacedError
 
-    def take(self, pages: int, most_extents: int | None = None) -> list[Extent]:
+    def take(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
         :param most_extents: as in ``Allocator.take``.
@@ -502,7 +505,7 @@ class ExtentPayloads:
             while wanted > 0:
                 hole = next(self.allocator.holes(), None)
                 if hole is None:
-                    hole = self._beyond()
+                    hole = self._growing_end()
                 part = hole._replace(pages=min(wanted, hole.pages))
                 # the file first: if the disk has no space, nothing is recorded
                 self._files.allocate(part)
@@ -529,18 +532,20 @@ class ExtentPayloads:
             step = max(step, 4 * pages)
         return min(step, most, limit_pages // _STEPS)
 
-    def _beyond(self) -> Extent:
+    def _growing_end(self) -> Extent:
         """Return the space into which segments grow next: after the end of the first segment that
         is not full, or all of a new one."""
         limit_pages = self.limit // PAGE_BYTES
+        # a large store has larger segments, so that it needs no more than ``_MOST_SEGMENTS``
         share = divide_up(limit_pages, _MOST_SEGMENTS)
-        full = max(SEGMENT_BYTES // PAGE_BYTES, share)  # pages of a full segment
+        full_pages = max(SEGMENT_BYTES // PAGE_BYTES, share)
         segments = self.allocator.segments()
-        growing = [number for number, held in segments.items() if held < full]
+        for number in sorted(segments):
+            end = segments[number]
+            if end < full_pages:
+                return Extent(number, end, full_pages - end)
         new_number = max(segments, default=-1) + 1
-        number = growing[0] if growing else new_number
-        held = segments.get(number, 0)
-        return Extent(number, held, full - held)
+        return Extent(new_number, 0, full_pages)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

@@ -180,8 +180,8 @@ class LmdbBackend(Backend):
         """Keys for an environment that this handle opens. A shared one has those of the handle that
         opened it."""
         self._forgotten = dict(shared.database.keys.forgotten)
-        """Copy of ``KeyFile.forgotten`` that counts only what the caller knows: a tenant that was
-        forgotten since makes ``commit`` raise once."""
+        """How often each tenant was forgotten, as ``KeyFile.forgotten``, but only as far as the
+        caller knows: a tenant that was forgotten since makes ``commit`` raise once."""
         self._following = threading.RLock()
         """Held by the thread that replaces ``_shared`` (``_follow``)."""
         self._read_only = read_only
@@ -439,10 +439,11 @@ class LmdbBackend(Backend):
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
                 # With this error, the caller drops the content of the tenant that it had accepted.
-                # Its next commits have later content only, which is not refused.
+                # Its next commits have later content only: they are refused again only if the
+                # tenant is forgotten once more than it was until now.
+                times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
-                    count = environment.database.keys.forgotten.get(name, 0)
-                    self._forgotten[name] = count
+                    self._forgotten[name] = times_forgotten.get(name, 0)
                 raise
             except ReplacedError:
                 self._follow(environment)
@@ -483,8 +484,8 @@ class LmdbBackend(Backend):
             with environment.writing():
                 try:
                     return commit.write()
-                except StoreFullError as error:
-                    return commit.write_after_eviction(error)
+                except StoreFullError:
+                    return commit.write_after_eviction()
         except CorruptPackError:
             # The key of a tenant may have been destroyed while it sealed a pack: then the tenant
             # was forgotten, which ``refuse`` raises.

@@ -87,18 +87,17 @@ _EVICTED_PER_ADDED = 2
 # packs whose use one transaction records, in about 2 ms
 _TOUCHED_AT_ONCE = 128
 _TRANSACTIONS = 128
-"""Maximum number of transactions that evict for one batch and one entry of ``_MORE``."""
-_MORE = (0, 2, 8, 32)
+"""Maximum number of transactions that evict for one batch and one entry of ``_EXTRA_MULTIPLES``."""
+_EXTRA_MULTIPLES = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity
 requires. Others: additionally this multiple of the batch's bytes, because free pages may be too
 fragmented."""
-# pause between transactions: other threads of the process get the GIL and the lock
-_TURN_S = 0.001
+_TURN_S = 0.001  # pause between two transactions (``_let_others_run``)
 # wait of a commit for readers that still see evicted packs; a read takes about 20 ms
 _PATIENCE_S = 0.5
 # Attempts to write the packs of a batch and commit them. An attempt fails if another process,
 # between the writing and the commit, deletes a pack that was held, or releases the reservation.
-_PLACINGS = 4
+_ATTEMPTS = 4
 _NO_LIMIT = 1 << 62
 # namespace of a transaction that only evicts, in all namespaces: no identity has this digest
 _NO_NAMESPACE = bytes(ID_BYTES)
@@ -153,18 +152,20 @@ class BatchCommit:
         self._evicted: list[PackTable] = []
         """Tables of the packs that the transactions of this commit have removed."""
         num_added = len(batch.packs) + len(batch.manifests)
-        self._at_once = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
-        """Maximum number of packs and manifests that one transaction evicts or expires: a large
-        batch takes its time anyway."""
+        self._most_evicted = max(_EVICTED_AT_ONCE, _EVICTED_PER_ADDED * num_added)
+        """Maximum number of packs and manifests that one transaction evicts or expires. A large
+        batch may evict more: its own transaction is long in any case."""
         self._keep = kept_names(namespace, batch)
         """Names of packs and manifests that this commit must not evict: those of the batch, and
         those that it needs."""
         self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
-        self._rewritten = {*batch.deletions, *batch.bad}
+        self._packs_to_delete = {*batch.deletions, *batch.bad}
         """Ids of the packs that this batch deletes. If it also adds one of them, the pack is
         written again although the store holds it."""
         self._lacking: list[NewPack] = []
         """Packs of the batch that the store lacked in the last transaction."""
+
+        # of the present attempt to write the packs and commit them
         self._reserved: list[Extent] = []
         """Extents that were reserved for this process when the present attempt began to write."""
         self._placed: dict[bytes, list[Extent]] = {}
@@ -186,20 +187,21 @@ class BatchCommit:
         :raises StoreFullError: the batch does not fit and was not written; ``write_after_eviction``
             makes room for it.
         """
-        if self._rewritten:
-            self._drop_shared_manifests(_DROPPED_AT_ONCE)
+        if self._packs_to_delete:
+            self._drop_shared_manifests(shared_by=_DROPPED_AT_ONCE)
         while len(self._batch.touches) > _TOUCHED_AT_ONCE:
             self._record_early_uses()
-        for _ in range(_PLACINGS):
+        for _ in range(_ATTEMPTS):
             try:
                 # inline payloads are written by the transaction itself
                 if not self._environment.database.shares.inline:
                     self._place()
                 return self._commit_within_quotas()
             except NotPlacedError:
+                # another process has deleted a pack that was held, or released the reservation
                 self._restart_packs()
         raise StoreError(
-            f"{self._environment.path}: packs were deleted and stored again during {_PLACINGS} "
+            f"{self._environment.path}: packs were deleted and stored again during {_ATTEMPTS} "
             f"attempts"
         )
 
@@ -212,11 +214,11 @@ class BatchCommit:
         """Record the first uses of a batch with many of them in a short transaction. The batch's
         own transaction records the last ones."""
         early = self._batch.touches[:_TOUCHED_AT_ONCE]
-        with self._step() as (commit, _):
+        with self._step() as (commit, _room):
             commit.touch(early)
         rest = self._batch.touches[_TOUCHED_AT_ONCE:]
         self._batch = replace(self._batch, touches=rest)
-        time.sleep(_TURN_S)
+        _let_others_run()
 
     def _place(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
@@ -227,9 +229,10 @@ class BatchCommit:
         with environment.transaction() as rows:
             # these checks are repeated in the write transaction; here they save useless writing
             self._check_seen(rows, read_state(rows, self._namespace).cursor)
+            # the packs will name it, so that a rebuild knows which erasures precede them
             self._erasures = read_erasures(rows)
             self._reserved = self._read_reserved(rows)
-            self._lacking = self._added(rows)
+            self._lacking = self._find_lacking(rows)
             self._check_quotas(rows, bytes_by_tenant(self._lacking))
         # usually the commit before has reserved enough
         if bound_pages(self._lacking) > pages_of(self._reserved):
@@ -254,17 +257,21 @@ class BatchCommit:
             # After the release: LMDB records reservations by number, and a new process may get the
             # number of a dead one. The dead one's extents must be free before that.
             writer = environment.claim_writer(room.transaction)
-            # before the eviction, which then chooses the packs that the batch uses last
+            # Used packs are evicted last: the uses are recorded first, so that eviction spares the
+            # packs that the batch uses as long as there are others.
             commit.touch(self._batch.touches)
             # nothing is evicted for a batch that cannot fit
             if not room.fits_when_empty():
                 raise room.full()
-            # what may be in use now, so that the batch fits in addition (``Room``)
-            goal = room.limit.minus(room.need)
-            result = commit.evict(lambda: room.fits(goal), self._at_once)
-            if result is not EvictionEnd.GOAL_MET:
+            # with at most this much in use, the batch fits in addition
+            most_in_use = room.limit.minus(room.need)
+            end = commit.evict(
+                lambda: room.fits(most_in_use), at_most=self._most_evicted
+            )
+            if end is not EvictionEnd.GOAL_MET:
                 raise room.full()
-            self._reserved = room.payloads.take(bound_pages(self._lacking))
+            num_pages = bound_pages(self._lacking)
+            self._reserved = room.payloads.take(num_pages)
             room.payloads.allocator.reserve(writer, self._reserved)
 
     def _write_packs(self, packs: Sequence[NewPack]) -> None:
@@ -275,19 +282,22 @@ class BatchCommit:
         before it.
         """
         files = self._environment.files
-        rest = self._reserved  # the extents that the next packs are written to
+        unwritten = self._reserved  # the extents that the next packs are written to
         num_pages = sum(tail_pages(pack.table_length) for pack in packs)
         # Memory for the tables and trailers of all packs, which stays in use until the sync. A
         # mapping is aligned, so it is written without a copy.
         tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
+        tail_start = 0
         placed: dict[bytes, list[Extent]] = {}
         try:
             for pack in packs:
-                tail_bytes = PAGE_BYTES * tail_pages(pack.table_length)
-                tail = tails[:tail_bytes]
-                tails = tails[tail_bytes:]
-                written_bytes = files.write(rest, self._whole(pack, rest, tail))
-                own, rest = split(rest, pages_for(written_bytes))
+                tail_end = tail_start + PAGE_BYTES * tail_pages(pack.table_length)
+                tail = tails[tail_start:tail_end]
+                tail_start = tail_end
+                # the trailer of the pack names the extents that it takes, too
+                stream = self._stream_with_tail(pack, unwritten, tail)
+                written_bytes = files.write(unwritten, stream)
+                own, unwritten = split(unwritten, pages_for(written_bytes))
                 placed[self._namespace + pack.pack_id] = own
             files.sync()
         except BaseException:
@@ -297,15 +307,16 @@ class BatchCommit:
         # only now: nothing counts as written before the sync
         self._placed = placed
 
-    def _whole(
+    def _stream_with_tail(
         self,
         pack: NewPack,
         extents: Sequence[Extent],
         tail: memoryview,
     ) -> Iterator[Buffer]:
-        """Iterate over the payload of a pack, then its last pages, as they are written to the first
-        of the extents.
+        """Iterate over the payload of a pack, then its last pages with table and trailer, as they
+        are written to the first of the extents.
 
+        :param extents: those that are left; the pack takes as many of them as it needs.
         :param tail: aligned memory for the last pages, filled with zeros: they are written without
             a copy.
         """
@@ -314,11 +325,12 @@ class BatchCommit:
         encoded = self._environment.database.seal.encode_table(pack.table)
         # the extents that this pack takes, which its trailer names: the size is known now
         pack_bytes = pack.table.payload_length + len(tail)
-        own, _ = split(extents, pages_for(pack_bytes))
+        own, _rest = split(extents, pages_for(pack_bytes))
+        # A rebuild ignores copies of a pack that name an earlier erasure than its last one. For a
+        # pack that is deleted and written again, this commit will record the next erasure, which
+        # must concern the copy that is held now, and not the new one.
         erasures = self._erasures
-        if pack.pack_id in self._rewritten:
-            # This commit will record one more erasure, for the copy that is held now. The number
-            # shows a rebuild that this copy was written after it.
+        if pack.pack_id in self._packs_to_delete:
             erasures += 1
         encode_tail(tail, encoded, own, erasures)
         yield tail
@@ -326,7 +338,7 @@ class BatchCommit:
     def _commit_within_quotas(self) -> CommitResult:
         """Commit the rows of the batch in one transaction, within the quotas of its tenants.
 
-        That transaction may evict at most ``_at_once`` packs and manifests of a tenant. If the
+        That transaction may evict at most ``_most_evicted`` packs and manifests of a tenant. If the
         tenant's quota requires more, it is rolled back. Then short transactions evict packs of the
         tenant, and the commit is tried again.
 
@@ -337,11 +349,11 @@ class BatchCommit:
                 return self._commit()
             except _TenantAboveError as error:
                 evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
-                self._repeat(evict, self._at_once)
+                self._repeat(evict, at_once=self._most_evicted)
             # Other engines may add content of the tenant as fast as this one evicts it. Doubling
             # the bound on each attempt ends this: at last, the batch's own transaction, which
             # excludes other writers, may evict all that the quota requires.
-            self._at_once *= 2
+            self._most_evicted *= 2
             # the transaction that was rolled back has read the payloads: they begin again
             if self._environment.database.shares.inline:
                 self._restart_packs()
@@ -368,15 +380,16 @@ class BatchCommit:
 
             # first the deletions, so that a pack that is rewritten is added like a new one
             commit.remove(batch)
-            if self._rewritten:
-                self._erase(transaction, commit, self._rewritten)
+            if self._packs_to_delete:
+                self._erase(transaction, commit, self._packs_to_delete)
             commit.add(batch)
             # after the uses of this batch, which keep content from expiring
-            commit.expire(read_ttl(transaction), self._at_once)
+            commit.expire(read_ttl(transaction), at_most=self._most_evicted)
             self._fit_quotas(commit)
-            # only after a commit that added content: the next one is expected to add some, too
+            # the batch that follows one with new content is expected to add some, too
             if commit.grew:
                 self._prepare_next(commit, room)
+            # the last rows: only now is it known how many pages all of them take
             commit.finish()
 
             # the estimates of ``room.check`` were too low: roll back, and evict first
@@ -384,9 +397,8 @@ class BatchCommit:
                 raise room.full()
             if room.payloads.published:
                 self._describe_namespace(transaction, commit)
-            # If a segment file was removed meanwhile, this rolls the transaction back: its packs
-            # must not count as held, or the next attempt would not write them. Last, because a file
-            # may be removed until then.
+            # Last, because a user may remove a segment file until then: its packs must not count
+            # as held, or the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._note(commit)
@@ -438,28 +450,28 @@ class BatchCommit:
         # A batch that only replaces packs by smaller ones makes its tenant no larger: it is
         # accepted even above the quota.
         for tenant, num_bytes in quotas.grown():
-            result = commit.fit_quota(tenant, self._at_once)
+            end = commit.fit_quota(tenant, at_most=self._most_evicted)
             totals = quotas.at(tenant)
             # without a quota, nothing had to be evicted
             if totals is None or totals.quota is None:
                 continue
-            if result is EvictionEnd.LIMIT_REACHED:
+            if end is EvictionEnd.LIMIT_REACHED:
                 raise _TenantAboveError(totals.tenant, num_bytes)
-            if result is EvictionEnd.NOTHING_LEFT:
+            if end is EvictionEnd.NOTHING_LEFT:
                 raise QuotaExceededError(totals.tenant, num_bytes, totals.quota)
-        commit.evict_above(self._at_once)
+        commit.evict_above(at_most=self._most_evicted)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
         """Free the reserved extents that the batch did not need, evict down to the low watermark,
-        and reserve extents, so that the next commit need not: this costs no transaction of its
-        own."""
+        return disk space that the catalogue may need, and reserve extents, so that the next commit
+        need not: this costs no transaction of its own."""
         writer = self._environment.writer
         if writer is not None:
             self._release_unused(room.payloads, writer)
 
         goal = room.low_watermark()
-        commit.evict(lambda: room.fits(goal), self._at_once)
-
+        commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
+        # after the eviction, which makes pages free: the space of free pages can be returned
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
             room.reserve_ahead(writer)
@@ -468,14 +480,14 @@ class BatchCommit:
         """End the reservation of this process, whose number is ``writer``. Its extents that no
         added pack has become free; remember how much the packs took, for the next reservation."""
         # the packs were written from the beginning of the reservation on
-        written = sum(map(pages_of, self._placed.values()))
-        _, unused = split(self._reserved, written)
+        num_written = sum(map(pages_of, self._placed.values()))
+        _written, unused = split(self._reserved, num_written)
         # another process has stored the same pack meanwhile
         for name, extents in self._placed.items():
             if name not in payloads.published:
                 unused += extents
-        taken = pages_of(self._reserved) - pages_of(unused)
-        self._environment.taken.append(taken * PAGE_BYTES)
+        num_taken = pages_of(self._reserved) - pages_of(unused)
+        self._environment.taken.append(num_taken * PAGE_BYTES)
         payloads.allocator.reserve(writer, ())
         payloads.allocator.free_now(unused)
 
@@ -495,7 +507,7 @@ class BatchCommit:
             return []
         return read_reserved(rows, writer)
 
-    def _added(self, rows: TableRows) -> list[NewPack]:
+    def _find_lacking(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes
         first."""
         # by id, because a batch may contain a pack twice
@@ -503,7 +515,7 @@ class BatchCommit:
         for pack in self._batch.packs:
             if pack.pack_id in added:
                 continue
-            is_rewritten = pack.pack_id in self._rewritten
+            is_rewritten = pack.pack_id in self._packs_to_delete
             name = self._namespace + pack.pack_id
             if is_rewritten or not holds_pack(rows, name):
                 added[pack.pack_id] = pack
@@ -517,10 +529,11 @@ class BatchCommit:
                 unplaced.append(pack)
         return unplaced
 
-    def write_after_eviction(self, full: StoreFullError) -> CommitResult:
-        """Evict in short transactions, and write a batch for which ``write`` raised ``full``.
+    def write_after_eviction(self) -> CommitResult:
+        """Evict in short transactions, and write a batch for which ``write`` raised a
+        StoreFullError.
 
-        If the batch still does not fit, evict more and try again (``_MORE``).
+        If the batch still does not fit, evict more and try again (``_EXTRA_MULTIPLES``).
 
         :raises StoreFullError: nothing evictable is left, the free pages are too fragmented, or a
             reader's snapshot still needs the evicted packs. The batch is not written; evicted packs
@@ -530,66 +543,71 @@ class BatchCommit:
         database = environment.database
         database.clear_readers()  # those of dead processes keep pages, too
         self._placed.clear()  # evictions release the reservation
-        try:
-            if not (self._batch.packs or self._batch.manifests):
-                # Deletions alone: they need few pages, which an empty commit makes reusable.
-                # Manifests of the packs are deleted before, in transactions that need fewer pages
-                # still.
-                environment.commit_nothing()
-                self._drop_shared_manifests(1)
+        if not self._batch.packs and not self._batch.manifests:
+            return self._write_deletions()
+        for extra in _EXTRA_MULTIPLES:
+            with environment.transaction() as rows:
+                used_bytes = rows.used_bytes()
+            evict = partial(self._evict_some, extra, used_bytes)
+            self._repeat(
+                evict, at_once=self._most_evicted, most_transactions=_TRANSACTIONS
+            )
+            # makes the pages of the evicted packs reusable
+            evicted_by = environment.commit_nothing()
+            are_reusable = database.wait_for_readers(evicted_by, _PATIENCE_S)
+            self._restart_packs()
+            try:
                 return self.write()
-            for more in _MORE:
-                with environment.transaction() as rows:
-                    used_bytes = rows.used_bytes()
-                evict = partial(self._evict_some, more, used_bytes)
-                self._repeat(evict, self._at_once, _TRANSACTIONS)
-                # makes the pages of the evicted packs reusable
-                evicted_by = environment.commit_nothing()
-                are_reusable = database.wait_for_readers(evicted_by, _PATIENCE_S)
-                self._restart_packs()
-                try:
-                    return self.write()
-                except StoreFullError as error:
-                    full = error
-                # a stopped reader still sees the evicted packs: more evictions would not help
-                if not are_reusable:
-                    break
-            raise full
-        finally:
-            # its traceback references this frame, and this frame the error: the cycle would keep
-            # the memory of the batch alive
-            del full
+            except StoreFullError:
+                # not reusable: a stopped reader still sees the evicted packs, and would also keep
+                # the pages of more evicted ones
+                if extra == _EXTRA_MULTIPLES[-1] or not are_reusable:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _write_deletions(self) -> CommitResult:
+        """Write a batch that only deletes, for which ``write`` found no free pages."""
+        # makes the pages that the last transaction freed reusable: deletions need few
+        self._environment.commit_nothing()
+        # The manifests of a pack that several name are deleted before, in transactions that need
+        # fewer pages still.
+        self._drop_shared_manifests(shared_by=1)
+        return self.write()
 
     def _repeat(
         self,
         step: Callable[[int], bool],
         at_once: int,
-        most: int = _NO_LIMIT,
+        most_transactions: int = _NO_LIMIT,
     ) -> None:
         """Call ``step`` until it returns False. If the disk is too full for a transaction, retry
         with one deletion.
 
         :param step: runs one transaction with at most the given number of deletions; returns
             whether more are needed.
-        :param at_once: maximum number of deletions of a transaction; ``most``: maximum number of
-            transactions.
+        :param at_once: maximum number of deletions of a transaction.
+        :param most_transactions: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
         at_most = at_once  # deletions of the next transaction
-        for _ in range(most):
+        for _ in range(most_transactions):
             try:
                 if not step(at_most):
                     return
-            except StoreFullError as error:
-                if at_most == 1 or isinstance(error, _NothingLeftError):
+            except _NothingLeftError:
+                # no transaction could evict anything, whatever its size
+                raise
+            except StoreFullError:
+                if at_most == 1:
                     raise
-                # a full disk has no pages for a larger transaction: deletions need some, too
+                # A full disk has no pages for a larger transaction: deletions need some, too. The
+                # empty commit makes those reusable that the last transaction freed.
                 at_most = 1
                 self._environment.commit_nothing()
             else:
                 # after a success with fewer, carefully return to ``at_once``
                 at_most = min(4 * at_most, at_once)
-            time.sleep(_TURN_S)
+            _let_others_run()
 
     @contextmanager
     def _step(
@@ -623,6 +641,8 @@ class BatchCommit:
         :raises QuotaExceededError: its packs cannot fit the quota of their tenant.
         """
         tenants = tenants_of(self._batch)
+        # first those that were forgotten since the content was accepted, then those that a process
+        # is forgetting now: it would not find what this commit adds
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, as_it_is=as_it_is)
@@ -631,7 +651,7 @@ class BatchCommit:
             transaction, room.payloads, self._namespace, self._keep, opened=opened
         )
         self._check_seen(transaction, commit.cursor)
-        self._lacking = self._added(transaction)
+        self._lacking = self._find_lacking(transaction)
         sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
         # announced, so that evictions begin with packs of tenants that this batch makes exceed
@@ -653,7 +673,7 @@ class BatchCommit:
             tenant.
         """
         # packs that replace others may need no additional room
-        if self._rewritten:
+        if self._packs_to_delete:
             return
         quotas = Quotas(rows)
         for tenant, num_bytes in sizes.items():
@@ -692,18 +712,20 @@ class BatchCommit:
         transactions. Leave packs that at most ``shared_by`` manifests name to the batch's own
         transaction.
         """
-        # second values: ``keep_later``, as in ``CatalogTransaction.remove``
-        deletions = ((self._batch.deletions, False), (self._batch.bad, True))
-        for pack_ids, keep_later in deletions:
-            if not pack_ids:
-                continue
-            for pack_id in self._shared(pack_ids, shared_by):
-                drop = partial(self._drop_some, pack_id, keep_later)
-                self._repeat(drop, _DROPPED_AT_ONCE)
+        for pack_id in self._shared(self._batch.deletions, shared_by):
+            drop = partial(self._drop_some, pack_id, keep_later=False)
+            self._repeat(drop, at_once=_DROPPED_AT_ONCE)
+        for pack_id in self._shared(self._batch.bad, shared_by):
+            # engines store the blocks of a damaged pack again, and then find those after it
+            drop = partial(self._drop_some, pack_id, keep_later=True)
+            self._repeat(drop, at_once=_DROPPED_AT_ONCE)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
+        # without packs, there is no transaction
+        if not pack_ids:
+            return shared
         with self._environment.transaction() as rows:
             for pack_id in pack_ids:
                 # one row for each manifest that names the pack; the iteration stops early
@@ -713,7 +735,7 @@ class BatchCommit:
                     shared.append(pack_id)
         return shared
 
-    def _drop_some(self, pack_id: bytes, keep_later: bool, at_most: int) -> bool:
+    def _drop_some(self, pack_id: bytes, at_most: int, *, keep_later: bool) -> bool:
         """Delete manifests that name a pack in one transaction; return whether more name it.
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._step() as (commit, room):
@@ -722,10 +744,10 @@ class BatchCommit:
             self._erase(room.transaction, commit)
         return more
 
-    def _evict_some(self, more: int, used_bytes: int, at_most: int) -> bool:
+    def _evict_some(self, extra: int, used_bytes: int, at_most: int) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
-        :param more: 0: evict as much as the capacity requires. Otherwise the free pages were not
+        :param extra: 0: evict as much as the capacity requires. Otherwise the free pages were not
             usable: additionally evict this multiple of the batch's bytes, and assume that no file
             can grow.
         :param used_bytes: used bytes of the catalogue before the first of these transactions, from
@@ -734,27 +756,31 @@ class BatchCommit:
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these
             deletions; nothing changed.
         """
-        with self._step(as_it_is=more > 0) as (commit, room):
+        with self._step(as_it_is=extra > 0) as (commit, room):
             self._environment.release_reserved(room.transaction, own=True)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
             goal = room.low_watermark().minus(room.need)
-            # only in the catalogue: LMDB's values need contiguous pages, payloads in segments do
-            # not
-            if more:
-                left_bytes = used_bytes - more * room.need.catalogue
+            if extra:
+                # only in the catalogue: LMDB's values need contiguous pages, payloads in segments
+                # do not
+                left_bytes = used_bytes - extra * room.need.catalogue
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
-            result = commit.evict(lambda: room.fits(goal), at_most)
-            if result is EvictionEnd.NOTHING_LEFT:
-                fits = room.fits(room.limit.minus(room.need))
-                has_evicted = bool(self._evicted or commit.evicted)
-                # The low watermark is not reached, but the batch may fit the limit now: ``write``
-                # tries it, if anything has changed since it failed.
-                if not fits or not has_evicted:
-                    raise _NothingLeftError(str(room.full()))
-            holes_remain = room.payloads.shrink(room.payloads.limit)
-        return result is EvictionEnd.LIMIT_REACHED or holes_remain
+            end = commit.evict(lambda: room.fits(goal), at_most)
+            if end is EvictionEnd.NOTHING_LEFT:
+                self._check_progress(commit, room)
+            can_shrink_more = room.payloads.shrink(room.payloads.limit)
+        return end is EvictionEnd.LIMIT_REACHED or can_shrink_more
+
+    def _check_progress(self, commit: CatalogTransaction, room: Room) -> None:
+        """After the last pack was evicted above the low watermark, raise a _NothingLeftError unless
+        another attempt to write the batch may succeed: it fits the limit now, and something has
+        changed since it failed."""
+        most_in_use = room.limit.minus(room.need)
+        has_evicted = bool(self._evicted or commit.evicted)
+        if not has_evicted or not room.fits(most_in_use):
+            raise _NothingLeftError(str(room.full()))
 
     def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
@@ -763,8 +789,14 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             commit.quotas.expect({tenant: num_bytes})
             digest = room.transaction.tenant_digest(tenant)
-            result = commit.fit_quota(digest, at_most)
-        return result is EvictionEnd.LIMIT_REACHED
+            end = commit.fit_quota(digest, at_most)
+        return end is EvictionEnd.LIMIT_REACHED
+
+
+def _let_others_run() -> None:
+    """Pause between two transactions: other threads of the process get the GIL, and other writers
+    the lock."""
+    time.sleep(_TURN_S)
 
 
 def fit_policy(environment: Environment) -> None:
@@ -775,7 +807,7 @@ def fit_policy(environment: Environment) -> None:
         evict the rest.
     """
     while _evict_excess(environment):
-        time.sleep(_TURN_S)
+        _let_others_run()
 
 
 def _evict_excess(environment: Environment) -> bool:
@@ -788,14 +820,13 @@ def _evict_excess(environment: Environment) -> bool:
             transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
         )
         # first the quotas, which may make enough room
-        of_tenants = commit.evict_above(_EVICTED_AT_ONCE)
-        result = of_tenants
-        if of_tenants is not EvictionEnd.LIMIT_REACHED:
-            result = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
-        holes_remain = room.payloads.shrink(room.payloads.limit)
+        end = commit.evict_above(_EVICTED_AT_ONCE)
+        if end is not EvictionEnd.LIMIT_REACHED:
+            end = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
+        can_shrink_more = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.forget_namespaces(commit.ended)
-    return result is EvictionEnd.LIMIT_REACHED or holes_remain
+    return end is EvictionEnd.LIMIT_REACHED or can_shrink_more
 
 
 def release_free(environment: Environment) -> None:
@@ -806,8 +837,9 @@ def release_free(environment: Environment) -> None:
     # ``writing``: no thread of this process may be writing into the extents to release
     with environment.writing(), environment.transaction(write=True) as transaction:
         environment.release_reserved(transaction, own=True)
-    more = True
-    while more:
+    can_shrink_more = True
+    while can_shrink_more:
+        # no thread writes into free extents, so other commits may run between the transactions
         with environment.transaction(write=True) as transaction:
-            more = environment.payloads(transaction).shrink(0)
-        time.sleep(_TURN_S)
+            can_shrink_more = environment.payloads(transaction).shrink(limit=0)
+        _let_others_run()

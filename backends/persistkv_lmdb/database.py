@@ -46,15 +46,16 @@ MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
 CATALOGUE_AHEAD = 2 << 20
 _CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-_GROWTH_SHARE, _SMALL_GROWTH_SHARE = 256, 32
-"""Share of the capacity by which ``data.mdb`` may grow in one transaction; the second one in a
-store of less than 32 MiB."""
+_GROWTH_SHARE = (
+    256  # ``data.mdb`` grows by at most 1/256 of the capacity in one transaction
+)
+_SMALL_GROWTH_SHARE = 32  # and by at most 1/32 in a store of less than 32 MiB
 _LEAST_GROWTH = 1 << 20  # 1 MiB
 _MOST_GROWTH = 64 << 20  # 64 MiB
-_PINNED_SHARE, _MOST_PINNED = 16, 64 << 20
-"""Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64
-MiB."""
-# a reader with an older snapshot counts as stopped: reads take about 20 ms
+# Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB.
+_PINNED_SHARE = 16
+_MOST_PINNED = 64 << 20  # 64 MiB
+# a reader whose snapshot is older by so many transactions counts as stopped: reads take 20 ms
 _PINNED_TRANSACTIONS = 100
 # bounds of the reserve for deletions (``_headroom_bytes``)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
@@ -92,7 +93,8 @@ def _read_shares(rows: TableRows) -> Shares:
     share = capacity
     if not inline:
         # a quarter of a small store would be too little; its segments keep a quarter at least
-        least = min(MIN_CATALOGUE, capacity // 4 * 3)
+        three_quarters = capacity // 4 * 3
+        least = min(MIN_CATALOGUE, three_quarters)
         share = max(capacity // _CATALOGUE_SHARE, least)
     catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
     return Shares(capacity, inline, catalogue_bytes)
@@ -184,14 +186,14 @@ class Database:
         """LMDB's database of each table, by name."""
         self._file_ids: Sequence[files.FileId | None] = ()
         """Ids of the open files, to notice other files in their place."""
-        self.shares = Shares(0, False, 0)
+        self.shares = Shares(capacity=0, inline=False, catalogue_bytes=0)
         """Division of the capacity, as the last remap found it; valid within a write transaction,
         because ``begin`` compares it."""
         self.map_bytes = 0
         """Present bound of ``data.mdb`` in bytes; valid within a write transaction."""
-        self._stuck = 0
-        """Number of a transaction, 0 at first: a wait for a reader with this snapshot has timed
-        out, and is not repeated for readers with snapshots as old or older."""
+        self._stuck_snapshot = 0
+        """Newest transaction of whose reader a wait has timed out; 0: none has. Readers of this one
+        and of older ones are not waited for again."""
 
     # Opening
 
@@ -207,10 +209,7 @@ class Database:
             env = open_lmdb(self._path, read_only=read_only)
             if not read_only and not _has_its_lock_file(env):
                 env.close()
-                # LMDB makes a new one from data.mdb. Other processes notice the other file before
-                # their next transaction (``is_current``).
-                (self._path / files.LOCK_FILE).unlink()
-                env = open_lmdb(self._path, read_only=read_only)
+                env = self._open_with_new_lock_file()
             try:
                 env.reader_check()  # removes readers of dead processes
                 self._file_ids = self._ids_at_path()
@@ -218,13 +217,7 @@ class Database:
                     self._databases = open_databases(env)
                 else:
                     self._create_databases(env)
-                with env.begin(buffers=True) as txn:
-                    keyring_id = read_keyring(TableRows(txn, self._databases))
-                # If the environment is opened again, its keys stay: the user's key may have been
-                # replaced meanwhile, and the file would not open with the one before.
-                if keyring_id != self._keyring_id:
-                    self.seal = self.keys.seal(keyring_id)
-                    self._keyring_id = keyring_id
+                self._load_keys(env)
                 # makes the names of the new files durable
                 if not exists:
                     files.sync_directory(self._path)
@@ -233,6 +226,24 @@ class Database:
                 raise
             self._env = env
             self.is_open = True
+
+    def _open_with_new_lock_file(self) -> lmdb.Environment:
+        """Delete LMDB's lock file, and open the environment: LMDB makes a new one from
+        ``data.mdb``. Other processes notice the other file before their next transaction
+        (``is_current``)."""
+        (self._path / files.LOCK_FILE).unlink()
+        return open_lmdb(self._path, read_only=False)
+
+    def _load_keys(self, env: lmdb.Environment) -> None:
+        """Set the seal to that of the keyring that the catalogue names."""
+        with env.begin(buffers=True) as txn:
+            keyring_id = read_keyring(TableRows(txn, self._databases))
+        # The environment is opened again, and keeps the keys that it has: the key file may have
+        # been wrapped with another key of the user meanwhile, which this process does not have.
+        if keyring_id == self._keyring_id:
+            return
+        self.seal = self.keys.seal(keyring_id)
+        self._keyring_id = keyring_id
 
     def _create_databases(self, env: lmdb.Environment) -> None:
         """Open the databases of a store for writing; create them in an empty environment."""
@@ -346,14 +357,16 @@ class Database:
         :raises StoreFullError: that is the case; the error names the reader's process.
         """
         allowance = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
-        beyond = self.file_bytes() - allowance
-        # far: more than twice the content and the allowance
-        if beyond <= 0 or beyond <= 2 * transaction.used_bytes():
+        file_bytes = self.file_bytes()
+        # small, whatever its content is: the usual case, without the time to count the content
+        if file_bytes <= allowance:
             return
-        oldest = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
+        if file_bytes <= allowance + 2 * transaction.used_bytes():
+            return
+        least_recent = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()
-        # a reader that runs will soon end: growth has another cause then
-        if reader is not None and reader.number < oldest:
+        # a reader with a recent snapshot will soon end: the growth has another cause then
+        if reader is not None and reader.number < least_recent:
             raise self.pinned_error(reader)
 
     # Readers
@@ -385,9 +398,9 @@ class Database:
             reader = self.oldest_reader()
             if reader is None or reader.number >= number:
                 return True
-            is_known = reader.number <= self._stuck
-            if is_known or time.monotonic() > deadline:
-                self._stuck = max(self._stuck, reader.number)
+            is_stuck = reader.number <= self._stuck_snapshot
+            if is_stuck or time.monotonic() > deadline:
+                self._stuck_snapshot = max(self._stuck_snapshot, reader.number)
                 return False
             time.sleep(_POLL_S)
 

@@ -21,14 +21,16 @@ from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
 
+_CATALOGUE_RESERVE_SHARE = 16  # 1/16 of the catalogue stays unused, for later commits
 # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
-_MAX_AHEAD = 256 << 20  # reserve in the catalogue for later commits
+_MAX_AHEAD = 256 << 20  # maximum of that reserve
 # 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
 _GROWN_BYTES = 128 << 10
 _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
-_RESERVED_SHARE, _ALL_RESERVED_SHARE = 16, 8
-"""At most 1/16 of the segments is reserved for a process's next commit, and at most 1/8 for all
-processes."""
+_RESERVED_SHARE = (
+    16  # at most 1/16 of the segments, reserved for the next commit of a process
+)
+_ALL_RESERVED_SHARE = 8  # at most 1/8, reserved for all processes
 # Most extents of a reservation ahead: they take a millisecond, in which other engines wait. If free
 # space is in smaller pieces, the commit that needs it reserves the rest.
 _MOST_EXTENTS = 32
@@ -56,8 +58,8 @@ class Room:
     A caller sets the need with ``expect``. Then it evicts until ``fits`` returns True for a goal,
     or calls ``check`` before it writes the batch.
 
-    :param as_it_is: assume that no file can grow, so that only the present size of each may be
-        used: free pages were not usable before.
+    :param as_it_is: let no file grow: the limits are the present sizes. For a batch that did not
+        fit although the files had free pages or could grow.
     """
 
     def __init__(
@@ -124,14 +126,19 @@ class Room:
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
         self.need = Amount(rows, payload_bytes)
-        # The limit leaves ``growth_bytes`` for the catalogue. Rows that may take more than half of
-        # them get the rest from the segments.
+        # The limit of the segments leaves ``growth_bytes`` to the catalogue: half for the rows of a
+        # batch, and half because pages may be half full, or be rewritten for other rows.
         usual_rows = self._environment.database.shares.growth_bytes // 2
         excess = rows - usual_rows
         if excess > 0:
-            self.payloads.limit = max(0, self.payloads.limit - excess)
-            limit = min(self.limit.payload, self.payloads.limit)
-            self.limit = self.limit._replace(payload=limit)
+            self._lower_segments(excess)
+
+    def _lower_segments(self, num_bytes: int) -> None:
+        """Lower the limits of the segments, on disk and in use, by bytes for the catalogue."""
+        disk_bytes = max(0, self.payloads.limit - num_bytes)
+        self.payloads.limit = disk_bytes
+        used_bytes = min(self.limit.payload, disk_bytes)
+        self.limit = self.limit._replace(payload=used_bytes)
 
     def check(self) -> None:
         """Check that the batch fits the capacity before it is written, and that the segments have
@@ -146,18 +153,16 @@ class Room:
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
-        # The capacity: what may be in use now, so that the batch fits in addition.
-        goal = self.limit.minus(self.need)
-        if not self.fits(goal):
+        # The capacity: with at most this much in use, the batch fits in addition.
+        most_in_use = self.limit.minus(self.need)
+        if not self.fits(most_in_use):
             raise self.full()
-        # The disk: segments that grew while the catalogue was small may have more than
-        # ``payloads.limit``, the disk space that the catalogue leaves them now. ``limit.payload``
-        # has the same value here, unless payloads are inline.
+        # The disk: segments that grew while the catalogue was small may have more space than the
+        # catalogue leaves them now, which it may need. The transactions that evict return it first,
+        # as far as pages are free and the file system takes them back (``punches``).
         on_disk = allocator.total * PAGE_BYTES
-        is_too_large = on_disk > self.payloads.limit and allocator.free > 0
-        # The catalogue may need that space. The transactions that evict return it first, if the
-        # file system can take free pages back (``punches``).
-        if is_too_large and self._environment.files.punches:
+        has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
+        if has_free_excess and self._environment.files.punches:
             raise self.full()
 
     def full(self) -> StoreFullError:
@@ -176,20 +181,22 @@ class Room:
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
         commits, which cannot use the pages of the catalogue that they free themselves."""
-        catalogue, payload = self.limit
-        reserve = min(catalogue // 16, _MAX_AHEAD)
+        catalogue = self.limit.catalogue
+        catalogue_reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MAX_AHEAD)
         if not self.is_inline:
             # at least the pages that commits rewrite; in a small catalogue, at most half of the
             # part beyond its minimum
-            rewritten = min((catalogue - MIN_CATALOGUE) // 2, CATALOGUE_AHEAD)
-            reserve = max(reserve, rewritten)
+            beyond_minimum = catalogue - MIN_CATALOGUE
+            rewritten = min(beyond_minimum // 2, CATALOGUE_AHEAD)
+            catalogue_reserve = max(catalogue_reserve, rewritten)
+
         # If the catalogue grows, the limit of the segments falls by as much: evict for that now.
-        # The next batch is expected to be like this one.
+        # The next batch is expected to be like this one, in pages that may be half full.
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
         growth = min(expected_growth, max_growth)
         payload_reserve = self._ahead_bytes() + growth
-        return Amount(catalogue - reserve, payload - payload_reserve)
+        return self.limit.minus(Amount(catalogue_reserve, payload_reserve))
 
     def reserve_ahead(self, writer: int) -> None:
         """Reserve extents for the next commit of a writer that has none reserved, within the room

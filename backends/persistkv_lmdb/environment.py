@@ -171,11 +171,10 @@ class Environment:
                 f"{self.path} was opened by process {self.process}; open it again after a fork"
             )
         guard = self._guard if write else None
+        locked: AbstractContextManager[None] = nullcontext()
         if guard is not None:
             # before the writer lock, whose file must not be created among other files
             self._check_current()
-        locked: AbstractContextManager[None] = nullcontext()
-        if guard is not None:
             # recovers first if a process was killed during its commit, or the commit failed
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
@@ -186,15 +185,15 @@ class Environment:
                 with self.database.map_lock.shared():
                     # again: another process may have replaced them during the waits
                     self._check_current()
-                    # a transaction, or what must be done before one can begin
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         with begun if guard is None else self._committed(begun, guard):
                             yield self.database.rows(begun)
                         return
-                # remaps or reopens LMDB: outside of the ``with`` block, because it waits until no
-                # thread holds the map lock shared
-                begun()
+                # LMDB must be remapped or reopened first: outside of the ``with`` block, because
+                # that waits until no thread holds the map lock shared
+                prepare = begun
+                prepare()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
         )
@@ -349,18 +348,16 @@ class Environment:
 
     def _segment_limit_bytes(self, transaction: TableRows) -> int:
         """Return the bound on the disk space of all segments: what ``data.mdb``, after the growth
-        of one transaction, leaves of the capacity, or of a smaller disk.
-
-        On a disk of which only the space reserved for root is free, the catalogue's growth is not
-        subtracted: space that the segments return would go to the reserve first, and the catalogue
-        could not grow into it.
-        """
+        of one transaction, leaves of the capacity, or of a smaller disk."""
         shares = self.database.shares
         catalogue = self.database.file_bytes()
         segments = read_space(transaction).total * PAGE_BYTES
         free = files.free_disk_bytes(self.path)
         disk = catalogue + segments + free  # what the store could take of the disk
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
+        # Other files have filled the disk, except for the space reserved for root. Space that the
+        # segments return goes to that reserve first, so returning some would not let the catalogue
+        # grow: its growth is not subtracted.
         if files.has_only_reserved_space(self.path):
             return max(0, available - catalogue)
         # it cannot grow beyond its memory map
@@ -493,15 +490,15 @@ class Environment:
             # refuses all further transactions
             return self._revive
         except OtherTransactionError:
-            return partial(self._revive, adopts=True)
+            # a commit failed and could not be undone, or files of two stores were mixed
+            return partial(self._revive, recovers=True)
 
-    def _revive(self, *, adopts: bool = False) -> None:
+    def _revive(self, *, recovers: bool = False) -> None:
         """Open LMDB again, after an earlier opening failed or an error made its handle unusable.
 
-        :param adopts: whether ``data.mdb`` and LMDB's lock file name different last transactions,
-            because a commit failed and could not be undone, or because files of two stores were
-            mixed. Then the newest snapshot in ``data.mdb`` is made durable first, and the opening
-            replaces the lock file by one that names it.
+        :param recovers: first make the newest snapshot in ``data.mdb`` durable, because LMDB's lock
+            file names another last transaction. The opening then replaces the lock file by one that
+            names this snapshot.
         """
         if self._guard is None:
             self.database.reopen(read_only=True)
@@ -510,7 +507,7 @@ class Environment:
         # write transaction holds that lock already and acquires it a second time here: the lock is
         # reentrant within a thread. A read transaction acquires it only here.
         with self._guard.lock.held():
-            if adopts:
+            if recovers:
                 self._guard.recover()
             self.database.reopen(read_only=False)
 
@@ -567,7 +564,8 @@ class Environments:
             # (``LmdbBackend._follow``).
             if found is not None and not found.serves(read_only=read_only):
                 found.close()
-                slot.environment = found = None
+                found = None
+                slot.environment = None
             if found is None:
                 found = Environment(path, policy, keys, read_only=read_only)
                 slot.environment = found
@@ -583,21 +581,26 @@ class Environments:
     def release(self, environment: Environment) -> None:
         """Release one use of an environment that ``acquire`` returned; the release of the last use
         closes it."""
+        slot = self._slot_of(environment)
+        # after a fork, or after ``acquire`` has closed it to open the next one
+        if slot is None:
+            return
+        with slot.lock:
+            environment.handles -= 1
+            if environment.handles:
+                return
+            environment.close()
+            # before this thread got the lock, ``acquire`` may have put the next one in its place
+            if slot.environment is environment:
+                slot.environment = None
+
+    def _slot_of(self, environment: Environment) -> _Slot | None:
+        """Return the slot that an environment is in; None: it is in none."""
         with self._lock:
-            slots = list(self._slots.values())
-        for slot in slots:
-            # It is in one slot at most; in none after a fork, or after it was closed to open
-            # another.
-            if slot.environment is not environment:
-                continue
-            with slot.lock:
-                environment.handles -= 1
-                if environment.handles:
-                    return
-                environment.close()
-                # otherwise another handle has opened the next one before this thread got the lock
+            for slot in self._slots.values():
                 if slot.environment is environment:
-                    slot.environment = None
+                    return slot
+        return None
 
     def _forget(self) -> None:
         """Reset the registry in a forked child: another thread of the parent may have held a

@@ -285,8 +285,12 @@ def _create_directories(store: Path) -> None:
 
 
 def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:
-    """Raise a StoreUnavailableError if a file or directory of a store exists and is of another kind
-    than ``kind``, the name of that for which ``is_kind`` returns True for a mode."""
+    """Raise a StoreUnavailableError if a file or directory of a store exists and is of another
+    kind.
+
+    :param is_kind: returns whether a file with a mode (``st_mode``) is of the kind.
+    :param kind: its name, for the error.
+    """
     try:
         mode = file.lstat().st_mode
     except FileNotFoundError:
@@ -340,9 +344,9 @@ def write_durably(path: Path, content: bytes, offset: int) -> None:
         rest = memoryview(content)
         # a system call may write a part
         while rest:
-            done = os.pwrite(fd, rest, offset)
-            rest = rest[done:]
-            offset += done
+            num_written = os.pwrite(fd, rest, offset)
+            rest = rest[num_written:]
+            offset += num_written
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -523,8 +527,11 @@ class WriterLock:
         self._timed_out = False
 
     def _try_lock(self, deadline: float) -> bool:
-        """Try to take the flock until the deadline; return whether it is held. False before the
-        deadline: the pending wait had been granted and given up, so a new one must begin."""
+        """Try to take the flock until the deadline; return whether it is held.
+
+        False also before the deadline if the pending wait got the lock while no thread awaited it,
+        and has released it: the caller tries again, with a new wait.
+        """
         try:
             flock(self._fd, LOCK_EX | LOCK_NB)
             return True
@@ -532,13 +539,13 @@ class WriterLock:
             if self._wait is None or self._wait.is_over:
                 self._wait = LockWait(self._fd)
         remaining_s = max(0.0, deadline - time.monotonic())
-        granted = self._wait.result(remaining_s)
-        if granted is None:
+        granted_fd = self._wait.result(remaining_s)
+        if granted_fd is None:
             return False
         # the lock belongs to the open file description of the wait, which becomes this object's
         self._wait = None
         os.close(self._fd)
-        self._fd = granted
+        self._fd = granted_fd
         return True
 
     def _holder(self) -> str:

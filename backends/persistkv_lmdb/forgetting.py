@@ -72,8 +72,9 @@ class LmdbForgetting:
             # rows whose manifest is damaged.
             for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
                 self._delete_all(table)
-            # After the deletions, which add entries. Without a key, all entries go, so only if
-            # there was anything to delete.
+            # After the deletions, which add entries. With a key, only the tenant's entries are
+            # deleted. Without one, they do not show their tenant, and all are deleted: not for a
+            # tenant that had no packs.
             if self._has_key or self._packs:
                 self._delete_all(LOG)
             # the transaction writes no row: it holds the writer lock
@@ -110,9 +111,10 @@ class LmdbForgetting:
 
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
-        # a list, because the deletions change the table that is searched
-        names = iter(list(self._names(table)))
-        while self._delete_some(table, names):
+        # all first, because the deletions change the table that is searched
+        names = list(self._names(table))
+        next_names = iter(names)
+        while self._delete_some(table, next_names):
             time.sleep(_TURN_S)
 
     def _delete_some(self, table: str, names: Iterator[bytes]) -> bool:
@@ -153,15 +155,16 @@ class LmdbForgetting:
         namespace = name[:ID_BYTES]
         opened = self._environment.opened
         change = CatalogTransaction(rows, payloads, namespace, opened=opened)
-        # Alone, without the manifests that name it: those of the tenant are deleted already.
         if table == PACKS:
+            # only the pack: the tenant's manifests that name it are deleted already
             change.discard(name[ID_BYTES:])
         else:
             change.drop_manifest(name)
         change.finish()
         self._packs += len(change.removed)
         self._requests += len(change.dropped)
-        self._stored_bytes += sum(table.payload_length for table in change.evicted)
+        for pack_table in change.evicted:
+            self._stored_bytes += pack_table.payload_length
         return change.ended
 
     # Rows

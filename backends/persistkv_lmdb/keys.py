@@ -26,6 +26,7 @@ from persistkv.errors import (
     TenantForgottenError,
 )
 from persistkv.storage.format.keys import (
+    STORE,
     DataKey,
     Keyring,
     StoredKeys,
@@ -91,20 +92,22 @@ class KeyFile:
         :raises ConfigurationError: data keys are there, and the user's key does not unwrap them; or
             there are none, and the user gave a key, and not ``create``.
         """
-        there = self._read()
-        # as after a creation that was interrupted, or in a store whose catalogue is lost
-        if there.wrapped:
-            return self._unwrapped(there).id
+        stored = self._read()
+        # the file is there: the creation was interrupted before, or the catalogue is lost
+        if stored.wrapped:
+            return self._unwrapped(stored).id
         if self._key is None:
             return ""
         if not create:
             raise ConfigurationError(
                 "key", self._key.id, f"no key: there is no {self._path}"
             )
-        data_keys = self._key.new_keyring().keys.values()
-        keyring = Keyring(os.urandom(_ID_BYTES).hex(), data_keys)
-        self._write(self._wrapped(self._key, keyring, ()))
-        return keyring.id
+        # a random id: the file of another store with the same key of the user has another one
+        keyring_id = os.urandom(_ID_BYTES).hex()
+        keyring = Keyring(keyring_id, [DataKey.new(STORE)])
+        content = self._wrapped(self._key, keyring, tenants=())
+        self._write(content)
+        return keyring_id
 
     def seal(self, keyring_id: str) -> Seal:
         """Read the file, and return the seal of a store that is being opened.
@@ -121,22 +124,22 @@ class KeyFile:
                     f"no key: {self._store} was created without one, and stays so",
                 )
             return PLAIN
-        there = self._read()
-        if not there.wrapped:
+        stored = self._read()
+        if not stored.wrapped:
             raise CorruptStoreError(
                 f"{self._path} is missing: nothing can read the store without it"
             )
         # If the store is opened again, keep the keys that are known: the file may be wrapped with
         # another key of the user meanwhile (``rotate``), which this handle was not given.
         keyring = self._keyring
-        if keyring is None or keyring.id != there.wrapped[0].keyring:
-            keyring = self._unwrapped(there)
+        if keyring is None or keyring.id != stored.wrapped[0].keyring:
+            keyring = self._unwrapped(stored)
         if keyring.id != keyring_id:
             raise CorruptStoreError(
                 f"{self._path} is of the keyring {keyring.id}, and the store of {keyring_id}"
             )
         self._keyring = keyring
-        self._add(there.tenants)
+        self._add(stored.tenants)
         return self._seal
 
     def make(self, tenants: Iterable[str]) -> None:
@@ -147,16 +150,19 @@ class KeyFile:
         :raises StoreError: it has no room for more keys.
         :raises OSError: the file was not replaced.
         """
-        # Only in the store's own file: a key that is added to another one, which a user has put
-        # there, would be lost when the own file is put back.
-        there = self._present()
+        # Raises if a user has put another store's file there: keys that were added to it would be
+        # lost when the own file is put back.
+        stored = self._present()
         # first those that other processes have made
-        self._add(there.tenants)
-        made = list(map(DataKey.new, self._known().lacking(tenants)))
-        if not made:
+        self._add(stored.tenants)
+        added: list[TenantKey] = []
+        for tenant in self._known().lacking(tenants):
+            key = DataKey.new(tenant)
+            sealed = self._records.sealed_key(key)
+            added.append(TenantKey(key.id, sealed))
+        if not added:
             return
-        added = [TenantKey(key.id, self._records.sealed_key(key)) for key in made]
-        self._write(StoredKeys(there.wrapped, (*there.tenants, *added)))
+        self._write(StoredKeys(stored.wrapped, (*stored.tenants, *added)))
         self._add(added)
 
     def _known(self) -> Keyring:
@@ -184,20 +190,25 @@ class KeyFile:
         # If the file is lost, damaged or not readable, the engine runs on with the keys that it
         # has.
         with self._lock, suppress(CorruptStoreError, OSError):
-            there = self._present().tenants
-            self._add(there)
-            present = {key.id for key in there}
-            own = self._known().of_tenants()
-            self._drop({key.id for key in own if key.id not in present})
+            stored = self._present()
+            self._add(stored.tenants)
+            stored_ids = {key.id for key in stored.tenants}
+            known_ids = {key.id for key in self._known().of_tenants()}
+            # destroyed by another process
+            self._drop(known_ids - stored_ids)
+        # also after an error: the file is read again when it changes
         self._version = version
 
     def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
         """Raise a TenantForgottenError if any of these tenants was forgotten since the attribute
         ``forgotten`` had the value ``before``."""
         now = self.forgotten
-        gone = [name for name in tenants if now.get(name, 0) != before.get(name, 0)]
-        if gone:
-            raise TenantForgottenError(gone)
+        forgotten: list[str] = []
+        for tenant in tenants:
+            if now.get(tenant, 0) != before.get(tenant, 0):
+                forgotten.append(tenant)
+        if forgotten:
+            raise TenantForgottenError(forgotten)
 
     def destroy(self, tenant: str) -> list[bytes]:
         """Destroy the data keys of a tenant in the file, and in the copies of it that quarantined
@@ -208,23 +219,23 @@ class KeyFile:
         if self._keyring is None:
             return []
         self._present()  # raises if the file is not that of this store
-        gone: set[bytes] = set()
+        destroyed: set[bytes] = set()
         # This store comes last: as long as it has the key, a repeated command knows whose rows to
         # delete, and destroys the copies that are left.
         for directory in (*quarantined(self._store), self._store):
-            gone |= self._destroy_in(directory / KEY_FILE, tenant)
-        self._drop(gone)
-        return sorted(gone)
+            destroyed |= self._destroy_in(directory / KEY_FILE, tenant)
+        self._drop(destroyed)
+        return sorted(destroyed)
 
     def _destroy_in(self, path: Path, tenant: str) -> set[bytes]:
         """Destroy the data keys of a tenant in one file; return their ids. Without any, the file is
         not written."""
-        there = self._read(path)
-        own = {key.id for key in there.tenants if self._tenant_of(key) == tenant}
+        stored = self._read(path)
+        own = {key.id for key in stored.tenants if self._tenant_of(key) == tenant}
         if not own:
             return own
-        kept = tuple(key for key in there.tenants if key.id not in own)
-        self._write(StoredKeys(there.wrapped, kept), path)
+        kept = tuple(key for key in stored.tenants if key.id not in own)
+        self._write(StoredKeys(stored.wrapped, kept), path)
         return own
 
     def ids_of(self, tenant: str) -> set[bytes]:
@@ -279,15 +290,17 @@ class KeyFile:
             not the user's.
         :raises OSError: the file was not replaced.
         """
-        there = self._read()
-        if not there.wrapped:
+        stored = self._read()
+        if not stored.wrapped:
             raise ConfigurationError("store", str(self._store), "a store with a key")
-        keyring = self._unwrapped(there)
-        if key.id == there.wrapped[0].store_key:
+        # first the check that the user has the present key, which wraps all entries
+        keyring = self._unwrapped(stored)
+        present_id = stored.wrapped[0].store_key
+        if key.id == present_id:
             raise ConfigurationError(
                 "new key", key.id, "another key than the present one"
             )
-        self._write(self._wrapped(key, keyring, there.tenants))
+        self._write(self._wrapped(key, keyring, stored.tenants))
 
     def _wrapped(
         self,
@@ -297,21 +310,22 @@ class KeyFile:
     ) -> StoredKeys:
         """Return the content of the file: the store's key, wrapped with a user's, and the records
         of tenants' keys, which do not depend on the user's."""
-        return StoredKeys((key.wrap(keyring.id, keyring.store),), tenants)
+        wrapped = key.wrap(keyring.id, keyring.store)
+        return StoredKeys((wrapped,), tenants)
 
-    def _unwrapped(self, there: StoredKeys) -> Keyring:
+    def _unwrapped(self, stored: StoredKeys) -> Keyring:
         """Return the store's keyring, without tenants' keys, opened with the key of the URL.
 
         :raises ConfigurationError: the URL names no key, or another one.
         :raises CorruptStoreError: the file is damaged.
         """
-        given = there.wrapped[0].store_key  # id of the user's key that wrapped it
+        given = stored.wrapped[0].store_key  # id of the user's key that wrapped it
         if self._key is None:
             raise ConfigurationError(
                 "key", "none", f"the key {given} of {self._store}: name it with {_HINT}"
             )
         try:
-            return self._key.unwrap_all(there.wrapped)
+            return self._key.unwrap_all(stored.wrapped)
         except WrongKeyError:
             raise ConfigurationError(
                 "key", self._key.id, f"the key {given} of {self._store}"
@@ -351,11 +365,11 @@ class KeyFile:
 
         :raises CorruptStoreError: it is missing, damaged or of another store.
         """
-        there = self._read()
+        stored = self._read()
         known = self._known().id
-        if not any(entry.keyring == known for entry in there.wrapped):
+        if not any(entry.keyring == known for entry in stored.wrapped):
             raise CorruptStoreError(f"{self._path} is missing, or of another store")
-        return there
+        return stored
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
         """Replace the file, or the copy at ``path``, durably. Then overwrite the one before,
@@ -368,8 +382,10 @@ class KeyFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         content = encode_keys(keys)
         if len(content) > _MOST_BYTES:
+            # only a key that is added makes the file longer
+            num_present = len(keys.tenants) - 1
             raise StoreError(
-                f"{path} has data keys of {len(keys.tenants) - 1} tenants, and no room for more"
+                f"{path} has data keys of {num_present} tenants, and no room for more"
             )
         with ExitStack() as opened:
             # opened first: after the rename, no name leads to it

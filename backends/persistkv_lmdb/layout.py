@@ -29,7 +29,8 @@ from persistkv.rounding import divide_up
 from persistkv.storage.catalog.quotas import read_quotas
 from persistkv.storage.catalog.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
-from persistkv.storage.format.pack import TRAILER_BYTES, PackTable
+from persistkv.storage.format.pack import TRAILER_BYTES as TABLE_TRAILER_BYTES
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv_lmdb.segments import Extent
@@ -83,10 +84,10 @@ WRITER = struct.Struct(">I")
 """Number of a writer, that is, of a process that reserves extents (``Guard.claim``)."""
 # of a trailer: segment, first page and pages of the last extent, number of extents, erasures
 _FIELDS = struct.Struct("<IIIIQ")
-# of a trailer: checksum, ``_TRAILER_MAGIC``
+# of a trailer: checksum, ``_PACK_TRAILER_MAGIC``
 _END = struct.Struct("<Q8s")
-_TRAILER_MAGIC = b"PKVXTNT1"
-_TRAILER_BYTES = _FIELDS.size + _END.size
+_PACK_TRAILER_MAGIC = b"PKVXTNT1"
+_PACK_TRAILER_BYTES = _FIELDS.size + _END.size
 # 8-byte words of a page; the last one may be a trailer's magic number
 _PAGE_WORDS = PAGE_BYTES // 8
 
@@ -112,6 +113,7 @@ def create_databases(
     transaction = TableRows(txn, databases)
     transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
     write_policy(transaction, policy)
+    # here, and not in ``write_policy``, which may replace the policy later: the placement stays
     transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
     return databases
 
@@ -243,10 +245,11 @@ def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
 
 
 def read_refusals(rows: TableRows, tenant: str | None = None) -> dict[bytes, int]:
-    """Return the numbers of the writers that forget a tenant, by the key of the record; those of
-    dead processes included.
+    """Return the refusals of a tenant's content, which ``write_refusal`` has recorded: the numbers
+    of the writers that forget the tenant, by the key of the row in ``META``. Those of dead
+    processes are included.
 
-    :param tenant: None: any tenant.
+    :param tenant: None: of all tenants.
     """
     prefix = _REFUSED
     if tenant is not None:
@@ -272,7 +275,7 @@ class Trailer(NamedTuple):
 
 def tail_pages(table_length: int) -> int:
     """Return the number of pages that an encoded table and a trailer take."""
-    return divide_up(table_length + _TRAILER_BYTES, PAGE_BYTES)
+    return divide_up(table_length + _PACK_TRAILER_BYTES, PAGE_BYTES)
 
 
 def encode_tail(
@@ -284,14 +287,15 @@ def encode_tail(
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
     :param encoded: the table, with the table's own trailer (length, checksum, magic number).
-    :param extents: all extents of the pack; ``erasures``: as in ``Trailer``.
+    :param extents: all extents of the pack.
+    :param erasures: as in ``Trailer``.
     """
     last_extent = extents[-1]
     fields = _FIELDS.pack(*last_extent, len(extents), erasures)
     # the trailer's checksum covers the table's one, so it is valid for this table only
-    table_trailer = encoded[-TRAILER_BYTES:]
+    table_trailer = encoded[-TABLE_TRAILER_BYTES:]
     checksum = _trailer_checksum(table_trailer, fields)
-    content = encoded + fields + _END.pack(checksum, _TRAILER_MAGIC)
+    content = encoded + fields + _END.pack(checksum, _PACK_TRAILER_MAGIC)
     start = len(tail) - len(content)
     tail[start:] = content
 
@@ -301,25 +305,28 @@ def find_trailers(pages: memoryview) -> list[int]:
     whole pages."""
     # compares the last word of each page only: a rebuild searches all pages of a store
     last_words = pages.cast("Q")[_PAGE_WORDS - 1 :: _PAGE_WORDS]
-    magic = int.from_bytes(_TRAILER_MAGIC, sys.byteorder)
+    magic = int.from_bytes(_PACK_TRAILER_MAGIC, sys.byteorder)
     return [number for number, word in enumerate(last_words) if word == magic]
 
 
 def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | None:
     """Return the trailer at the end of a page; None if it is not valid.
 
-    :param segment: the number of the segment; ``number``: that of the page.
+    :param segment: the number of the segment.
+    :param number: that of the page in the segment.
     """
-    trailer = bytes(page[-_TRAILER_BYTES:])
+    # the page ends with the table's own trailer, then the fields, checksum and magic number
+    trailer_start = len(page) - _PACK_TRAILER_BYTES
+    table_trailer = page[trailer_start - TABLE_TRAILER_BYTES : trailer_start]
+    trailer = bytes(page[trailer_start:])
     fields = trailer[: _FIELDS.size]
     checksum, magic = _END.unpack(trailer[_FIELDS.size :])
-    table_trailer = page[-_TRAILER_BYTES - TRAILER_BYTES : -_TRAILER_BYTES]
-    if magic != _TRAILER_MAGIC:
+    if magic != _PACK_TRAILER_MAGIC:
         return None
     if checksum != _trailer_checksum(table_trailer, fields):
         return None
-    own_segment, first, pages, num_extents, erasures = _FIELDS.unpack(fields)
-    extent = Extent(own_segment, first, pages)
+    own_segment, first_page, num_pages, num_extents, erasures = _FIELDS.unpack(fields)
+    extent = Extent(own_segment, first_page, num_pages)
     # a copy of a trailer, at another place, is not valid
     is_here = extent.segment == segment and extent.end == number + 1
     # the checksum proves no origin: a payload may contain any bytes
@@ -328,7 +335,7 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
         return None
     # the table's own trailer begins with the length of the table
     table_length = int.from_bytes(table_trailer[:8], "little")
-    tail_length = table_length + TRAILER_BYTES + _TRAILER_BYTES
+    tail_length = table_length + TABLE_TRAILER_BYTES + _PACK_TRAILER_BYTES
     return Trailer(extent, num_extents, erasures, tail_length)
 
 
@@ -337,7 +344,7 @@ def decode_table(tail: memoryview, seal: Seal) -> PackTable:
 
     :raises CorruptPackError: it is malformed, or sealed with another key.
     """
-    return seal.decode_table(tail[:-_TRAILER_BYTES])
+    return seal.decode_table(tail[:-_PACK_TRAILER_BYTES])
 
 
 def _trailer_checksum(table_trailer: Buffer, fields: bytes) -> int:

@@ -40,8 +40,8 @@ class LockWait:
         self._is_over = False
         """Whether ``flock`` has returned."""
         self._granted: int | None = None
-        """Descriptor that holds the lock, until ``result`` returns it or it is closed; None: no
-        lock to give away."""
+        """Descriptor that holds the lock, until ``result`` returns it; None: there is none to
+        return."""
         # A new open file description, because a duplicate of the descriptor would share its lock.
         # The link leads to this file even if its name was removed.
         self._fd = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
@@ -96,16 +96,17 @@ class LockWait:
         except OSError as error:
             self._error = error
         with self._changed:
-            # also after an error: ``_release`` then closes the descriptor
-            self._granted = self._fd
             self._is_over = True
-            if self._error is not None or not self._is_awaited:
-                self._release()
+            if self._error is None and self._is_awaited:
+                self._granted = self._fd
+            else:
+                # releases the lock, if it was obtained
+                os.close(self._fd)
             self._changed.notify_all()
 
     def _release(self) -> None:
-        """Release the lock, by closing its descriptor, if it was obtained and ``result`` has not
-        returned it. The caller holds the condition."""
+        """Release the lock, by closing its descriptor, if it was obtained for ``result``. The
+        caller holds the condition."""
         granted = self._granted
         self._granted = None
         if granted is not None:

@@ -129,6 +129,7 @@ class Guard:
             is_alone = self._locked(fcntl.LOCK_EX)
             if is_alone:
                 self._open_alone(opened)
+                # an interrupted commit is durable now, or its catalogue was quarantined
                 self.lock.mark(begun=False)
             else:
                 # no check: others have it open, and may write meanwhile
@@ -139,8 +140,8 @@ class Guard:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude all other processes that write the store, within the ``with`` statement; those
-        that want to open it, until ``close``.
+        """Exclude all other processes that write the store, within the ``with`` statement. Those
+        that want to open it for writing are excluded longer, until ``close``.
 
         :raises StoreBusyError: another process has the store open for writing; the block does not
             run.
@@ -151,6 +152,8 @@ class Guard:
                     f"{self._directory} is busy: another process has it open for writing; stop "
                     f"it first"
                 )
+            # The writer lock ends with the statement. The lock on the guard file stays, so that no
+            # process opens the store before the caller has closed its files.
             yield
 
     def recover(self) -> None:
@@ -240,29 +243,35 @@ class Guard:
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
         before = self._read()  # None: persistkv never opened a store here
-        exists = (self._directory / files.DATA_FILE).exists()
-        if exists and before in (_State.OPEN, _State.SUSPECT):
-            exists = self._check()
-        if before is None and exists:
+        is_usable = (self._directory / files.DATA_FILE).exists()
+        if is_usable and before is None:
             # Another program's environment, or the guard file was removed. ``opened`` refuses the
             # first; in both cases nothing may be renamed.
             opened()
             return
+        if is_usable and before in (_State.OPEN, _State.SUSPECT):
+            is_usable = self._check()
         # Segment files whose catalogue is lost: a new one would let their packs be overwritten.
         if _lacks_catalogue(self._directory):
             self._quarantine(f"its {files.DATA_FILE} is missing or empty")
-            exists = False
+            is_usable = False
         try:
             # before the environment is opened: a process that is killed meanwhile causes a check
             self._write(_State.OPEN)
-            if not exists or not self._open_existing(opened):
+            if is_usable:
+                is_usable = self._open_existing(opened)
+            if not is_usable:
                 self._create(opened)
         except BaseException:
-            if before is None:
-                os.ftruncate(self._fd, 0)
-            else:
-                self._write(before)
+            self._restore(before)
             raise
+
+    def _restore(self, state: _State | None) -> None:
+        """Record a state again that ``_read`` returned earlier."""
+        if state is None:
+            os.ftruncate(self._fd, 0)
+        else:
+            self._write(state)
 
     def _check(self) -> bool:
         """Check the environment after an unclean shutdown. If it is damaged, rename it and return
@@ -363,10 +372,8 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file, for as long as the store is open, and record that
-        it is open unless that is recorded: a process that closed it meanwhile has recorded a clean
-        shutdown.
-        """
+        """Take a shared lock on the guard file, for as long as the store is open, and make sure
+        that the file says so."""
         # a process that closes the store holds the exclusive lock for a short time
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -377,7 +384,9 @@ class Guard:
                 )
             time.sleep(_CLOSING_NAP_S)
         self._joined = True
-        if self._read() in (None, _State.CLEAN):
+        # a process that closed the store before this one got the lock has recorded a clean shutdown
+        is_recorded = self._read() in (_State.OPEN, _State.SUSPECT)
+        if not is_recorded:
             self._write(_State.OPEN)
 
     def _read(self) -> _State | None:

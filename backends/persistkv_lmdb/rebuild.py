@@ -77,8 +77,22 @@ _READ_BYTES = 8 << 20  # 8 MiB, read at once
 _PACKS_AT_ONCE = 512  # added by one transaction
 # 4 KiB: rows of a pack besides its table, in pages that are half full
 _ROWS_BYTES = 4 << 10
+_TABLE_SHARE = 4  # bytes of the map for each byte of a table, which takes whole pages
 _FIRST_MAP_BYTES = 64 << 20  # 64 MiB: map of the new catalogue, without what packs take
 _GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
+
+
+class _Window(NamedTuple):
+    """Consecutive pages of a segment file that were read."""
+
+    fd: int
+    """Descriptor of the file."""
+    segment: int
+    """Number of the segment."""
+    first_page: int
+    """Number of the first page in the segment."""
+    content: memoryview
+    """All pages; valid until the next window is read."""
 
 
 class ScannedPack(NamedTuple):
@@ -173,7 +187,16 @@ class _Rebuild:
         one. Without packs, nothing is changed."""
         found = self._chosen(self._packs(progress))
         if not found:
-            return Rebuilt(0, 0, 0, 0, self._read_bytes, self._skipped, 0, None)
+            return Rebuilt(
+                packs=0,
+                blocks=0,
+                namespaces=0,
+                stored_bytes=0,
+                read_bytes=self._read_bytes,
+                skipped=self._skipped,
+                capacity=0,
+                damaged=None,
+            )
         namespaces = {pack.name[:ID_BYTES] for pack in found}
         part = self._path / _PART_FILE
         part.unlink(missing_ok=True)  # of a rebuild that was killed
@@ -200,91 +223,79 @@ class _Rebuild:
 
     def _packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
         """Iterate over the verified packs that were not deleted, by the place of their trailers;
-        count the traces that are no such packs.
+        count the traces that are no such packs."""
+        for window in self._windows(progress):
+            for index in find_trailers(window.content):
+                pack = self._pack_at(window, index)
+                if pack is not None:
+                    yield pack
 
-        The files are read in windows of 8 MiB. A trailer is within one page, so it is in one
-        window; its pack may begin before.
+    def _windows(self, progress: Callable[[int, int], None]) -> Iterator[_Window]:
+        """Read the segment files in windows of 8 MiB; count those that cannot be read.
+
+        A trailer is within one page, so it is in one window; its pack may begin before.
         """
-        done = 0  # bytes that were searched
+        searched_bytes = 0
         memory = memoryview(bytearray(_READ_BYTES))
         pages_at_once = _READ_BYTES // PAGE_BYTES
         for number, segment in self._segments.items():
-            # ``first`` is the first page of the window; ``index`` counts pages in the window
-            for first in range(0, segment.pages, pages_at_once):
-                count = min(pages_at_once, segment.pages - first)
-                view = memory[: count * PAGE_BYTES]
-                for index in self._trailers(segment.fd, view, first * PAGE_BYTES):
-                    start = index * PAGE_BYTES
-                    page = view[start : start + PAGE_BYTES]
-                    found = self._pack_at(segment.fd, number, first + index, page)
-                    if isinstance(found, str):
-                        self._skipped[found] += 1
-                    else:
-                        yield found
-                done += len(view)
-                progress(done, self._read_bytes)
+            for first_page in range(0, segment.pages, pages_at_once):
+                num_pages = min(pages_at_once, segment.pages - first_page)
+                content = memory[: num_pages * PAGE_BYTES]
+                num_read = 0
+                with suppress(OSError):  # a bad sector
+                    num_read = os.preadv(segment.fd, [content], first_page * PAGE_BYTES)
+                if num_read == len(content):
+                    yield _Window(segment.fd, number, first_page, content)
+                else:
+                    self._skipped[UNREADABLE] += 1
+                searched_bytes += len(content)
+                progress(searched_bytes, self._read_bytes)
 
-    def _pack_at(
-        self,
-        fd: int,
-        segment: int,
-        number: int,
-        page: memoryview,
-    ) -> ScannedPack | str:
-        """Return the pack whose trailer is at the end of a page, or the reason why it is not to be
-        listed.
+    def _pack_at(self, window: _Window, index: int) -> ScannedPack | None:
+        """Return the pack whose trailer is at the end of a page; count it and return None if it is
+        not to be listed.
 
-        :param fd: of the segment file; ``segment``: its number.
-        :param number: of the page in the segment; ``page``: its content.
+        :param index: number of the page in the window.
         """
-        trailer = decode_trailer(page, segment, number)
+        start = index * PAGE_BYTES
+        page = window.content[start : start + PAGE_BYTES]
+        trailer = decode_trailer(page, window.segment, window.first_page + index)
         if trailer is None:
-            return INVALID
+            self._skipped[INVALID] += 1
+            return None
         # the trailer names the last extent only
         if trailer.extents > 1:
-            return SPLIT
+            self._skipped[SPLIT] += 1
+            return None
         try:
-            table = read_table(fd, trailer, self._seal)
+            table = read_table(window.fd, trailer, self._seal)
             name = table.namespace + table.pack_id
             # before the payload, whose verification takes most of the time
             if self._erasures.covers(name, trailer.erasures):
-                return DELETED
-            verify_payload(fd, trailer.extent, table, self._seal)
+                self._skipped[DELETED] += 1
+                return None
+            verify_payload(window.fd, trailer.extent, table, self._seal)
         except (CorruptPackError, OSError):  # the second one: a bad sector
-            return INVALID
+            self._skipped[INVALID] += 1
+            return None
         return ScannedPack(trailer.extent, name, trailer.erasures, trailer.tail_length)
 
-    def _trailers(self, fd: int, view: memoryview, offset: int) -> list[int]:
-        """Fill ``view`` with pages of a file; return the indices of those that may end a pack. If
-        they cannot be read, count that, and return none."""
-        num_read = 0
-        with suppress(OSError):  # a bad sector
-            num_read = os.preadv(fd, [view], offset)
-        if num_read < len(view):
-            self._skipped[UNREADABLE] += 1
-            return []
-        return find_trailers(view)
+    def _chosen(self, packs: Iterable[ScannedPack]) -> list[ScannedPack]:
+        """Return the packs to list, ordered by name; count the others. A pack is listed if
 
-    def _chosen(self, packs: Iterator[ScannedPack]) -> list[ScannedPack]:
-        """Return the packs to list, ordered by name: those of known namespaces, of packs that
-        overlap the ones that end later, and of copies the one that was written last. Count the
-        others."""
+        1. its namespace is known,
+        2. it overlaps no pack that ends later,
+        3. it is the copy of its content that was written last.
+        """
         known: list[ScannedPack] = []
         for pack in packs:
             if pack.name[:ID_BYTES] in self._namespaces:
                 known.append(pack)
             else:
                 self._skipped[UNKNOWN] += 1
-        chosen: dict[bytes, ScannedPack] = {}
         apart = list(self._apart(known))
-        # The copy that names the last erasure was written last. Copies that name the same one were
-        # evicted and stored again: any of them will do. The last one of this order stays.
-        apart.sort(key=lambda pack: (pack.erasures, pack.extent))
-        for pack in apart:
-            if pack.name in chosen:
-                self._skipped[COPY] += 1
-            chosen[pack.name] = pack
-        return [chosen[name] for name in sorted(chosen)]
+        return self._last_copies(apart)
 
     def _apart(self, packs: list[ScannedPack]) -> Iterator[ScannedPack]:
         """Yield packs that do not overlap, from the end of the segments to their beginning. Of
@@ -303,17 +314,28 @@ class _Rebuild:
             begins[extent.segment] = extent.page
             yield pack
 
+    def _last_copies(self, packs: list[ScannedPack]) -> list[ScannedPack]:
+        """Return the copy of each pack that was written last, ordered by name."""
+        # The copy that names the last erasure was written last. Copies that name the same one were
+        # evicted and stored again: any of them will do, and the order by extent chooses one.
+        packs.sort(key=lambda pack: (pack.erasures, pack.extent))
+        last: dict[bytes, ScannedPack] = {}
+        for pack in packs:
+            if pack.name in last:
+                self._skipped[COPY] += 1
+            last[pack.name] = pack
+        return [last[name] for name in sorted(last)]
+
     # The new catalogue
 
     def _build(self, file: Path, packs: Sequence[ScannedPack]) -> int:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
         All packs count as used at one moment, because their last uses are lost."""
-        tables = sum(pack.tail_length for pack in packs)
+        table_bytes = sum(pack.tail_length for pack in packs)
         # a generous bound: the map takes address space, not memory
-        map_bytes = _FIRST_MAP_BYTES + 4 * tables + len(packs) * _ROWS_BYTES
-        # The list of erasures may be lost. Later erasures must have larger numbers than the packs
-        # name, or they would not cover these.
-        last_erasure = max(self._erasures.last, *(pack.erasures for pack in packs))
+        map_bytes = (
+            _FIRST_MAP_BYTES + _TABLE_SHARE * table_bytes + _ROWS_BYTES * len(packs)
+        )
         with lmdb.open(
             str(file),
             subdir=False,
@@ -328,26 +350,39 @@ class _Rebuild:
                 policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
                 databases = create_databases(env, txn, policy)
                 rows = TableRows(txn, databases, self._seal)
-                write_keyring(rows, self._keyring_id)
-                used_bytes = self._record_space(rows, packs)
-                write_erasures(rows, last_erasure)
+                used_bytes = self._write_first_rows(rows, packs)
             # several transactions: one would hold all new pages in memory
             for namespace, page in _pages_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
                     rows = TableRows(txn, databases, self._seal)
                     self._add(rows, self._namespaces[namespace], page)
             with env.begin(write=True, buffers=True) as txn:
-                rows = TableRows(txn, databases)
-                # The transactions before did not count as moments, so all of them used the next
-                # number. It is recorded now.
-                moment, clock = read_clock(rows)
-                write_clock(rows, moment + 1, clock)
                 num_pages = env.info()["last_pgno"] + 1
                 catalogue_bytes = num_pages * env.stat()["psize"]
                 capacity = self._capacity(catalogue_bytes, used_bytes)
-                write_policy(rows, replace(self._policy, capacity=capacity))
+                self._write_last_rows(TableRows(txn, databases), capacity)
             env.sync(True)
         return capacity
+
+    def _write_first_rows(self, rows: TableRows, packs: Sequence[ScannedPack]) -> int:
+        """Record the keyring, the space in the segments and the last erasure; return the bytes of
+        the packs."""
+        write_keyring(rows, self._keyring_id)
+        # The list of erasures may be lost. Later erasures must have larger numbers than the packs
+        # name, or they would not cover these.
+        last_erasure = self._erasures.last
+        for pack in packs:
+            last_erasure = max(last_erasure, pack.erasures)
+        write_erasures(rows, last_erasure)
+        return self._record_space(rows, packs)
+
+    def _write_last_rows(self, rows: TableRows, capacity: int) -> None:
+        """Record the moment at which the packs count as used, and the policy."""
+        # No transaction above counted as a use, so all packs got the moment after the recorded one.
+        # It is over now: the first use is a later one.
+        moment, clock = read_clock(rows)
+        write_clock(rows, moment + 1, clock)
+        write_policy(rows, replace(self._policy, capacity=capacity))
 
     def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> int:
         """Record the segments; their pages that no pack has are holes. Return the bytes of the
@@ -356,16 +391,17 @@ class _Rebuild:
         segments: list[Extent] = []
         used = [pack.extent for pack in packs]
         for number, segment in self._segments.items():
-            segments.append(Extent(number, 0, segment.pages))
+            segments.append(Extent(number, page=0, pages=segment.pages))
             # an extent of no pages at the end of the segment, where its last hole ends
-            used.append(Extent(number, segment.pages, 0))
+            used.append(Extent(number, page=segment.pages, pages=0))
         holes: list[Extent] = []
         # where the next hole begins, by segment
         begins = dict.fromkeys(self._segments, 0)
         for extent in sorted(used):
             begin = begins[extent.segment]
-            if extent.page > begin:
-                holes.append(Extent(extent.segment, begin, extent.page - begin))
+            hole_pages = extent.page - begin
+            if hole_pages > 0:
+                holes.append(Extent(extent.segment, begin, hole_pages))
             begins[extent.segment] = extent.end
         allocator.adopt(segments, holes)
         allocator.finish()

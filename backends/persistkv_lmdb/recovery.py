@@ -136,16 +136,25 @@ class RecoveryFiles:
         :raises StoreError: it cannot be written.
         """
         records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
-        # the outer ``suppress``: without a directory of segments, there is nothing to erase
+        # without a directory of segments, there is nothing to erase
         with translated_io(self._store), suppress(FileNotFoundError):
-            # an error is most likely a full disk
-            with suppress(OSError):
-                if self._append(records):
-                    return
-            # in place of the first record, which needs no new space
-            write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
-            # it covers all that the others cover
-            os.truncate(self._erased, _RECORD.size)
+            try:
+                is_recorded = self._append(records)
+            except OSError:
+                # most likely a full disk
+                is_recorded = False
+            if not is_recorded:
+                self._erase_all(number)
+
+    def _erase_all(self, number: int) -> None:
+        """Record durably that the erasure ``number`` covers all packs: in place of the first
+        record, which needs no new space.
+
+        :raises OSError: it cannot be written; ``FileNotFoundError``: there is no list.
+        """
+        write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
+        # it covers all that the other records cover
+        os.truncate(self._erased, _RECORD.size)
 
     def erasures(self) -> Erasures:
         """Return all erasures; none if the file is missing.
@@ -180,15 +189,17 @@ class RecoveryFiles:
 
         :raises OSError: they cannot be written.
         """
-        size = _size(self._erased)
-        size -= size % _RECORD.size  # a killed process may have left a part of a record
-        if not size:
+        # a killed process may have left a part of a record
+        num_records = _size(self._erased) // _RECORD.size
+        if not num_records:
+            # the list begins with a record that erases nothing, which ``_erase_all`` replaces
             _write(self._erased, _NO_ERASURE)
             sync_directory(self._directory)
-            size = _RECORD.size
-        if size + len(records) > _MOST_ERASED_BYTES:
+            num_records = 1
+        end = num_records * _RECORD.size
+        if end + len(records) > _MOST_ERASED_BYTES:
             return False
-        write_durably(self._erased, records, size)
+        write_durably(self._erased, records, end)
         return True
 
 

@@ -124,16 +124,16 @@ class SegmentFiles:
     def __init__(self, path: Path, *, read_only: bool) -> None:
         self._path = path
         self._read_only = read_only
-        self._store = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._store_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         """Descriptor of the store's directory, kept open because a directory that replaces it is
         another store's."""
-        self._held: int | None = None
+        self._segments_fd: int | None = None
         """Descriptor of the directory ``segments``, kept open for the same reason; None: it was not
         used yet, or does not exist."""
-        self._held_id: FileId | None = None
+        self._segments_id: FileId | None = None
         """Id of that directory."""
         self._lock = threading.Lock()
-        """Protects ``_open`` and ``_held``, which any thread fills on first use."""
+        """Protects ``_open`` and ``_segments_fd``, which any thread fills on first use."""
         self._open: dict[int, _Descriptors] = {}
         """Descriptors of the files that were used, by segment number."""
         self._lacks_file = False
@@ -142,9 +142,9 @@ class SegmentFiles:
         """Segments with written payloads that ``sync`` must make durable."""
         self._grown: set[int] = set()
         """Segments in which space was allocated, which ``sync_growth`` must make durable."""
-        self._unnamed = False
-        """Whether a power loss may remove new files: their directories were not synced since their
-        creation."""
+        self._has_new_names = False
+        """Whether the names of new files may not be durable: ``sync_growth`` must sync the
+        directories that contain them."""
         self._pool: ThreadPool | None = None
         """Threads that write; None before the first large payload."""
         self._writes: list[Future[None]] = []
@@ -172,8 +172,9 @@ class SegmentFiles:
                 self.punch([extent])
                 raise
             self._grown.add(extent.segment)
+            # the first pages of a file: whoever created it may not have synced its name
             if not old_bytes:
-                self._unnamed = True
+                self._has_new_names = True
 
     def punch(self, holes: Iterable[Extent]) -> None:
         """Return the disk space of pages to the file system. Without effect if it supports no
@@ -349,15 +350,15 @@ class SegmentFiles:
             for segment in sorted(self._grown):
                 os.fdatasync(self._descriptors(segment).buffered)
         self._grown.clear()
-        if not self._unnamed:
+        if not self._has_new_names:
             return
         with translated_io(self._path):
             # first the name of ``segments``, then the names of the files in it
-            os.fsync(self._store)
+            os.fsync(self._store_fd)
             with self._lock:
                 directory = self._directory()
             os.fsync(directory)
-        self._unnamed = False
+        self._has_new_names = False
 
     def read(
         self,
@@ -404,7 +405,7 @@ class SegmentFiles:
         found to be removed."""
         if self._lacks_file:
             return False
-        held = self._held_id
+        held = self._segments_id
         # text: joining paths takes three times as long as the system call
         return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
@@ -412,7 +413,7 @@ class SegmentFiles:
         """Close all descriptors; no other call may be running."""
         if self._pool is not None:
             self._pool.shutdown()
-        descriptors = [self._store, self._held]
+        descriptors = [self._store_fd, self._segments_fd]
         for opened in self._open.values():
             descriptors += opened
         self._open.clear()
@@ -494,12 +495,11 @@ class SegmentFiles:
         access = os.O_RDONLY if self._read_only else os.O_RDWR
         flags = access
         directory = self._directory(create=create)
-        # Set after the directory is there, because ``sync_growth`` opens it. Set also if the file
-        # exists, because its creator may have been killed before the sync; this costs each process
-        # one more sync.
         if create:
-            self._unnamed = True
             flags |= os.O_CREAT
+            # Also if the file exists: its creator may have been killed before it synced the name.
+            # Only now that the directory exists: ``sync_growth`` opens it.
+            self._has_new_names = True
         buffered = open_regular(name, flags, dir_fd=directory)
         try:
             direct = open_regular(name, access | os.O_DIRECT, dir_fd=directory)
@@ -518,14 +518,14 @@ class SegmentFiles:
         It is opened once: in a directory that replaces it, the same names are files of another
         store.
         """
-        if self._held is None:
+        if self._segments_fd is None:
             if create:
                 with suppress(FileExistsError):
-                    os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store)
+                    os.mkdir(SEGMENT_DIRECTORY, 0o700, dir_fd=self._store_fd)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._held = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store)
-            self._held_id = file_id(self._held)
-        return self._held
+            self._segments_fd = os.open(SEGMENT_DIRECTORY, flags, dir_fd=self._store_fd)
+            self._segments_id = file_id(self._segments_fd)
+        return self._segments_fd
 
     def _existing(self) -> list[int]:
         """Return the numbers of the segment files in the directory; none if it does not exist."""
@@ -677,9 +677,12 @@ class Bounce:
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
         """
+        # A batch consists of buffers without a copy, and of runs of copied bytes. A buffer without
+        # a copy is whole pages and begins at a page of the batch, so each run of copied bytes does,
+        # too, and O_DIRECT accepts all of them.
         batch: list[memoryview] = []
         length = 0  # bytes of the batch so far, copied or not
-        filled = 0  # bytes of the memory that hold copied bytes of the batch
+        copied = 0  # bytes of the memory that hold copied bytes of the batch
         listed = 0  # those of them that are in ``batch`` already
         for piece in stream:
             rest = _as_bytes(piece)
@@ -687,31 +690,33 @@ class Bounce:
                 room = len(self._memory) - length
                 whole_pages = len(rest) - len(rest) % PAGE_BYTES
                 is_at_page = length % PAGE_BYTES == 0
-                # O_DIRECT needs whole pages, in memory and at their place in the file
                 if is_at_page and whole_pages and starts_aligned(rest):
                     count = min(whole_pages, room)
-                    # the copied bytes before this buffer come first
-                    batch += self._copied(listed, filled)
-                    listed = filled
+                    # the run of copied bytes before this buffer comes first
+                    batch += self._run(listed, copied)
+                    listed = copied
                     batch.append(rest[:count])
                 else:
                     count = min(len(rest), room)
-                    self._copy(rest[:count], filled)
-                    filled += count
+                    self._copy(rest[:count], copied)
+                    copied += count
                 length += count
                 rest = rest[count:]
                 # the batch has its full length
                 if count == room:
-                    batch += self._copied(listed, filled)
+                    batch += self._run(listed, copied)
                     yield batch
                     batch = []
-                    length = filled = listed = 0
+                    length = 0
+                    copied = 0
+                    listed = 0
         if length:
             # An incomplete page ends with copied bytes, because other buffers are whole pages. So
-            # its zeros follow them in the memory.
-            end = filled + -length % PAGE_BYTES
-            self._memory[filled:end] = bytes(end - filled)
-            batch += self._copied(listed, end)
+            # the zeros that fill it follow them in the memory.
+            num_zeros = -length % PAGE_BYTES
+            end = copied + num_zeros
+            self._memory[copied:end] = bytes(num_zeros)
+            batch += self._run(listed, end)
             yield batch
 
     def _copy(self, piece: Buffer, at: int) -> None:
@@ -720,13 +725,16 @@ class Bounce:
         # the copies of a batch begin at byte 0
         if not at and self._lent:
             self._settle()
-        self._memory[at : at + len(piece)] = piece
+        end = at + len(piece)
+        self._memory[at:end] = piece
         self._lent = True
 
-    def _copied(self, start: int, end: int) -> list[memoryview]:
-        """Return a list with the bytes ``start`` to ``end`` of the memory as one buffer; an empty
-        list if there are none."""
-        return [self._memory[start:end]] if start < end else []
+    def _run(self, start: int, end: int) -> list[memoryview]:
+        """Return a run of copied bytes, ``start`` to ``end`` of the memory, as a list of one
+        buffer; an empty list if there are none."""
+        if start == end:
+            return []
+        return [self._memory[start:end]]
 
 
 def _as_bytes(piece: Buffer) -> memoryview:

@@ -76,11 +76,13 @@ class BlockService:
         self._tokens_per_block = tokens_per_block
         self._ledger = UsageLedger()
         """Totals as of the last ``usage``."""
-        self._events = StoreReport()
-        """Events that ``take_events`` has not returned yet."""
-        self._ended: dict[str, asyncio.Future[bool]] = {}
-        """Requests whose end is not committed yet."""
-        # one more than can be read at once: its packs are looked up meanwhile
+        self._unread_events = StoreReport()
+        """Stored and removed keys that ``take_events`` has not returned yet."""
+        self._open_ends: dict[str, asyncio.Future[bool]] = {}
+        """Future of each request whose end is not committed yet: whether all its keys are
+        durable."""
+        # One load more than there are threads that read: the packs of the extra load are looked up
+        # while the threads read.
         num_readers = store.catalogue.threads.readers
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._calls: set[asyncio.Task[Any]] = set()
@@ -119,13 +121,14 @@ class BlockService:
         """Pass on what the store has reported: requests that are stored now or lost, and events."""
         report = self.store.take_report()
         for request, is_whole in report.persisted:
-            ended = self._ended.pop(request, None)
-            # done already: its call was cancelled
-            if ended is not None and not ended.done():
-                ended.set_result(is_whole)
-        events = self._events
-        events.lost |= report.lost
-        events.add(stored=report.stored, removed=report.removed)
+            end = self._open_ends.pop(request, None)
+            # no call waits for it: it was cancelled, and its future with it
+            if end is None or end.done():
+                continue
+            end.set_result(is_whole)
+        if report.lost:
+            self._unread_events.lost = True
+        self._unread_events.add(stored=report.stored, removed=report.removed)
 
     # Blocks
 
@@ -145,7 +148,8 @@ class BlockService:
                 is_whole = True
                 # a pack, and a context, has blocks of one tenant
                 for tenant in job.positions:
-                    is_whole &= await self._put(job, tenant, places)
+                    is_durable = await self._put(job, tenant, places)
+                    is_whole = is_whole and is_durable
             finally:
                 self._memory.remove(places)
         if is_whole:
@@ -174,9 +178,9 @@ class BlockService:
         # no ``await`` before the end of the request: the commit task, which runs during an
         # ``await``, then writes blocks and manifest in one transaction
         group_keys = {job.group: keys}
-        ended = self._end(request, group_keys, job.labels, job.retention, tenant)
+        end = self._end(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
-        return await ended
+        return await end
 
     def _end(
         self,
@@ -191,28 +195,27 @@ class BlockService:
         :param keys: keys of the context by KV cache group.
         """
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[bool] = loop.create_future()
-        self._ended[request] = ended  # ``_take_report`` sets its result
+        committed: asyncio.Future[bool] = loop.create_future()
+        self._open_ends[request] = committed  # ``_take_report`` sets its result
         num_groups = len(self._memory.layout.groups)
         group_keys: list[list[bytes]] = []
         for group in range(num_groups):
-            of_group = keys.get(group, ())
-            group_keys.append(list(of_group))
+            keys_of_group = keys.get(group, ())
+            group_keys.append(list(keys_of_group))
         # the groups have blocks of the same tokens
         num_blocks = max(map(len, group_keys))
-        num_tokens = num_blocks * self._tokens_per_block
         end = RequestEnd(
-            request,
-            request,
-            tuple(group_keys),
-            num_tokens,
-            self._tokens_per_block,
+            request=request,
+            manifest_id=request,
+            group_keys=tuple(group_keys),
+            tokens=num_blocks * self._tokens_per_block,
+            block_size=self._tokens_per_block,
             labels=dict(labels),
             retention=retention,
             tenant=tenant,
         )
         self.store.end_request(end)
-        return ended
+        return committed
 
     async def get(self, keys: Keys, memory: JobMemory) -> list[bool]:
         """Read blocks of one group; return for each key whether its memory holds the verified
@@ -277,7 +280,7 @@ class BlockService:
         catalogue = self.store.catalogue
         with self._call():
             async with self.store.committer.turn:
-                is_pinned = False
+                is_pinned = False  # from now on
                 batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
                 # others may have committed since the last refresh
@@ -307,9 +310,9 @@ class BlockService:
     async def take_events(self) -> StoreEvents:
         """Return the events since the last call."""
         self._take_report()
-        events = self._events
-        self._events = StoreReport()
-        # a pack that replaces another one is reported as stored, then the other as removed
+        events = self._unread_events
+        self._unread_events = StoreReport()
+        # A key whose pack was replaced by another one is still durable: its removal is no event.
         removed = self.store.index.absent(events.removed)
         return StoreEvents(
             stored=_split(events.stored), removed=_split(removed), lost=events.lost
@@ -350,5 +353,6 @@ def _split(keys: Keys) -> list[tuple[bytes, int]]:
     divided = []
     for key in keys:
         group = get_offload_group_idx(key)
-        divided.append((key[:-GROUP_INDEX_BYTES], group))
+        callers_key = key[:-GROUP_INDEX_BYTES]
+        divided.append((callers_key, group))
     return divided

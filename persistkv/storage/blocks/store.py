@@ -272,27 +272,27 @@ class BlockStore:
         num_bytes = self._num_bytes(job)
         if not self._queued.add(num_bytes):
             return self._refuse(len(keys))
-        timed = None
-        if deadline is not None:
-            try:
-                timed = BlocksToStore(self._pool, regions, self._block_bytes(group))
-            except OSError:  # no memory is left
-                self._queued.subtract(num_bytes)
-                return self._refuse(len(keys))
+        if deadline is None:
+            put = self._service.put(job, regions)
+            call = self._start(put, lambda: self._queued.subtract(num_bytes))
+            return self._result(call, len(keys), None)
+        try:
+            timed = BlocksToStore(self._pool, regions, self._block_bytes(group))
+        except OSError:  # no memory is left
+            self._queued.subtract(num_bytes)
+            return self._refuse(len(keys))
 
         def end() -> None:
             self._queued.subtract(num_bytes)
-            if timed is not None:
-                timed.release()
+            timed.release()  # the pool's memory, which the call may use after the deadline
 
-        # with a deadline, without references to the caller's memory
-        put = self._service.put(job, regions if timed is None else timed)
+        put = self._service.put(job, timed)
         call = self._start(put, end)
         try:
             return self._result(call, len(keys), deadline)
         finally:
-            if timed is not None:
-                timed.revoke()
+            # from now on, no block is copied from the caller's memory
+            timed.revoke()
 
     def get(
         self,
@@ -318,20 +318,22 @@ class BlockStore:
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
         if deadline is None:
-            get = self._service.get(full, regions)
-            call = self._start(get)
+            read = self._service.get(full, regions)
+            call = self._start(read)
             return self._result(call, len(keys), None)
         try:
             timed = BlocksToLoad(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
             return [False] * len(keys)
-        get = self._service.get(full, timed)
-        call = self._start(get, timed.release)
+        read = self._service.get(full, timed)
+        call = self._start(read, timed.release)
         try:
+            # its results are not used: if the deadline passes, some blocks may have been copied
             self._result(call, len(keys), deadline)
         finally:
-            found = timed.revoke()
-        return found
+            # blocks that are read from now on do not reach the caller's memory
+            is_copied = timed.revoke()
+        return is_copied
 
     def submit_put(
         self,
@@ -371,8 +373,8 @@ class BlockStore:
         has the results; the memory is in use before that. Raises as ``get``."""
         full = self._full_keys(keys, group)
         regions = self._regions(full, into, group, writable=True)
-        get = self._service.get(full, regions)
-        return self._submit(completions, len(keys), get)
+        read = self._service.get(full, regions)
+        return self._submit(completions, len(keys), read)
 
     def submit_contains(
         self,

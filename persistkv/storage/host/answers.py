@@ -7,9 +7,9 @@ import time
 from persistkv.base import StoredContext
 from persistkv.storage.host import protocol
 
-GLANCE_TOKEN = 0
-"""Token of requests for totals without a waiting caller; those with one start at 1."""
-_GLANCE_S = 5.0  # seconds between two requests for totals without a waiting caller
+BACKGROUND_TOKEN = 0
+"""Token of requests for totals for which no caller waits. The tokens of all others start at 1."""
+_BACKGROUND_S = 5.0  # seconds between two requests for totals for which no caller waits
 
 
 class Answers:
@@ -30,10 +30,10 @@ class Answers:
         """The answer to ``Probe``, until it is taken."""
         self.probe_began: float | None = None
         """``time.monotonic`` time of the probe that the host has to answer; None: there is none."""
-        self._token = GLANCE_TOKEN
+        self._token = BACKGROUND_TOKEN
         """Token of the last ``ask``."""
-        self._next_glance = 0.0
-        """``time.monotonic`` time from which ``may_glance`` returns True again."""
+        self._next_background_at = 0.0
+        """``time.monotonic`` time of the next request for totals for which no caller waits."""
 
     def ask(self) -> int:
         """Return the token of a new question, for which a caller waits."""
@@ -65,13 +65,13 @@ class Answers:
 
     # Totals
 
-    def may_glance(self) -> bool:
-        """Return True, at most every 5 s, if totals may be asked for without a waiting caller. The
-        caller then asks."""
+    def begin_background_request(self) -> bool:
+        """Return whether to ask the host now for totals for which no caller waits: at most every
+        5 s."""
         now = time.monotonic()
-        if now < self._next_glance:
+        if now < self._next_background_at:
             return False
-        self._next_glance = now + _GLANCE_S
+        self._next_background_at = now + _BACKGROUND_S
         return True
 
     def add(self, answer: protocol.Flushed | protocol.HostStats) -> None:

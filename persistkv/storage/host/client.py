@@ -37,7 +37,7 @@ from persistkv.errors import (
 )
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host import protocol
-from persistkv.storage.host.answers import GLANCE_TOKEN, Answers
+from persistkv.storage.host.answers import BACKGROUND_TOKEN, Answers
 from persistkv.storage.host.connection import CONGESTED_BYTES, discard
 from persistkv.storage.host.hosted_keys import HostedKeys
 from persistkv.storage.host.idle import IdleSupervision
@@ -106,6 +106,12 @@ class _OpenFailures:
     message has come from the present host, so if it has ended, it has died."""
     reported: type[PersistKVError] | None = None
     """Kind of the last logged error, until the store is open."""
+
+    def take_last(self) -> PersistKVError | None:
+        """Return ``last`` once."""
+        last = self.last
+        self.last = None
+        return last
 
     def may_retry(self, attempt: int) -> bool:
         """Return whether another host process may succeed where the last one failed.
@@ -198,9 +204,10 @@ class StoreClient:
         """Whether a key is stored: a method of ``table``, bound once because each lookup calls
         it."""
         self.wants_all = False
-        """Whether store jobs must be submitted even if ``table`` contains all of their keys."""
+        """Whether store jobs must be submitted even if ``table`` contains all of their keys: see
+        ``protocol.Opened``."""
         self._others_load = False
-        """Whether other tiers of the engine load blocks (``loaded_elsewhere``)."""
+        """Whether ``loaded_elsewhere`` was ever called: other tiers of the engine load blocks."""
         self._in_flight = InFlight(max_queue_bytes)
         self._answers = Answers()
         self._next_look = 0.0
@@ -223,16 +230,16 @@ class StoreClient:
         exit, slow disk), the call returns and the host continues; lookups miss until it has
         finished.
 
-        :param required: False: if the store cannot be opened now (the errors marked *), log an
-            error and return. Lookups miss and jobs are refused, and calls of ``poll`` start the
-            host again, with its backoff, until the store is open. A thread that did not answer in
-            time continues, too.
+        :param required: False: instead of raising a StoreError or HostError, log it and return if
+            another attempt may succeed. Lookups miss and jobs are refused, and calls of ``poll``
+            start the host again, with its backoff, until the store is open. A thread that did not
+            answer in time continues, too.
         :raises ConfigurationError: invalid URL, option or codec.
         :raises MissingExtraError: a package that the driver requires is not installed.
         :raises IdentityMismatchError: ``strict_identity`` is set and the store contains only other
             identities.
-        :raises StoreError: * the store cannot be opened.
-        :raises HostError: * the host did not start, died repeatedly, or is a thread that did not
+        :raises StoreError: the store cannot be opened.
+        :raises HostError: the host did not start, died repeatedly, or is a thread that did not
             answer in time. After an error, no host process is left running; a thread that did not
             answer may continue to run.
         """
@@ -242,16 +249,18 @@ class StoreClient:
         may_continue = not required or self.host.restartable
         try:
             error = self._try_to_open(timeout_s, may_continue=may_continue)
-            # ``poll`` tries again only what may succeed later, and only if a host can start again
-            may_pass = isinstance(error, _TEMPORARY) and self.supervisor.may_restart
-            if error is not None and (required or not may_pass):
-                raise error
+            if error is not None:
+                # ``poll`` tries again if the cause may pass, and a host can start again
+                is_retried = (
+                    isinstance(error, _TEMPORARY) and self.supervisor.may_restart
+                )
+                if required or not is_retried:
+                    raise error
+                self._open_failures.report(error)
         except BaseException:
             # also after an interrupt: the caller gets no client that could end the host
             self.supervisor.abandon()
             raise
-        if error is not None:
-            self._open_failures.report(error)
         # not before: until here this thread itself checks the host
         self.idle.start()
 
@@ -287,20 +296,19 @@ class StoreClient:
             if not self._may_start_another(attempt):
                 break
             logger.warning("the store did not open: starting its host again")
-        reason = "died while it opened"
+        # taken, so that no later look reports the error, which ``open`` raises or reports
+        error = self._open_failures.take_last()
+        if error is not None:
+            return error
         if self.state is State.OPENING:
-            reason = f"did not open within {timeout_s} s"
-        # taken away, so that no later look reports the error that ``open`` raises or reports
-        error = self._open_failures.last
-        self._open_failures.last = None
-        return error or HostError(f"the store's host {reason}")
+            return HostError(f"the store's host did not open within {timeout_s} s")
+        return HostError("the store's host died while it opened")
 
     def _may_start_another(self, attempt: int) -> bool:
         """Return whether to start another host process: it may succeed, and the last one has
         exited, for which this call waits up to 5 s."""
-        if not (self.host.restartable and self._open_failures.may_retry(attempt)):
-            return False
-        return self.host.wait(KILL_S)
+        may_succeed = self.host.restartable and self._open_failures.may_retry(attempt)
+        return may_succeed and self.host.wait(KILL_S)
 
     def _wait_while_opening(self, deadline: float) -> None:
         """Process messages until the host has opened the store, has failed or has died; at most
@@ -397,7 +405,10 @@ class StoreClient:
     def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
         """Fail a job that is not sent: the next ``poll`` returns it with all of its keys failed."""
         self.counters.refused_jobs += 1
-        self._in_flight.outcomes.append(JobOutcome(job_id, list(keys), True, 0, 0.0))
+        outcome = JobOutcome(
+            job_id, failed=list(keys), refused=True, num_bytes=0, seconds=0.0
+        )
+        self._in_flight.outcomes.append(outcome)
 
     @_exclusive
     def probe(self, keys: Sequence[bytes], timeout_s: float) -> bool:
@@ -447,11 +458,13 @@ class StoreClient:
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
         """Report that another tier loads blocks, so that the store does not count them as computed
-        by the engine. If it was called while the store was not open, the store counts all keys as
-        loaded elsewhere."""
+        by the engine. Keys that are reported while the store is not open are not kept: once it is
+        open, it counts the blocks of all keys as loaded elsewhere (``_opened``)."""
         self._others_load = True
-        # other stores do not ask: only these compare stored blocks with computed ones
-        if self.wants_all and keys and self.state is State.OPEN:
+        # Such a store compares its blocks with those that the engine computes. Other stores need
+        # not know which were computed.
+        compares_blocks = self.wants_all
+        if compares_blocks and keys and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
 
@@ -521,27 +534,31 @@ class StoreClient:
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
         # a host that is not open is checked in each step, because lookups miss until it is
-        delay = self.supervisor.host.idle_look_s if self.state is State.OPEN else 0.0
-        self._next_look = time.monotonic() + delay
-        if self.supervisor.state in RUNNING and self._receive():
+        pause_s = self.supervisor.host.idle_look_s if self.state is State.OPEN else 0.0
+        self._next_look = time.monotonic() + pause_s
+        if self.state in RUNNING and self._receive():
             self._next_look = 0.0  # more messages may be waiting
-        # ``_receive`` has set it if the host could not open the store
-        if self._open_failures.last is not None:
-            self._open_failures.report(self._open_failures.last)
-            self._open_failures.last = None
+        # an ``OpenFailed`` message may just have arrived
+        error = self._open_failures.take_last()
+        if error is not None:
+            self._open_failures.report(error)
         if self._hosted_keys.touched:
             self._send_touched()
         # a slice in each look: the memory of a whole replaced table takes 27 ms to release
         self.table.release_some()
-        if self.state in RUNNING:
-            return self.state is State.OPEN
-        # a lost host may use rows until it has exited, so its jobs fail only then
+        # after ``_receive``, which may have found the host lost
+        if self.state not in RUNNING:
+            self._attend_lost_host()
+        return self.state is State.OPEN
+
+    def _attend_lost_host(self) -> None:
+        """Fail the jobs of a lost host once it has exited: until then, it may use rows. Later,
+        start another host when its backoff is over."""
         if self.supervisor.has_exited():
             self.counters.lost_jobs += self._in_flight.fail_all()
             self._answers.fail_probe()
         elif self.supervisor.maybe_restart():
             self.counters.restarts += 1
-        return False
 
     def _send_touched(self) -> None:
         """Send some keys recorded by ``touch``, unless the host is slow to receive: the outbox must
@@ -599,27 +616,29 @@ class StoreClient:
         supervisor = self.supervisor
         messages: list[Any] = []
         try:
-            # a host sends nothing before it has the first message, which waits for its pidfd
-            if supervisor.uses_rows or supervisor.send_hello():
+            # The first message is sent when the host's pidfd is there. The host answers it, and
+            # sends no message before.
+            has_hello = supervisor.send_hello()
+            if has_hello:
                 messages = supervisor.connection.receive()
             if messages:
                 supervisor.watchdog.restart_timer()
             for message in messages:
                 if protocol.table_of(message) is not None and self.state not in RUNNING:
                     # an earlier message had the host killed: map no table of a lost host
-                    discard([message])
+                    discard(message)
                     continue
                 handle = self._HANDLERS[type(message)]
                 handle(self, message)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-        in_flight = self._in_flight
-        if supervisor.is_lost(
+        is_lost = supervisor.is_lost(
             owes=self._owes,
-            load_due=in_flight.num_loads > 0,
-            deadline=in_flight.earliest_deadline(),
-        ):
+            load_due=self._in_flight.num_loads > 0,
+            deadline=self._in_flight.earliest_deadline(),
+        )
+        if is_lost:
             self._mark_lost()
         return bool(messages)
 
@@ -671,9 +690,10 @@ class StoreClient:
         self.supervisor.opened()
         self._open_failures.end()
         self.wants_all = opened.wants_all
-        # this host has received no earlier report of other tiers' loads: their keys are unknown
         if self.wants_all and self._others_load:
-            self.supervisor.connection.send(protocol.Loaded(PackedKeys()))
+            # without keys: this host has not received those that were reported before
+            unknown_keys = PackedKeys()
+            self.supervisor.connection.send(protocol.Loaded(unknown_keys))
         self.prefill = opened.prefill
         # a restarted host may send the same notice again
         if opened.notice and opened.notice not in self.notices:
@@ -707,8 +727,10 @@ class StoreClient:
         """Return totals of client and host without waiting, and ask the host for new ones for later
         calls, at most every 5 s. The host's totals are the last that arrived.
         """
-        if self.state is State.OPEN and self._answers.may_glance():
-            self.supervisor.connection.send(protocol.AskStats(GLANCE_TOKEN))
+        is_open = self.state is State.OPEN
+        if is_open and self._answers.begin_background_request():
+            question = protocol.AskStats(BACKGROUND_TOKEN)
+            self.supervisor.connection.send(question)
         state = self.state.value
         totals = self._answers.totals
         queued_bytes = self._in_flight.queued_bytes

@@ -12,9 +12,8 @@ import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,12 +30,20 @@ MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
 
 
-def discard(messages: Iterable[Any]) -> None:
-    """Close the file descriptors that messages carry, because the messages are not delivered."""
-    for message in messages:
-        table = table_of(message)
-        if table is not None:
-            table.discard()
+def discard(message: Any) -> None:
+    """Close the file descriptor of a message that is not delivered, if it carries one."""
+    table = table_of(message)
+    if table is not None:
+        table.discard()
+
+
+class _Outgoing(NamedTuple):
+    """A message in the outbox."""
+
+    data: memoryview
+    """The encoded bytes that are not sent yet."""
+    table: Table | None
+    """The table whose descriptor must go with them; None: no descriptor is left to send."""
 
 
 class Connection:
@@ -83,9 +90,8 @@ class SocketConnection(Connection):
         self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
         """Received bytes that are not decoded yet; between calls, part of one message at most."""
-        self._outbox: deque[tuple[memoryview, Table | None]] = deque()
-        """Messages to send: the rest of the encoded bytes, and the table whose descriptor must go
-        with them; None: no descriptor is left to send."""
+        self._outbox: deque[_Outgoing] = deque()
+        """Messages that are not sent yet, or not all of their bytes."""
         self._fds: deque[int] = deque()
         """Received descriptors, in the order of the tables that they belong to."""
         self.outbox_bytes = 0
@@ -99,12 +105,12 @@ class SocketConnection(Connection):
 
     def queue(self, message: ToStore | ToEngine) -> None:
         if self.ended:
-            discard([message])
+            discard(message)
             return
         body = self._encoder.encode(message)
         data = _LENGTH.pack(len(body)) + body
-        table = table_of(message)
-        self._outbox.append((memoryview(data), table))
+        outgoing = _Outgoing(memoryview(data), table_of(message))
+        self._outbox.append(outgoing)
         self.outbox_bytes += len(data)
 
     def push(self) -> None:
@@ -120,9 +126,10 @@ class SocketConnection(Connection):
                     # the kernel has a copy: if bytes are left, they are sent without it
                     table.discard()
                 self.outbox_bytes -= sent
-                self._outbox[0] = data[sent:], None
                 if sent == len(data):
                     self._outbox.popleft()
+                else:
+                    self._outbox[0] = _Outgoing(data[sent:], None)
         except BlockingIOError:
             return
         except OSError:
@@ -138,7 +145,9 @@ class SocketConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _drop_outbox(self) -> None:
-        discard(table for _, table in self._outbox)
+        for outgoing in self._outbox:
+            if outgoing.table is not None:
+                outgoing.table.discard()
         self._outbox.clear()
         self.outbox_bytes = 0
 

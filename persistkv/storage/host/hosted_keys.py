@@ -37,9 +37,10 @@ class HostedKeys:
         for ``take_touched``."""
         if len(self.touched) + len(keys) > _MOST_TOUCHED:
             return
-        keys = list(keys)
-        are_held = self.table.held(keys)
-        self.touched.update(compress(keys, are_held))
+        candidates = list(keys)
+        are_held = self.table.held(candidates)
+        held_keys = compress(candidates, are_held)
+        self.touched.update(held_keys)
 
     def take_touched(self) -> list[bytes]:
         """Return some used keys, at most 2,048, and forget their use."""
@@ -56,7 +57,8 @@ class HostedKeys:
     def add_report(self, report: StoreReport) -> None:
         """Add the changes of keys in a report of the host."""
         self.table.set_collisions(report.collisions)
-        self._events.lost |= report.lost
+        if report.lost:
+            self._events.lost = True
         self._events.add(stored=report.stored, removed=report.removed)
 
     def take_events(self) -> StoreReport:
@@ -72,4 +74,5 @@ class HostedKeys:
         marked as lost."""
         self.table.clear()
         self.touched.clear()
-        self._events.lost |= self._reports_events
+        if self._reports_events:
+            self._events.lost = True

@@ -18,8 +18,8 @@ class IdleSupervision:
     """Checks a host from a thread of its own while the engine does not poll."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
-        """:param look: a bound method, called with ``lock`` held; returns whether the host is
-        open. The supervision ends when nothing else refers to its object.
+        """:param look: a bound method that checks the host, called with ``lock`` held; returns
+        whether the store is open. The supervision ends when nothing else refers to its object.
         """
         # weak: an unused client that was not closed must not keep its rows mapped
         self._look = weakref.WeakMethod(look)
@@ -54,20 +54,21 @@ class IdleSupervision:
 
     def _run(self) -> None:
         """Check the host while the engine does not poll, until the object of ``look`` is gone."""
-        seconds = _IDLE_S
-        while not self._stopped.wait(seconds):
-            if time.monotonic() - self.polled_at < _IDLE_S:
-                seconds = _IDLE_S
+        pause_s = _IDLE_S
+        while not self._stopped.wait(pause_s):
+            is_polled = time.monotonic() - self.polled_at < _IDLE_S
+            if is_polled:
+                pause_s = _IDLE_S
                 continue
             look = self._look()
             if look is None:
                 return
-            # stays if ``look`` raises
-            seconds = _RESTART_LOOK_S
+            is_open = False  # also if ``look`` raises, which the guard logs
             with self._isolation.guard("look", "it is repeated"), self.lock:
-                seconds = _IDLE_S if look() else _RESTART_LOOK_S
-            # a bound method: the wait must not keep its object alive
+                is_open = look()
+            # the bound method would keep its object alive during the next pause
             del look
+            pause_s = _IDLE_S if is_open else _RESTART_LOOK_S
             if self.callback is not None:
                 with self._isolation.guard("callback", "it is repeated"):
                     self.callback()

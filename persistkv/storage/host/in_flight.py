@@ -91,12 +91,15 @@ class InFlight:
     def fits_store(self, num_bytes: int) -> bool:
         """Return whether the queue has room for a store job. A job that exceeds the bound fits an
         empty queue."""
-        queued_bytes = self.queued_bytes
-        return not queued_bytes or queued_bytes + num_bytes <= self._max_queue_bytes
+        if not self.queued_bytes:
+            return True
+        return self.queued_bytes + num_bytes <= self._max_queue_bytes
 
     def add_store(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
         """Add a store job that is sent to the host."""
-        self._jobs[job_id] = _SentJob(keys, num_bytes, False, time.monotonic())
+        self._jobs[job_id] = _SentJob(
+            keys, num_bytes, is_load=False, begin=time.monotonic()
+        )
         self.queued_bytes += num_bytes
 
     def add_load(
@@ -106,8 +109,13 @@ class InFlight:
         deadline: float | None,
     ) -> None:
         """Add a load job that is sent to the host."""
-        ends_at = math.inf if deadline is None else deadline
-        self._jobs[job_id] = _SentJob(keys, 0, True, time.monotonic(), ends_at)
+        self._jobs[job_id] = _SentJob(
+            keys,
+            num_bytes=0,
+            is_load=True,
+            begin=time.monotonic(),
+            deadline=math.inf if deadline is None else deadline,
+        )
         self.num_loads += 1
 
     def earliest_deadline(self) -> float:
@@ -127,15 +135,22 @@ class InFlight:
             return
         if failed is None:
             failed = list(job.keys)
-        self.queued_bytes -= job.num_bytes
-        self.num_loads -= job.is_load
-        # in proportion: the sizes of single blocks, which differ between groups, are not known here
-        num_stored = len(job.keys) - len(failed)
-        stored_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
-        num_bytes = answer.num_bytes + stored_bytes
-        seconds = max(0.0, answer.ended_at - job.begin)
+        if job.is_load:
+            self.num_loads -= 1
+            num_bytes = answer.num_bytes
+        else:
+            self.queued_bytes -= job.num_bytes
+            # In proportion: the sizes of single blocks, which differ between groups, are not known
+            # here.
+            num_stored = len(job.keys) - len(failed)
+            num_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
         outcome = JobOutcome(
-            answer.job_id, failed, False, num_bytes, seconds, answer.is_late
+            answer.job_id,
+            failed,
+            refused=False,
+            num_bytes=num_bytes,
+            seconds=max(0.0, answer.ended_at - job.begin),
+            is_late=answer.is_late,
         )
         self.outcomes.append(outcome)
 
@@ -143,8 +158,9 @@ class InFlight:
 
     def fits_end(self, end: RequestEnd) -> bool:
         """Return whether the queue has room for the end of a request."""
-        end_bytes = self._end_bytes
-        return not end_bytes or end_bytes + end.num_bytes <= _MOST_ENDING_BYTES
+        if not self._end_bytes:
+            return True
+        return self._end_bytes + end.num_bytes <= _MOST_ENDING_BYTES
 
     def add_end(self, end: RequestEnd) -> None:
         """Add the end of a request that is sent to the host."""
@@ -166,9 +182,15 @@ class InFlight:
         rows; return the number of jobs."""
         now = time.monotonic()
         for job_id, job in self._jobs.items():
-            seconds = now - job.begin
-            failed = list(job.keys)
-            outcome = JobOutcome(job_id, failed, True, 0, seconds, job.is_load)
+            outcome = JobOutcome(
+                job_id,
+                failed=list(job.keys),
+                refused=True,
+                num_bytes=0,
+                seconds=now - job.begin,
+                # a load whose host was killed counts as late
+                is_late=job.is_load,
+            )
             self.outcomes.append(outcome)
         self.persisted.update(dict.fromkeys(self._ends, False))
         num_jobs = len(self._jobs)

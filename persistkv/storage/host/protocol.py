@@ -34,6 +34,9 @@ from persistkv.storage.records import (
 )
 from persistkv.tenants import DEFAULT_TENANT
 
+PID_BYTES = 4
+"""Bytes of the host process's PID, little-endian. The host sends it, with its pidfd, before any
+message."""
 _ERRORS: dict[str, type[PersistKVError]] = {
     name: kind
     for name, kind in vars(errors).items()

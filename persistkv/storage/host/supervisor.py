@@ -139,17 +139,18 @@ class ProcessHost(Host):
         self._region_bytes = region_bytes
         self._engine_pidfd = os.pidfd_open(os.getpid())
         self._pidfd: int | None = None
-        """Of the host process, which sends it; None: it runs no code of the host yet."""
+        """Pidfd of the host process, received from it; None: none was received, so the process was
+        sent no message and uses no rows."""
         self._socket: socket.socket | None = None
-        """The engine's end of the connection until the pidfd arrives on it; None: ``ready`` has
-        nothing to receive."""
+        """The engine's end of the connection, as long as the pidfd may still arrive on it; None:
+        the pidfd has arrived, the host has closed its end, or there is no host."""
         self._spawner: subprocess.Popen[bytes] | None = None
         """The started interpreter, whose child is the host."""
 
     def start(self) -> Connection:
         """Spawn an interpreter that forks the host (``_PROGRAM``). The host is ready when its pidfd
         has arrived on the connection (``ready``)."""
-        self._forget()
+        self._forget_process()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             # otherwise a sender would soon have to queue messages in its own memory
@@ -182,38 +183,43 @@ class ProcessHost(Host):
         return SocketConnection(ours, ToEngine)
 
     def ready(self) -> bool:
-        """Receive the host's pidfd; return False if it has not arrived. If the host has closed its
-        socket, return True, too: then the connection reports the end.
+        """Return whether the host's pidfd has arrived. If the host has closed its socket, return
+        True, too: then the connection reports the end.
         """
+        self._receive_pidfd()
+        return self._socket is None
+
+    def _receive_pidfd(self) -> None:
+        """Receive the host's pidfd and PID if they have just arrived."""
         if self._socket is None:
-            return True
-        pidfds: list[int] = []
+            return
+        max_fds = 1
         try:
-            data, pidfds, _, _ = socket.recv_fds(
-                self._socket, 4, 1, socket.MSG_CMSG_CLOEXEC
+            pid, pidfds, _, _ = socket.recv_fds(
+                self._socket, protocol.PID_BYTES, max_fds, socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
-            return False
+            return
         except OSError:
-            data = b""
+            # the host has closed its end, like one from which no bytes arrive
+            pid, pidfds = b"", []
         # whatever arrives from now on are messages, which the connection receives
         self._socket = None
         if pidfds:
-            self.pid = int.from_bytes(data, "little")
+            self.pid = int.from_bytes(pid, "little")
             self._pidfd = pidfds[0]
             self._reap_spawner()
-        return True
 
     def kill(self) -> None:
-        # the pidfd may have arrived since the last look
-        self.ready()
+        # it may have arrived since the last look
+        self._receive_pidfd()
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self._reap_spawner()
 
     def wait(self, timeout_s: float) -> bool:
-        # without a pidfd it was sent no message, so it uses no rows (invariant 1)
+        """See ``Host.wait``. A process without a pidfd accesses no row: it was sent no message."""
         if self._pidfd is None:
             self._reap_spawner()
             return True
@@ -221,7 +227,7 @@ class ProcessHost(Host):
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(timeout_s * 1000):
             return False
-        # init reaps it, unless this engine adopts orphans, as PID 1 does
+        # The init process reaps it, unless this engine adopts orphans, as it does with PID 1.
         with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         return True
@@ -236,13 +242,14 @@ class ProcessHost(Host):
         return int(nanoseconds) / 1e9
 
     def release(self) -> None:
-        self._forget()
+        self._forget_process()
         os.close(self._engine_pidfd)
         self._engine_pidfd = -1
 
-    def _forget(self) -> None:
-        """Close the pidfd of the last host process."""
+    def _forget_process(self) -> None:
+        """Release what belongs to the last host process: its spawner and its pidfd."""
         self._reap_spawner()
+        # not closed here: the connection, which owns it, closes it
         self._socket = None
         pidfd = self._pidfd
         self._pidfd = None
@@ -316,21 +323,23 @@ class Watchdog:
         self._cpu_wait_s = cpu_wait_s
         self._heard = 0.0
         """Monotonic time of the last message."""
-        self._asked: float | None = None
-        """Monotonic time of the unanswered ping, less the host's CPU wait at that time; None: no
-        ping is unanswered. The same difference at a later time, less this one, is the time that the
-        host had since then without its waits for a CPU."""
+        self._pinged_at: float | None = None
+        """``_host_time`` of the unanswered ping; None: no ping is unanswered."""
         self._late_deadline = math.inf
-        """The passed deadline for which ``_late_since`` was recorded; infinity: none has passed."""
+        """The last deadline that was found to have passed; infinity: none was."""
         self._late_since = 0.0
-        """Monotonic time at which it was found to have passed, less the host's CPU wait at that
-        time."""
+        """``_host_time`` at which it was found to have passed."""
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
         due."""
         self._heard = time.monotonic()
-        self._asked = None
+        self._pinged_at = None
+
+    def _host_time(self) -> float:
+        """Return the reading of a clock, in seconds, that stands still while the host waits for a
+        CPU."""
+        return time.monotonic() - self._cpu_wait_s()
 
     def is_silent(self, ping: Callable[[], None], *, load_due: bool = False) -> bool:
         """Return whether the host has been silent for the time limit, so that the caller must kill
@@ -339,17 +348,18 @@ class Watchdog:
         :param ping: sends a ``Ping``; called once for each silence, after half of the limit.
         :param load_due: whether the host has to answer a load: then the limit is 2 s at most.
         """
-        now = time.monotonic()
         patience_s = self.patience_s
         if load_due:
             patience_s = min(patience_s, LOAD_PATIENCE_S)
-        if self._asked is None:
-            if now - self._heard > patience_s / 2:
-                self._asked = now - self._cpu_wait_s()
+        if self._pinged_at is None:
+            silence_s = time.monotonic() - self._heard
+            if silence_s > patience_s / 2:
+                self._pinged_at = self._host_time()
                 ping()
             return False
-        # the second half of the limit: time since the ping in which the host had a CPU
-        if now - self._cpu_wait_s() - self._asked <= patience_s / 2:
+        # the second half of the limit: only time in which the host had a CPU
+        silence_s = self._host_time() - self._pinged_at
+        if silence_s <= patience_s / 2:
             return False
         logger.error("the host has not answered for %.1f s; killing it", patience_s)
         return True
@@ -361,14 +371,14 @@ class Watchdog:
 
         :param deadline: the earliest deadline of the loads that are due; infinite if there is none.
         """
-        now = time.monotonic()
-        if now <= deadline:
+        if time.monotonic() <= deadline:
             return False
+        now = self._host_time()
         # a deadline that was not seen before: count its 2 s from now
         if deadline != self._late_deadline:
             self._late_deadline = deadline
-            self._late_since = now - self._cpu_wait_s()
-        late_s = now - self._cpu_wait_s() - self._late_since
+            self._late_since = now
+        late_s = now - self._late_since
         if late_s <= LOAD_PATIENCE_S:
             return False
         logger.error(
@@ -468,8 +478,8 @@ class Supervisor:
         """Whether a host may use rows: from the first message to it until it sends ``Ended`` or
         exits."""
         self.open_failed = False
-        """Whether the last host could not open the store. It ends by itself then, so any kind may
-        start again."""
+        """Whether the last host could not open the store. Such a host exits by itself, so another
+        one may start even if hosts of this kind cannot be killed."""
 
     def start(self) -> None:
         """Start the host, or raise HostError. The caller must then call ``send_hello`` until it
@@ -479,7 +489,8 @@ class Supervisor:
         except OSError as error:
             raise HostError(f"the host of the store does not start: {error}") from error
         self._enter(_Event.STARTED)
-        self.uses_rows = self.open_failed = False
+        self.uses_rows = False
+        self.open_failed = False
         self.watchdog.patience_s = self.opening_watchdog_s
         self.watchdog.restart_timer()
 
@@ -511,12 +522,11 @@ class Supervisor:
         self.host.kill()
         self.connection.close()
         self._enter(_Event.LOST)
-        # a host that was open for a minute was sound: the next start has the shortest delay
-        if (
-            self._opened_at is not None
-            and time.monotonic() - self._opened_at >= HEALTHY_S
-        ):
-            self._backoff_s = _FIRST_BACKOFF_S
+        if self._opened_at is not None:
+            open_s = time.monotonic() - self._opened_at
+            # it was sound: the next start has the shortest delay
+            if open_s >= HEALTHY_S:
+                self._backoff_s = _FIRST_BACKOFF_S
         self._opened_at = None
 
     def has_exited(self) -> bool:
@@ -608,7 +618,8 @@ class Supervisor:
 
         :param exited: whether the host is dead, so that it uses no rows.
         """
-        self.uses_rows &= not exited
+        if exited:
+            self.uses_rows = False
         self.host.release()
         self._enter(_Event.CLOSED)
 
@@ -624,8 +635,12 @@ class Supervisor:
             return False
         if self.connection.ended:
             return True
-        # a host that owes nothing may be silent, and a thread cannot be killed
-        if not (owes or self.state is State.OPENING) or not self.host.restartable:
+        # a thread cannot be killed
+        if not self.host.restartable:
+            return False
+        # a host that has nothing to answer may be silent
+        must_answer = owes or self.state is State.OPENING
+        if not must_answer:
             return False
         if load_due and self.watchdog.is_late(deadline):
             return True

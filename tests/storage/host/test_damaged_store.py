@@ -93,7 +93,8 @@ def test_load_corrupt_pack_reports_removal_before_job_ends(
 
     served = Served(memoryview(hosted.memory))
     served.connection.send(hosted.connect(url).supervisor.hello)
-    discard(served.receive_until(Opened))
+    for message in served.receive_until(Opened):
+        discard(message)
     served.connection.send(Mapped())
     rows = array("I", range(COUNT, 2 * COUNT)).tobytes()
     served.connection.send(LoadJob(1, PackedKeys.of(KEYS), rows))

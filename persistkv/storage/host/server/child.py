@@ -21,7 +21,7 @@ from persistkv.memory import libc
 from persistkv.memory.budget import keep_out_of_collections
 from persistkv.memory.pages import collapse, map_aligned
 from persistkv.storage.host.connection import SocketConnection
-from persistkv.storage.host.protocol import ToStore
+from persistkv.storage.host.protocol import PID_BYTES, ToStore
 from persistkv.storage.host.server.channel import Channel, NoticeHandler
 from persistkv.storage.host.server.event_loop import Lifecycle, serve
 
@@ -62,15 +62,17 @@ def main(
     """
     for fd in (engine_pidfd, socket_fd):
         os.set_inheritable(fd, False)
-    _reset()
+    _reset_inherited()
     rows = map_rows(region_fds, region_bytes)
     engine = socket.socket(fileno=socket_fd)
     own_pidfd = os.pidfd_open(os.getpid())
+    own_pid = os.getpid().to_bytes(PID_BYTES, "little")
     # The engine sends nothing before it has these. If it is gone, the event loop finds the end.
     with suppress(BrokenPipeError):
-        socket.send_fds(engine, [os.getpid().to_bytes(4, "little")], [own_pidfd])
+        socket.send_fds(engine, [own_pid], [own_pidfd])
     os.close(own_pidfd)
-    # the end of the alarm that the spawning program set: the engine can kill this process now
+    # The spawning program has set an alarm, which ends a process that does not get here. From now
+    # on, the engine can kill this process.
     signal.alarm(0)
     connection = SocketConnection(engine, ToStore)
     serve(connection, rows, engine_pidfd, _HostProcess(rows))
@@ -129,7 +131,7 @@ class _HostProcess(Lifecycle):
                 return
 
 
-def _reset() -> None:
+def _reset_inherited() -> None:
     """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a
     scheduling class.
 
@@ -137,20 +139,20 @@ def _reset() -> None:
     cores, the engine's scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th
     percentile; benchmarks.busy_scheduler).
     """
-    # Python itself ignores these two. Whatever else is ignored here was ignored by the engine, and
-    # ``exec`` has kept it.
-    for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:
+    ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
+    for number in signal.valid_signals() - ignored_by_python:
+        # the engine ignored it, and ``exec`` has kept that
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     # soft limits that were set for the engine, such as for its CPU time
     for limit in _RAISED_LIMITS:
-        _, most = resource.getrlimit(limit)
-        resource.setrlimit(limit, (most, most))
+        _, hard_limit = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard_limit, hard_limit))
     # no core dumps: the rows are large
-    _, most = resource.getrlimit(resource.RLIMIT_CORE)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
     try:
         # the kernel omits CPUs that are not allowed
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))

@@ -163,6 +163,7 @@ class PlanesCodec(Codec):
 
         count, tail_bytes = divmod(len(out), self.width)
         num_low_planes = self.width - 1
+        # in ``stored``: the low planes, the tail, the compressed plane of the highest bytes
         tail_at = num_low_planes * count
         high_at = tail_at + tail_bytes
         # ``decompress_into`` checks whatever follows ``high_at``
@@ -174,8 +175,8 @@ class PlanesCodec(Codec):
                 "frame", f"planes of {len(stored)} bytes where {len(out)} belong"
             )
         source = memoryview(stored)
-        out_tail = len(out) - tail_bytes
-        out[out_tail:] = source[tail_at:high_at]
+        out_tail_at = len(out) - tail_bytes
+        out[out_tail_at:] = source[tail_at:high_at]
         if not count:
             return
         # Start with the highest byte of each value; then, plane by plane, shift the values and
@@ -186,7 +187,8 @@ class PlanesCodec(Codec):
         values[:] = high
         for number in reversed(range(num_low_planes)):
             np.left_shift(values, 8, out=values)
-            plane = np.frombuffer(source, np.uint8, count, number * count)
+            plane_at = number * count
+            plane = np.frombuffer(source, np.uint8, count=count, offset=plane_at)
             np.bitwise_or(values, plane, out=values)
 
 
@@ -232,12 +234,13 @@ def stored_codec(text: str) -> Codec:
 
 @lru_cache(maxsize=1)
 def _huffman_only() -> ZstdCompressionParameters:
-    """Return fast Zstandard parameters that find almost no matches: at least 7 bytes long, in
-    tables of 64 entries."""
+    """Return Zstandard parameters with which almost only the Huffman codes compress. The bytes of
+    KV data hardly repeat, and the search for matches would take most of the time: it accepts only
+    matches of 7 bytes or more, and its tables have 64 entries."""
     import zstandard
 
     return zstandard.ZstdCompressionParameters(
-        window_log=17,
+        window_log=17,  # 128 KiB
         hash_log=6,
         chain_log=6,
         search_log=1,

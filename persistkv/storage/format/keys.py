@@ -40,9 +40,8 @@ STORE = ""
 _STORE_KEY = b"persistkv store key 1"
 _WRAPPED = b"persistkv data key 1"
 _NAMES = b"persistkv names 1"
-_ZERO_NONCE = bytes(
-    12
-)  # may be constant, because each derived key seals one record only
+# may be constant, because each derived key seals one record only
+_ZERO_NONCE = bytes(12)
 _MAGIC = b"PKVKEYS1"
 
 
@@ -118,12 +117,13 @@ class Keyring:
         self._sealing: dict[str, DataKey] = {}
         """By tenant: of several keys, the one with the smallest id, so that all engines choose the
         same."""
-        for key in sorted(by_id.values()):
+        for key_id in sorted(by_id):
+            key = by_id[key_id]
             self._sealing.setdefault(key.tenant, key)
-        store = self.of(STORE)
-        if store is None:
+        store_key = self.of(STORE)
+        if store_key is None:
             raise CorruptPackError("keys", "there is none for the store")
-        self.store = store
+        self.store = store_key
         """Key that seals new records."""
 
     @cached_property

@@ -43,15 +43,38 @@ UNKNOWN_DEPTH = 0xFFFFFFFF
 PLAIN_KEY = bytes(KEY_ID_BYTES)
 NO_SALT = bytes(SALT_BYTES)
 
-# version, bytes of a key, numbers of frames and blocks, bytes of the codec's and the tenant's name,
-# payload length, raw length, namespace, pack id, data key, salt
-_HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")
+_HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")  # the fields of ``_Header``
 _FRAME = struct.Struct("<IIIIQQ16s")  # the fields of ``Frame``
 _TRAILER = struct.Struct("<QQ8s")  # length of the table, its checksum, magic number
 TRAILER_BYTES = _TRAILER.size
 _MAGIC = b"PKVPACK1"
 SEALED_TABLE = b"PKVSEAL1"
 """Magic number in the trailer of a table that is sealed with a key."""
+
+
+class _Header(NamedTuple):
+    """Beginning of an encoded table."""
+
+    version: int
+    key_length: int
+    """``PackedKeys.key_length``."""
+    frame_count: int
+    block_count: int
+    codec_length: int
+    """Bytes of the codec's text form, which follows the header."""
+    tenant_length: int
+    """Bytes of the tenant's name, which follows the codec."""
+    payload_length: int
+    raw_length: int
+    namespace: bytes
+    pack_id: bytes
+    data_key: bytes
+    salt: bytes
+
+    @classmethod
+    def read(cls, table: Buffer) -> _Header:
+        """Decode the header of a table that is not shorter, unverified."""
+        return cls._make(_HEADER.unpack_from(table))
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -96,14 +119,15 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     def unpack(self) -> list[bytes]:
         """Return the keys, in order."""
-        if self.key_length:
-            if self.key_length < 0 or len(self.data) % self.key_length:
-                raise CorruptPackError(
-                    "keys",
-                    f"{len(self.data)} bytes are no multiple of {self.key_length}",
-                )
-            return _cut(self.data, self.key_length)
-        return self._unpack_uneven()
+        if self.key_length == 0:
+            return self._unpack_uneven()
+        # less than 0: the packed form is damaged
+        if self.key_length < 0 or len(self.data) % self.key_length:
+            raise CorruptPackError(
+                "keys",
+                f"{len(self.data)} bytes are no multiple of {self.key_length}",
+            )
+        return _cut(self.data, self.key_length)
 
     def _unpack_uneven(self) -> list[bytes]:
         """Return keys of different lengths."""
@@ -137,9 +161,9 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         length = many[0].key_length if many else 0
         parts: list[bytes] = []
         for keys in many:
-            # Uneven keys are left to ``unpack``, and so is malformed data: its error names the
-            # field.
-            if not length == keys.key_length > 0 or len(keys.data) % length:
+            has_length = keys.key_length == length and length > 0
+            # uneven keys are left to ``unpack``, and so is damage: its error names the field
+            if not has_length or len(keys.data) % length:
                 unpacked = map(PackedKeys.unpack, many)
                 return list(chain.from_iterable(unpacked))
             parts.append(keys.data)
@@ -274,10 +298,10 @@ def encoded_length(
 ) -> int:
     """Return the bytes of an encoded table with its trailer."""
     fixed_bytes = _HEADER.size + TRAILER_BYTES
-    codec_bytes = len(codec.encode()) + len(_stored_tenant(tenant))
+    names_bytes = len(codec.encode()) + len(_stored_tenant(tenant))
     frames_bytes = frame_count * _FRAME.size
     keys_bytes = len(keys.lengths) + len(keys.data)
-    return fixed_bytes + codec_bytes + frames_bytes + keys_bytes
+    return fixed_bytes + names_bytes + frames_bytes + keys_bytes
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
@@ -285,8 +309,8 @@ def table_lengths(data: Buffer) -> tuple[int, int]:
     claims, unverified; 0 and 0 if the header is incomplete."""
     if len(data) < _HEADER.size:
         return 0, 0
-    _, _, _, _, _, _, payload, raw, *_ = _HEADER.unpack_from(data)
-    return raw, payload
+    header = _Header.read(data)
+    return header.raw_length, header.payload_length
 
 
 class TableHead(NamedTuple):
@@ -315,39 +339,27 @@ def table_head(data: bytes) -> TableHead | None:
     length, _, magic = _TRAILER.unpack_from(data, end)
     if magic != _MAGIC or length != end or length < _HEADER.size:
         return None
-    (
-        version,
-        _,  # bytes of a key
-        frame_count,
-        block_count,
-        codec_length,
-        tenant_length,
-        payload_length,
-        raw_length,
-        namespace,
-        name,
-        data_key,
-        _,  # salt
-    ) = _HEADER.unpack_from(data)
-    tenant_at = _HEADER.size + codec_length
-    frames_at = tenant_at + tenant_length
-    frames_end = frames_at + frame_count * _FRAME.size
-    if version != PACK_VERSION or frames_end > len(data):
+    header = _Header.read(data)
+    tenant_at = _HEADER.size + header.codec_length
+    frames_at = tenant_at + header.tenant_length
+    frames_end = frames_at + header.frame_count * _FRAME.size
+    if header.version != PACK_VERSION or frames_end > len(data):
         return None
     try:
         tenant = _tenant_of(data[tenant_at:frames_at])
     except CorruptPackError:
         return None
     depth = _smallest_depth(data[frames_at:frames_end])
+    # positional, which is faster than keywords: a catalogue calls this for each pack
     return TableHead(
-        namespace,
-        name,
-        block_count,
-        raw_length,
-        payload_length,
+        header.namespace,
+        header.pack_id,
+        header.block_count,
+        header.raw_length,
+        header.payload_length,
         depth,
         tenant,
-        data_key,
+        header.data_key,
     )
 
 
@@ -414,6 +426,7 @@ class PackTable(msgspec.Struct, frozen=True):
         # the lengths of all parts come first, so that a parser can check them before it reads on
         codec = self.codec.encode()
         tenant = _stored_tenant(self.tenant)
+        # in the order of ``_Header``
         header = _HEADER.pack(
             PACK_VERSION,
             self.keys.key_length,
@@ -456,58 +469,53 @@ class PackTable(msgspec.Struct, frozen=True):
         table = without_trailer(data)
         if len(table) < _HEADER.size:
             raise CorruptPackError("table length", f"{len(table)} bytes are too few")
-        (
-            version,
-            key_length,
-            frame_count,
-            block_count,
-            codec_length,
-            tenant_length,
-            payload_length,
-            raw_length,
-            namespace,
-            name,
-            data_key,
-            salt,
-        ) = _HEADER.unpack_from(table)
-        if version != PACK_VERSION:
+        header = _Header.read(table)
+        if header.version != PACK_VERSION:
             raise CorruptPackError(
-                "version", f"{version}; this release reads {PACK_VERSION}"
+                "version", f"{header.version}; this release reads {PACK_VERSION}"
             )
-        tenant_at = _HEADER.size + codec_length
-        frames_at = tenant_at + tenant_length
-        lengths_at = frames_at + frame_count * _FRAME.size
-        # a length for each key, unless all keys have the same
-        lengths_bytes = 0 if key_length else 2 * block_count
-        keys_at = lengths_at + lengths_bytes
-        if keys_at > len(table):
-            counts = f"{frame_count} frames and {block_count} blocks"
-            raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
-        lengths = table[lengths_at:keys_at]
-        keys = PackedKeys(table[keys_at:], key_length, lengths)
-        if key_length and len(keys.data) != key_length * block_count:
-            raise CorruptPackError(
-                "keys",
-                f"{len(keys.data)} bytes are not {block_count} keys of {key_length}",
-            )
-        packed_frames = table[frames_at:lengths_at]
+        tenant_at = _HEADER.size + header.codec_length
+        frames_at = tenant_at + header.tenant_length
+        frames_end = frames_at + header.frame_count * _FRAME.size
+        keys = _keys_in(table, frames_end, header)
         tenant = _tenant_of(table[tenant_at:frames_at])
         try:
             codec = table[_HEADER.size : tenant_at].decode()
         except UnicodeDecodeError:
             raise CorruptPackError("codec name", "it is not text") from None
         return cls(
-            namespace,
-            name,
-            codec,
-            payload_length,
-            raw_length,
-            packed_frames,
-            keys,
-            data_key,
-            salt,
-            tenant,
+            namespace=header.namespace,
+            pack_id=header.pack_id,
+            codec=codec,
+            payload_length=header.payload_length,
+            raw_length=header.raw_length,
+            packed_frames=table[frames_at:frames_end],
+            keys=keys,
+            data_key=header.data_key,
+            salt=header.salt,
+            tenant=tenant,
         )
+
+
+def _keys_in(table: bytes, start: int, header: _Header) -> PackedKeys:
+    """Return the keys at the end of a table, from the offset ``start`` on.
+
+    :raises CorruptPackError: the table is too short for its counts, or has more bytes than these.
+    """
+    key_length = header.key_length
+    block_count = header.block_count
+    # a length for each key, unless all keys have the same
+    lengths_bytes = 0 if key_length else 2 * block_count
+    keys_at = start + lengths_bytes
+    if keys_at > len(table):
+        counts = f"{header.frame_count} frames and {block_count} blocks"
+        raise CorruptPackError("counts", f"{counts} do not fit {len(table)} bytes")
+    data = table[keys_at:]
+    if key_length and len(data) != key_length * block_count:
+        raise CorruptPackError(
+            "keys", f"{len(data)} bytes are not {block_count} keys of {key_length}"
+        )
+    return PackedKeys(data, key_length, lengths=table[start:keys_at])
 
 
 def with_trailer(table: bytes, magic: bytes = _MAGIC) -> bytes:

@@ -79,10 +79,15 @@ class _StoredFrame(NamedTuple):
     """A frame and its stored bytes."""
 
     frame: Frame
-    """The frame, without its offset, and without its tag if ``keys`` is not empty."""
+    """The frame, without its offset, and without its tag if that is still to be computed."""
     pieces: Sequence[Buffer]
-    keys: Sequence[bytes] = ()
-    """The keys of its blocks, if its tag is still to be computed."""
+    untagged_keys: Sequence[bytes] = ()
+    """The keys of its blocks if its tag is still to be computed; otherwise empty."""
+
+    @property
+    def needs_tag(self) -> bool:
+        """Whether the tag is still to be computed: the frame is raw and not encrypted."""
+        return bool(self.untagged_keys)
 
 
 _StoreFrame = Callable[[], _StoredFrame]
@@ -162,6 +167,7 @@ class PlacedPack(NewPack):
             payload_bound=table.payload_length,
             table_length=_table_length(table),
             encodes=False,
+            # the payload is sealed and in place, and nothing is sealed again
             seal=PLAIN,
             tenant=table.tenant,
         )
@@ -302,7 +308,7 @@ class PackWriter(NewPack):
         self.codec = codec
         self._start_frame = start_frame
         self._table: PackTable | None = None
-        """The table; None: ``_finish`` has not made it since the last ``restart``."""
+        """The table; None: it was not made since the last ``restart``."""
         self._started: deque[_StoreFrame] = deque()
         """Frames whose encoding has started in other threads, in order; each waits for its
         result."""
@@ -314,7 +320,7 @@ class PackWriter(NewPack):
         """The pack's table. The checksums of raw frames are computed at the first access, so that a
         backend with its own threads can write the frames at the same time.
         """
-        self._finish()
+        self._make_table_if_pending()
         if self._table is None:
             raise _no_table()
         return self._table
@@ -326,58 +332,60 @@ class PackWriter(NewPack):
         # with a new salt for each attempt, because no key and nonce are used twice (see ``seal``)
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
-        raw: dict[int, _StoredFrame] = {}
+        untagged: dict[int, _StoredFrame] = {}
         for stored in self._stored_frames(frame_seal):
-            # a raw frame without encryption: ``_make_table`` computes its tag
-            if stored.keys:
-                raw[len(frames)] = stored
+            if stored.needs_tag:
+                number = len(frames)
+                untagged[number] = stored
             frames.append(stored.frame)
             yield from stored.pieces
             length = stored.frame.stored_length
             padding = align(length) - length
             if padding:
                 yield bytes(padding)
-        # The checksums of raw frames wait for the access to ``table``: a backend may write the
-        # frames while they are computed.
-        make_table = partial(self._make_table, frame_seal, frames, raw)
-        self._make_pending_table = make_table
+        # Tags of raw frames are computed at the access to ``table``: a backend may write the frames
+        # at the same time.
+        self._make_pending_table = partial(
+            self._make_table, frame_seal, frames, untagged
+        )
         self.written = True
 
     def _make_table(
         self,
         frame_seal: FrameSeal,
         frames: Sequence[Frame],
-        raw: Mapping[int, _StoredFrame],
+        untagged: Mapping[int, _StoredFrame],
     ) -> PackTable:
         """Return the table of these frames, in order, which lack their offsets.
 
-        :param raw: by their numbers, those that also lack their tags.
+        :param untagged: by their numbers, the frames that also lack their tags; none if the pack is
+            encrypted.
         """
         complete: list[Frame] = []
         end = 0
         for number, frame in enumerate(frames):
             tag = frame.tag
-            # without encryption, ``seal`` returns the same pieces, so only the tag is new
-            if number in raw:
-                stored = raw[number]
-                placed = PlacedFrame(number, frame, stored.keys)
+            if number in untagged:
+                stored = untagged[number]
+                placed = PlacedFrame(number, frame, stored.untagged_keys)
+                # without encryption, the sealed bytes are the same pieces: only the tag is new
                 _, tag = frame_seal.seal(placed, stored.pieces)
             complete.append(frame._replace(offset=end, tag=tag))
             end += align(frame.stored_length)
         return PackTable(
-            self.namespace,
-            self.pack_id,
-            str(self.codec),
-            end,
-            self.raw_length,
-            pack_frames(complete),
-            self.keys,
-            frame_seal.key_id,
-            frame_seal.salt,
-            self.tenant,
+            namespace=self.namespace,
+            pack_id=self.pack_id,
+            codec=str(self.codec),
+            payload_length=end,
+            raw_length=self.raw_length,
+            packed_frames=pack_frames(complete),
+            keys=self.keys,
+            data_key=frame_seal.key_id,
+            salt=frame_seal.salt,
+            tenant=self.tenant,
         )
 
-    def _finish(self) -> None:
+    def _make_table_if_pending(self) -> None:
         """Make the table, if the stream has run to its end and it is not made yet."""
         make_table = self._make_pending_table
         self._make_pending_table = None
@@ -391,15 +399,14 @@ class PackWriter(NewPack):
         self._table = None
 
     def end_reads(self) -> None:
-        """Wait for the frames that other threads encode, and make the table if the stream has run
-        to its end: both read the blocks."""
+        """Finish the work that reads the blocks: the encoding of frames in other threads, and the
+        tags of raw frames in the table of a stream that has run to its end."""
+        # there are some only if the stream was abandoned: nothing needs them or their errors
         while self._started:
             wait_for_frame = self._started.popleft()
-            # the stream was abandoned, so no caller waits for this frame or its error
             with suppress(Exception):
                 wait_for_frame()
-        # now, because the blocks, which the tags of raw frames are computed from, may change later
-        self._finish()
+        self._make_table_if_pending()
 
     def release(self) -> None:
         """Release the blocks, so that a reference to this object (such as an error's traceback)
@@ -460,7 +467,7 @@ class PackWriter(NewPack):
             pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
             # these are views of the blocks, from which ``_make_table`` computes the tag later
             if not frame_seal.encrypts:
-                return _StoredFrame(frame, pieces, keys)
+                return _StoredFrame(frame, pieces, untagged_keys=keys)
         else:
             pieces = [encoded]
             frame = frame._replace(stored_length=len(encoded))

@@ -439,7 +439,8 @@ class _KeyFrames(FrameSeal):
         parts = [self._namespace, fields]
         for key in placed.keys:
             # with its length, so that no byte can move from one key to the next
-            parts.append(len(key).to_bytes(2, "little"))
+            key_length = len(key).to_bytes(2, "little")
+            parts.append(key_length)
             parts.append(key)
         return b"".join(parts)
 
@@ -520,7 +521,8 @@ class KeySeal(Seal):
     def signature(self, content: bytes) -> bytes:
         key = self._keyring().store
         salt = os.urandom(SALT_BYTES)
-        return _RECORD.pack(key.id, salt) + _mac(key, salt, content)
+        mac = _mac(key, salt, content)
+        return _RECORD.pack(key.id, salt) + mac
 
     def is_signature(self, content: bytes, signature: bytes) -> bool:
         """Return whether any data key of the store has signed the document: a signature names its
@@ -541,7 +543,8 @@ class KeySeal(Seal):
 
     def decode_table(self, stored: Buffer) -> PackTable:
         record = without_trailer(stored, SEALED_TABLE)
-        return PackTable.parse(self.opened(_TABLE, record))
+        table = self.opened(_TABLE, record)
+        return PackTable.parse(table)
 
     def stored_bytes(self, length: int) -> int:
         # the record has a trailer of its own, by which a rebuild finds it before it opens it
@@ -563,9 +566,11 @@ class KeySeal(Seal):
     def _key_of(self, tenant: str) -> DataKey:
         """Return the data key that seals new content of a tenant."""
         key = self._keyring().of(tenant)
-        if key is None:
-            # another process may have made it since the keys were read
-            key = self._reload(b"").of(tenant)
+        if key is not None:
+            return key
+        # Another process may have made it since the keys were read: its id is not known here.
+        any_new_key = b""
+        key = self._reload(any_new_key).of(tenant)
         if key is None:
             raise CorruptPackError("key", "the tenant has none")
         return key
@@ -573,10 +578,11 @@ class KeySeal(Seal):
     def _key(self, key_id: bytes) -> DataKey:
         """Return the data key with this id, which a pack or record names."""
         key = self._keyring().keys.get(key_id)
+        if key is not None:
+            return key
         # Another engine may have made it since the keys were read. They are read again only once,
         # because a damaged record may name a key that does not exist.
-        if key is None:
-            key = self._reload(key_id).keys.get(key_id)
+        key = self._reload(key_id).keys.get(key_id)
         if key is None:
             raise CorruptPackError("key", f"there is no key {key_id.hex()}")
         return key

@@ -65,7 +65,8 @@ class Channel:
         """Have the event loop send a message, from any thread. The oldest of more than 1,000 unsent
         messages are dropped."""
         self._posted.append(message)
-        with suppress(RuntimeError):  # the loop has ended
+        # raised if the loop has ended
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._send_posted)
 
     async def receive(self) -> list[Any]:
@@ -130,7 +131,8 @@ class Channel:
         """Send messages of other threads while the engine receives them. The others wait for the
         next ``_push`` or ``post``."""
         while self._posted and not self.is_congested:
-            self.send(self._posted.popleft())
+            message = self._posted.popleft()
+            self.send(message)
 
 
 class NoticeHandler(logging.Handler):
@@ -141,4 +143,5 @@ class NoticeHandler(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._channel.post(Notice(record.levelno, record.getMessage()))
+        notice = Notice(record.levelno, record.getMessage())
+        self._channel.post(notice)

@@ -94,8 +94,8 @@ class _Server:
                     self._handle(message, tasks)
         except HostError:
             logger.exception("the engine sent a malformed message; ending")
-        # One turn of the loop, in which store jobs that arrived together with the end begin. Jobs
-        # that have not begun are dropped; the blocks of these may be copied, and then committed.
+        # The end drops jobs that have not begun. One turn of the loop, so that store jobs that
+        # arrived together with the end begin: those whose blocks are copied are still committed.
         await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:
@@ -104,13 +104,16 @@ class _Server:
             case protocol.Hello():
                 self._begin_opening(message, tasks)
             case protocol.Ping():
-                self._channel.send(protocol.Pong(self._longest_s()))
+                pong = protocol.Pong(self._longest_s())
+                self._channel.send(pong)
             case protocol.End():
                 self._is_ending = True
             case _ if self._session is not None:
                 self._session.handle(message)
             case protocol.Job():  # engines send none before the store is open
-                self._channel.send(protocol.JobDone(message.job_id, None, 0))
+                all_keys = None
+                answer = protocol.JobDone(message.job_id, failed=all_keys, num_bytes=0)
+                self._channel.send(answer)
 
     def _longest_s(self) -> float:
         """Return for how many seconds the oldest call has been running."""
@@ -186,7 +189,7 @@ class _Server:
 
     def _begin_end(self) -> None:
         """Handle no further messages, and inform the owner, which bounds the time of the end.
-        Idempotent: after an error during the end, the bound stays."""
+        Idempotent: the bound of the first call stays."""
         if self._has_begun_end:
             return
         self._has_begun_end = True
@@ -201,8 +204,8 @@ class _Server:
 
         :param is_sound: False: after an internal error, nothing more is written.
         """
-        if not is_sound:
-            self._begin_end()
+        # an error may have come before the end
+        self._begin_end()
         try:
             if self._opener is not None:
                 self._opener.shutdown()
@@ -257,18 +260,19 @@ def serve(
     try:
         asyncio.run(_serve(connection, rows_buffer, engine_pidfd, lifecycle))
     except BaseException as error:
-        # the caller's traceback has this frame
+        # The traceback of the error refers to this frame and to inner ones, whose variables would
+        # keep the rows mapped.
         del rows_buffer
         _release_frames(error)
         raise
 
 
 def _release_frames(error: BaseException) -> None:
-    """Clear the frames of an internal error's tracebacks, which would keep the rows mapped."""
-    errors = [error]
-    while errors:
-        one = errors.pop()
-        traceback.clear_frames(one.__traceback__)
-        if isinstance(one, BaseExceptionGroup):
-            errors.extend(one.exceptions)
+    """Delete the variables of the frames in the tracebacks of an internal error."""
+    pending = [error]
+    while pending:
+        current = pending.pop()
+        traceback.clear_frames(current.__traceback__)
+        if isinstance(current, BaseExceptionGroup):
+            pending.extend(current.exceptions)
     gc.collect()  # tasks and their errors refer to each other

@@ -58,6 +58,7 @@ NEXT_STATES: Mapping[JobState, frozenset[JobState]] = {
 """The states that may follow each state."""
 ROWS_IN_USE = frozenset({JobState.ACCEPTING, JobState.WRITING, JobState.READING})
 """The states in which the store may read or write the rows of a job."""
+_WRITING = frozenset({JobState.WRITING})
 
 
 @dataclass(eq=False)
@@ -97,8 +98,10 @@ class Jobs:
         """Work that ``run`` has not begun, in the order of arrival."""
         self._has_arrived = asyncio.Event()
         """Set when ``run`` has to look: the queue has work, or the engine ends."""
-        # one more than the threads read at once: it looks up its packs while they read
-        self._load_slots = asyncio.Semaphore(store.catalogue.threads.readers + 1)
+        # One load more than there are threads that read: the packs of the extra load are looked up
+        # while the threads read.
+        num_readers = store.catalogue.threads.readers
+        self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._is_ending = False
 
     @property
@@ -208,7 +211,9 @@ class Jobs:
             why = str(error)
             logger.error("the end of request %s is refused: %s", end.request, why)
             # the engine waits for the result of each end
-            self._store.catalogue.report.persisted.append((end.request, False))
+            is_whole = False
+            report = self._store.catalogue.report
+            report.persisted.append((end.request, is_whole))
 
     async def _flush(self, message: protocol.Flush) -> None:
         """Commit until no accepted work is left, then answer.
@@ -219,7 +224,7 @@ class Jobs:
         # loads are not waited for: they change nothing
         while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
             await self._store.flush()
-            await self._wait_until_none(frozenset({JobState.WRITING}))
+            await self._wait_until_none(_WRITING)
         await self._publisher.wait_until_sent()
         self._channel.send(protocol.Flushed(message.token))
 
@@ -240,6 +245,7 @@ class Jobs:
                 await self._read(job, message.deadline)
             finally:
                 self._load_slots.release()
+        # ``handle`` has counted it
         self.num_loads -= 1
 
     def _drop_late(self, job: _Job) -> None:
@@ -247,7 +253,7 @@ class Jobs:
         if self._is_ending:
             self._move(job, JobState.DROPPED)
             return
-        # ``NEXT_STATES`` has no other way to the answer
+        # in ``NEXT_STATES``, a load can be answered only after this state
         self._move(job, JobState.READING)
         self._answer(job, None, is_late=True)
 
@@ -267,14 +273,16 @@ class Jobs:
             self._answer(job, None)
             return
         if outcome.failed:
-            # First the report, which may name failed keys whose fingerprints equal those of held
-            # ones: the engine would count these keys as held, and not store their blocks.
+            # The report must arrive before the answer: it names those failed keys that the lookup
+            # table does not tell from held ones, because their fingerprints are equal. Without it,
+            # the engine would not store their blocks again.
             self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 
     async def _probe(self, message: protocol.Probe) -> None:
-        """Read a few blocks, discard them, and answer how long that took: it shows an engine that
-        loads nothing from a slow medium when this is fast again. 0 bytes: nothing was read."""
+        """Read a few blocks, discard them, and answer how many bytes were read and how long that
+        took, from the engine's message on. So an engine that has stopped to load from a slow medium
+        learns when the medium is fast again."""
         num_bytes = 0
         try:
             keys = message.keys.unpack()
@@ -295,12 +303,15 @@ class Jobs:
     ) -> None:
         """Answer a job: its rows are not in use any more.
 
-        :param failed: ``JobDone.failed``.
+        :param failed: keys whose blocks were not stored or loaded; None: all keys of the job.
+        :param num_bytes: raw bytes of a load job that were loaded; 0 for a store job.
+        :param is_late: whether the deadline of a load job passed before all its blocks were read.
         """
         packed = None if failed is None else PackedKeys.of(failed)
         job_id = job.message.job_id
+        answer = protocol.JobDone(job_id, packed, num_bytes, is_late)
         # before the state changes: ``end`` waits for that, and no answer may follow ``Ended``
-        self._channel.send(protocol.JobDone(job_id, packed, num_bytes, is_late))
+        self._channel.send(answer)
         self._move(job, JobState.ANSWERED)
 
     # The end

@@ -35,13 +35,13 @@ def recent_contexts(
     contexts: list[StoredContext] = []
     taken: set[bytes] = set()
     uses = _uses(backend, namespace, choice or Choice())
-    # One new key from each request would fill the limit. Requests that share all keys with earlier
-    # ones add none, so the result may have fewer keys than possible.
+    # At most ``max_blocks`` requests are read, enough if each one adds a key. Some may add none,
+    # because earlier ones contain all their keys: the result then has fewer keys than possible.
     latest = nlargest(max_blocks, uses)
     for request, keys in _with_keys(backend, namespace, latest):
         new_keys = (key for key in keys if key not in taken and holds(key))
         room = max_blocks - len(taken)
-        promoted = list(map(OffloadKey, islice(new_keys, room)))
+        promoted = [OffloadKey(key) for key in islice(new_keys, room)]
         if promoted:
             taken.update(promoted)
             contexts.append(StoredContext(request.tenant, promoted))
@@ -65,7 +65,9 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
         ids = [head.id for head in batch]
-        uses = backend.catalogue(namespace).uses(ids)
+        # asked for again, because the queries end if a shared store is replaced
+        catalogue = backend.catalogue(namespace)
+        uses = catalogue.uses(ids)
         for head, use in zip(batch, uses, strict=True):
             # a request without a recorded use was last used when it was created
             last_used = head.created

@@ -27,8 +27,7 @@ class ReportPublisher:
         """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
         maps none for hours, and each table that was sent must be kept."""
         self._sent = asyncio.Event()
-        """Set after each attempt to send, for ``wait_until_sent``, which looks again what is left
-        to send."""
+        """Set after each attempt to send: ``wait_until_sent`` then checks what is left to send."""
 
     async def run(self) -> None:
         """Send new tables and reports until the task is cancelled."""
@@ -54,13 +53,15 @@ class ReportPublisher:
         is_sent = True
         if self._has_new_table and not self._is_mapping:
             try:
-                self._channel.send(self.share_table())
+                # clears ``_has_new_table``, unless it raises
+                table = self.share_table()
+                self._channel.send(table)
             except OSError as error:
                 # The engine uses the last table until a descriptor is free. The error is logged as
-                # text: a log record with it would keep the rows mapped.
+                # text: a log record with the error would keep its traceback, and this the rows.
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
-        if self._store.catalogue.report != StoreReport():
+        if self._has_report:
             self._channel.send(self._store.take_report())
         # also after an error: ``wait_until_sent`` checks what is left to send
         self._sent.set()
@@ -81,17 +82,23 @@ class ReportPublisher:
         self._is_mapping = False
         # not before: the engine has read the replaced table until it sent this message
         self._store.index.release_retired()
-        # the committer releases a large table in slices, and ``run`` sends a table that has waited
+        # wakes the committer, which releases the memory of a large table in slices
         self._store.committer.has_work.set()
+        # wakes ``run``, which sends a table that has waited
         self._store.committer.changed.set()
 
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
         self.send_report()
-        # the rest is sent by ``run``, and after ``Mapped``
-        while self._has_new_table or self._store.catalogue.report != StoreReport():
+        # the rest is sent by ``run``, some of it only after ``Mapped``
+        while self._has_new_table or self._has_report:
             self._sent.clear()
             await self._sent.wait()
+
+    @property
+    def _has_report(self) -> bool:
+        """Whether the store has changes to report."""
+        return self._store.catalogue.report != StoreReport()
 
     @property
     def _has_new_table(self) -> bool:

@@ -34,7 +34,7 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
     try:
         return message.keys.unpack()
     except CorruptPackError as error:
-        # the error references rows
+        # as text: a log record with the error would keep its traceback, and this the rows
         logger.error("the keys of a message are ignored: %s", str(error))
         return []
 
@@ -86,7 +86,7 @@ class Session:
             # not a method: in a reference cycle, a closed session would keep the rows mapped
             _record_savings(store.savings, store.catalogue),
         )
-        self._running = list(map(tasks.create_task, endless))
+        self._running = [tasks.create_task(run) for run in endless]
         """Tasks that run until ``end`` cancels them."""
         tasks.create_task(self._log_opening(hello))
 
@@ -194,12 +194,13 @@ class Session:
         # jobs that ended meanwhile have added work: blocks that they stored, and uses of blocks
         while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
-        # They only wait now. A refresh may still run on the writer's thread; nothing needs its
-        # result.
+        # Nothing needs the result of what these tasks wait for, such as a refresh that still runs
+        # on the writer's thread.
         for task in self._running:
             task.cancel()
         await self.store.catalogue.call(self.store.savings.write)
-        # last: a status row that the cancelled task has handed to the writer's thread precedes it
+        # After the cancellation: the cancelled task may have passed a last status row to the
+        # writer's thread, which deletes the row after it has written it.
         await self._status.withdraw()
 
 

@@ -122,6 +122,8 @@ class _Usage:
         """Ids of the requests that the plan deletes: chosen ones, and others that lose a pack."""
         self.deleted: set[bytes] = set()
         """Ids of the packs that the plan deletes."""
+        self.private_blocks_left = 0
+        """Blocks that only chosen requests name, and that stay in packs of other requests."""
         self._backend = backend
 
     @cached_property
@@ -196,26 +198,30 @@ class _Usage:
                 names.append(name)
         return names
 
-    def plan(self, *, orphans: bool, shared_packs: bool) -> int:
-        """Choose the packs and requests to delete; return the number of blocks that only chosen
-        requests name, and that stay in packs of others."""
-        # packs that chosen requests use, and those that requests use which stay
-        of_chosen = self.used(self.chosen)
-        of_others = self.used(self.manifests.keys() - self.chosen)
-        # by pack that both use, the blocks that only chosen requests name
-        private = self._private_blocks(of_chosen & of_others)
-        self.deleted = of_chosen - of_others
+    def plan(self, *, orphans: bool, shared_packs: bool) -> None:
+        """Set ``deleted``, ``going`` and ``private_blocks_left`` according to the chosen
+        requests."""
+        used_by_chosen = self.used(self.chosen)
+        used_by_others = self.used(self.manifests.keys() - self.chosen)
+        private_blocks = self._private_blocks(used_by_chosen & used_by_others)
+        self.deleted = used_by_chosen - used_by_others
         if shared_packs:
-            self.deleted |= private.keys()
+            self.deleted.update(private_blocks)
+        else:
+            self.private_blocks_left = private_blocks.total()
         if orphans:
-            self.deleted |= self.held.tables.keys() - of_others - of_chosen
-        self.going = set(self.chosen)
-        for name, packs in self.packs.items():
-            if not packs.isdisjoint(self.deleted):
-                self.going.add(name)
-        return 0 if shared_packs else sum(private.values())
+            self.deleted |= self.held.tables.keys() - used_by_others - used_by_chosen
+        self.going = self.chosen.union(self._users_of(self.deleted))
 
-    def _private_blocks(self, shared: set[bytes]) -> dict[bytes, int]:
+    def _users_of(self, packs: set[bytes]) -> list[str]:
+        """Return the ids of the requests that have a block in one of these packs."""
+        users = []
+        for name, used in self.packs.items():
+            if not used.isdisjoint(packs):
+                users.append(name)
+        return users
+
+    def _private_blocks(self, shared: set[bytes]) -> Counter[bytes]:
         """Return, by pack id, how many blocks of a shared pack only chosen requests name; packs
         without such blocks are left out.
 
@@ -226,23 +232,19 @@ class _Usage:
         for pack in shared:
             for key in self.held.tables[pack].keys.unpack():
                 pack_of[key] = pack
-        users = []
-        for name, packs in self.packs.items():
-            if not packs.isdisjoint(shared):
-                users.append(name)
-        # of these keys, those that chosen requests name, and those that other requests name
-        of_chosen: set[bytes] = set()
-        of_others: set[bytes] = set()
+        named_by_chosen: set[bytes] = set()
+        named_by_others: set[bytes] = set()
+        users = self._users_of(shared)
         for name, keys in keys_of(self._backend, self.namespace.id, users):
-            found = pack_of.keys() & all_keys(keys)
+            shared_keys = pack_of.keys() & all_keys(keys)
             if name in self.chosen:
-                of_chosen |= found
+                named_by_chosen |= shared_keys
             else:
-                of_others |= found
-        private: Counter[bytes] = Counter()
-        for key in of_chosen - of_others:
-            private[pack_of[key]] += 1
-        return private
+                named_by_others |= shared_keys
+        private_blocks: Counter[bytes] = Counter()
+        for key in named_by_chosen - named_by_others:
+            private_blocks[pack_of[key]] += 1
+        return private_blocks
 
     def used_since(self, backend: Backend) -> set[bytes]:
         """Return the ids of packs that are used by requests added after the plan was made."""
@@ -411,23 +413,24 @@ class Prune:
             for usage in self._usages:
                 usage.chosen.clear()
             return
-        held = sum(usage.payload_bytes() for usage in self._usages)
+        remaining_bytes = sum(usage.payload_bytes() for usage in self._usages)
         users = {usage.namespace.id: usage.users() for usage in self._usages}
         for _, name, usage in self._oldest_first():
-            if held <= stored_bytes:
+            # enough is deleted: this request is kept
+            if remaining_bytes <= stored_bytes:
                 usage.chosen.remove(name)
                 continue
-            left = users[usage.namespace.id]
-            left.subtract(usage.packs[name])
-            # a pack goes with the last of its requests
+            users_left = users[usage.namespace.id]
+            users_left.subtract(usage.packs[name])
+            # a pack is deleted with the last of its requests
             for pack in usage.packs[name]:
-                if not left[pack]:
-                    held -= usage.held.tables[pack].payload_length
+                if users_left[pack] == 0:
+                    remaining_bytes -= usage.held.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
         """Add the packs and requests to delete from one namespace to the plan."""
-        blocks_left = usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
-        self.plan.private_blocks_left += blocks_left
+        usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
+        self.plan.private_blocks_left += usage.private_blocks_left
         tables = usage.held.tables
         for pack in usage.deleted:
             self.plan.goes.add(tables[pack])
@@ -457,10 +460,10 @@ class Prune:
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
                 self._commit(backend, usage, CommitBatch(deletions=wanted))
-            # the deletion of a pack has deleted the requests that name it; left are chosen requests
-            # all of whose packs stay
-            left = usage.chosen & usage.present(backend)
-            for names in batched(sorted(left), _AT_ONCE):
+            # the deletion of a pack has deleted the requests that name it; chosen requests that
+            # share all their packs with others are still there
+            still_present = usage.chosen & usage.present(backend)
+            for names in batched(sorted(still_present), _AT_ONCE):
                 self._commit(backend, usage, CommitBatch(manifest_deletions=names))
         except StoreError:
             with suppress(StoreError):  # the first error tells more
@@ -492,19 +495,22 @@ class Prune:
 
 
 def _halves(batch: CommitBatch) -> list[CommitBatch]:
-    """Return two batches that together delete what this one deletes; none if it deletes one
-    thing."""
+    """Return two smaller batches that together delete what this one deletes; none if it deletes
+    only one pack or request."""
     packs = batch.deletions
     names = batch.manifest_deletions
     if len(packs) + len(names) < 2:
         return []
     middle_pack = len(packs) // 2
-    middle_name = len(names) // 2
+    # rounded up, where packs are rounded down: a batch of one pack and one request is divided, too
+    middle_name = (len(names) + 1) // 2
     first = CommitBatch(
-        deletions=packs[:middle_pack], manifest_deletions=names[:middle_name]
+        deletions=packs[:middle_pack],
+        manifest_deletions=names[:middle_name],
     )
     second = CommitBatch(
-        deletions=packs[middle_pack:], manifest_deletions=names[middle_name:]
+        deletions=packs[middle_pack:],
+        manifest_deletions=names[middle_name:],
     )
     return [first, second]
 

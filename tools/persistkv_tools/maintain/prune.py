@@ -77,16 +77,16 @@ def prune(
     )
     keep_bytes = _keep_bytes(keep_size)
     keeps = (keep_size, keep_last, keep_daily) != (None, None, None)
-    selects = selection != Selection()
-    names_requests = any([request, selects, namespace, keeps])
-    if not any([names_requests, orphans, quarantined]):
+    has_conditions = selection != Selection()
+    deletes_requests = any([request, has_conditions, namespace, keeps])
+    if not any([deletes_requests, orphans, quarantined]):
         raise MissingOptionError("prune", _ONE_OF)
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
 
     with open_store(url, read_only=dry_run) as store:
         pruning = plan_prune(
             store,
-            selection if names_requests else None,
+            selection if deletes_requests else None,
             requests=request or [],
             namespace=namespace,
             keep_size=keep_bytes,
@@ -108,19 +108,21 @@ def prune(
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
-    # conditions that a schedule uses: the content that they leave is no reason for an alarm
-    is_housekeeping = not request and (keeps or not _is_by_labels(selection))
-    _exit(pruning, outcome, is_housekeeping=is_housekeeping)
+    # A schedule deletes by age, size and such: it needs no alarm for blocks that others still use.
+    # A user who names requests or labels wants all of their content deleted.
+    only_labels = _is_by_labels(selection) and not keeps
+    expects_all_deleted = bool(request) or only_labels
+    _exit(pruning, outcome, expects_all_deleted=expects_all_deleted)
 
 
-def _exit(pruning: Prune, outcome: _Outcome, *, is_housekeeping: bool) -> None:
+def _exit(pruning: Prune, outcome: _Outcome, *, expects_all_deleted: bool) -> None:
     """Raise the failure of the run, or exit with 1 if blocks stay that the user wanted to go.
 
-    :param is_housekeeping: whether the user named no requests to be deleted completely.
+    :param expects_all_deleted: whether the chosen requests are to be deleted completely.
     """
     if outcome.failure is not None:
         raise outcome.failure
-    if pruning.plan.private_blocks_left and not is_housekeeping:
+    if pruning.plan.private_blocks_left and expects_all_deleted:
         raise SystemExit(1)
 
 
@@ -129,7 +131,7 @@ def _keep_bytes(keep_size: str | None) -> int | None:
 
 
 def _is_by_labels(selection: Selection) -> bool:
-    """Return whether labels are the only condition: any other one is housekeeping."""
+    """Return whether there are labels, and no other condition."""
     only_labels = selection == Selection(labels=selection.labels)
     return bool(selection.labels) and only_labels
 

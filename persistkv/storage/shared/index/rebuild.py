@@ -85,20 +85,20 @@ class Rebuilder:
         for name, (info, table) in zip(blobs, tables, strict=True):
             done += info.size
             self._progress(done, total)
+            if table is None:
+                self.skipped["blobs without a readable table"] += 1
+                continue
             reason = self._refusal(name, info.time, table)
             if reason:
                 self.skipped[reason] += 1
-            elif table is not None:
-                yield name, info.time, table
+                continue
+            yield name, info.time, table
 
-    def _refusal(self, name: bytes, time: float, table: PackTable | None) -> str:
-        """Return why a pack is not named; empty: it is.
+    def _refusal(self, name: bytes, time: float, table: PackTable) -> str:
+        """Return why a pack with a readable table is not named; empty: it is.
 
         :param name: pack id and nonce in the name of its blob; ``time``: of the blob.
-        :param table: None: it is unreadable.
         """
-        if table is None:
-            return "blobs without a readable table"
         is_here = table.namespace == self._replica.namespace
         if not is_here or table.pack_id != name[:ID_BYTES]:
             return "packs of another place"

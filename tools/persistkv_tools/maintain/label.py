@@ -44,19 +44,21 @@ def label(
     json: bool,
 ) -> None:
     """Set or remove labels of requests, chosen by id or by a label. ls, prune and copy can select
-    by label. Counts as a use.
+    by label. The change counts as a use of the request.
 
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
+    selecting_labels = label
     # ids have no "=", labels to set do
     requests = [word for word in words if "=" not in word]
-    given = parse_labels(word for word in words if "=" in word)
-    removed = remove or []
-    _check_changes(given, removed)
+    labels_to_set = parse_labels(word for word in words if "=" in word)
+    names_to_remove = remove or []
+    _check_changes(labels_to_set, names_to_remove)
     changed = []
     with open_store(url, read_only=False) as store:
-        for found in _chosen(store, "label", requests, label, namespace):
-            labels = relabel(store.writable(), found, given, removed)
+        chosen = _chosen(store, "label", requests, selecting_labels, namespace)
+        for found in chosen:
+            labels = relabel(store.writable(), found, labels_to_set, names_to_remove)
             changed.append((found, labels))
     if json:
         rows = [{**_name(found), "labels": labels} for found, labels in changed]
@@ -66,11 +68,11 @@ def label(
         render.say(f"{_text(found)}: {render.format_labels(labels) or 'no labels'}")
 
 
-def _check_changes(given: Mapping[str, str], removed: Sequence[str]) -> None:
+def _check_changes(to_set: Mapping[str, str], to_remove: Sequence[str]) -> None:
     """Raise an error if there is nothing to change, or if one label is both set and removed."""
-    if not (given or removed):
+    if not (to_set or to_remove):
         raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
-    both = given.keys() & set(removed)
+    both = to_set.keys() & set(to_remove)
     if both:
         expected = "a label that the same command does not set"
         raise ConfigurationError("--remove", min(both), expected)

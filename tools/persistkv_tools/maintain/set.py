@@ -71,34 +71,40 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
     with opened(url) as backend:
         before = backend.policy()
         after = _changed(before, values)
-        found = _consequences(backend, url, before, after)
-        # a local store evicts in the transaction that changes its policy
+        consequences = _consequences(backend, url, before, after)
         is_local = not backend.capabilities.remote
     if not json:
-        _print(before, after, found, is_local=is_local)
+        _print(before, after, consequences, is_local=is_local)
     done = False
     if after != before and not dry_run:
         ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
         if yes or confirm("Change the policy?"):
-            with closing(open_backend(url)) as backend:
-                # based on the present policy: another command may have changed other values
-                # during the question
-                after = _changed(backend.policy(), values)
-                backend.set_policy(after)
+            after = _set_values(url, values)
             done = True
     if json:
         report = {
             "url": url,
             "before": before,
             "after": after,
-            "consequences": found,
+            "consequences": consequences,
             "changed": done,
         }
         render.print_json(report)
     elif done:
-        applied = is_local and after.ttl_s == before.ttl_s
+        # a local store evicts in the transaction that changes its policy; expired requests are
+        # deleted with the commits of engines
+        is_applied = is_local and after.ttl_s == before.ttl_s
         later = "; engines apply it with their next commit"
-        render.say("changed" if applied else f"changed{later}")
+        render.say("changed" if is_applied else f"changed{later}")
+
+
+def _set_values(url: str, values: list[str]) -> Policy:
+    """Change the policy of a store, and return it as changed."""
+    with closing(open_backend(url)) as backend:
+        # read again: another command may have changed other values during the question
+        policy = _changed(backend.policy(), values)
+        backend.set_policy(policy)
+    return policy
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -122,21 +128,27 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
             policy = replace(policy, capacity=parse_size(value, name="capacity"))
         elif name == "ttl":
             policy = replace(policy, ttl_s=_parse_ttl(value))
-        # a placement is shown with the policy: its present value is accepted, and no other one
-        elif name != "placement":
+        elif name == "placement":
+            _check_placement(policy, value)
+        else:
             raise ConfigurationError(
                 "set",
                 text,
                 "one of capacity=SIZE, ttl=DURATION, ttl=none, quota.TENANT=SIZE and "
                 "quota.TENANT=none",
             )
-        elif value != policy.placement:
-            expected = (
-                f"{policy.placement}, fixed at creation; persistkv copy copies a store "
-                f"into a new one"
-            )
-            raise ConfigurationError("placement", value, expected)
     return policy
+
+
+def _check_placement(policy: Policy, value: str) -> None:
+    """Raise ConfigurationError unless a value is the placement of the policy. It is shown with the
+    values that can be changed, so it is accepted with them."""
+    if value != policy.placement:
+        expected = (
+            f"{policy.placement}, fixed at creation; persistkv copy copies a store "
+            f"into a new one"
+        )
+        raise ConfigurationError("placement", value, expected)
 
 
 def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:

@@ -231,6 +231,7 @@ def _description(
 ) -> str:
     """Return the help of a command, filled to the width of the terminal: the paragraphs of its
     docstring, then its positional arguments, which argparse does not know."""
+    # argparse leaves the same margin in the lists of options
     width = shutil.get_terminal_size().columns - 2
     paragraphs = []
     for paragraph in (getdoc(function) or "").split("\n\n"):
@@ -238,10 +239,13 @@ def _description(
         paragraphs.append(textwrap.fill(words, width))
     helps = []
     for positional in positionals:
+        # the name stands in the margin of the first line
         name = f"  {positional.metavar:<12}"
-        indent = " " * len(name)
         filled = textwrap.fill(
-            positional.help, width, initial_indent=name, subsequent_indent=indent
+            positional.help,
+            width,
+            initial_indent=name,
+            subsequent_indent=" " * len(name),
         )
         helps.append(filled)
     return "\n\n".join([*paragraphs, "\n".join(helps)])

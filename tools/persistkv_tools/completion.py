@@ -33,11 +33,10 @@ def completions(
 
     :param command: the command that the first argument names; None: it names none.
     """
-    # bash breaks words at colons: the three words of lmdb : //path are one URL
-    words = "\n".join(arguments).replace("\n:\n//", "://").split("\n")
+    words = _with_whole_urls(arguments)
     begin = words[-1]
+    # the name of a command is missing, is being completed, or is unknown
     if len(words) < 2 or command is None:
-        # the word to complete is the command
         return [name for name in commands if name.startswith(begin)]
     if begin.startswith("-"):
         # from the help: argparse has no public list of its options
@@ -50,6 +49,14 @@ def completions(
     # ids of requests need the store that they are in; before it is given, its name is completed
     store = store_of(words[1:-1])
     return named if store is None else _requests(store, begin)
+
+
+def _with_whole_urls(arguments: Sequence[str]) -> list[str]:
+    """Return the words of a command line. bash breaks words at colons: its three words "lmdb", ":"
+    and "//path" are one URL."""
+    lines = "\n".join(arguments)
+    lines = lines.replace("\n:\n//", "://")
+    return lines.split("\n")
 
 
 def _takes_request(command: Command) -> bool:

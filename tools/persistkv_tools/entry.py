@@ -24,10 +24,12 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-_STORE_FAILED, _RETRY = 3, 75  # as in ``cli``, which is not imported here
+# exit codes as in ``cli``, which is not imported here
+_STORE_FAILED = 3
+_RETRY = 75  # another process uses the store with the same PID
 _DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 )
@@ -37,11 +39,13 @@ _PID_ATTEMPTS = 8
 # ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
 _BY_A_PROCESS = 0
 _PR_SET_PDEATHSIG = 1
-_READING = frozenset(
+_READING_COMMANDS = frozenset(
     {"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"}
 )
-_WRITES = "--repair"
-_READS = "--dry-run"
+_REPAIR_OPTION = "--repair"
+"""With it, a reading command writes."""
+_DRY_RUN_OPTION = "--dry-run"
+"""With it, a command that writes only reads."""
 _NICENESS = 10  # a tenth of the time of an engine on the same processor
 
 
@@ -53,22 +57,37 @@ def main() -> NoReturn:
     # the caller may have left it ignored: then the kernel discards the child's exit code
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     # blocked before the fork: a signal that comes meanwhile waits for ``_wait``
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    blocked = {*_PASSED_ON, signal.SIGCHLD}
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     parent = os.getpid()
     for attempt in range(_PID_ATTEMPTS):
         may_retry = attempt < _PID_ATTEMPTS - 1
         child = os.fork()
         if not child:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-            # the parent ended before the call above, which then sends no signal
-            if os.getppid() != parent:
-                os._exit(_STORE_FAILED)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            _run(may_retry=may_retry)
+            _run_child(parent, previous_mask, may_retry=may_retry)
         code = _wait(child)
+        # the next child has another PID
         if code != _RETRY or not may_retry:
             break
     _end(code)
+
+
+def _run_child(
+    parent: int,
+    signal_mask: Collection[int],
+    *,
+    may_retry: bool,
+) -> NoReturn:
+    """Run the command in this child process with the signal mask, and exit with its code.
+
+    :param parent: PID of the process that forked it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # the parent ended before the call above, which then sends no signal
+    if os.getppid() != parent:
+        os._exit(_STORE_FAILED)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    _run(may_retry=may_retry)
 
 
 def lower_priority(arguments: Sequence[str]) -> None:
@@ -76,9 +95,9 @@ def lower_priority(arguments: Sequence[str]) -> None:
     NumPy to one thread."""
     # NumPy's threads, which no command needs, take 0.1 s to start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    if _READS in arguments or (
-        _READING.intersection(arguments[:1]) and _WRITES not in arguments
-    ):
+    command = arguments[0] if arguments else ""
+    only_reads = command in _READING_COMMANDS and _REPAIR_OPTION not in arguments
+    if only_reads or _DRY_RUN_OPTION in arguments:
         os.nice(_NICENESS)
 
 

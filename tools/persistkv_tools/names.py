@@ -27,9 +27,9 @@ def named_stores() -> dict[str, str]:
     :raises ConfigurationError: a store is no text.
     """
     path = config_file()
-    # read for each word that could be a name; most users have no file
     try:
         content = tomllib.loads(path.read_text())
+    # most users have no file
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:

@@ -18,6 +18,7 @@ import msgspec
 from persistkv import __version__
 from persistkv.errors import printable
 from persistkv.storage.backend import Backend
+from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.inspection.pack_tables import all_keys
 from persistkv.storage.inspection.requests import (
     FoundRequest,
@@ -135,6 +136,15 @@ class Period(msgspec.Struct):
     held_bytes: int = 0
     """Sum of ``added_bytes`` of this and all earlier intervals."""
 
+    def add(self, request: RequestManifest, num_found: int) -> None:
+        """Count a request of which earlier requests had ``num_found`` blocks."""
+        num_added = request.blocks - num_found
+        self.requests += 1
+        self.blocks += request.blocks
+        self.found_blocks += num_found
+        if request.blocks:
+            self.added_bytes += request.raw_bytes * num_added // request.blocks
+
 
 class ReportData(msgspec.Struct, frozen=True):
     """Content of the page that ``persistkv report`` writes."""
@@ -193,14 +203,14 @@ def report_data(url: str, backend: Backend) -> ReportData:
     if by_size:
         tree, group = prefix_tree(backend, by_size[0], _NODES)
     return ReportData(
-        url,
-        time.time(),
-        store_totals(url, backend),
-        _periods(backend, found),
-        [request.view(backend) for request in by_size],
-        tree,
-        group,
-        Watch(url, backend).look().engines,
+        url=url,
+        made=time.time(),
+        totals=store_totals(url, backend),
+        periods=_periods(backend, found),
+        largest=[request.view(backend) for request in by_size],
+        tree=tree,
+        group=group,
+        engines=Watch(url, backend).look().engines,
     )
 
 
@@ -215,31 +225,26 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     # one more than the quotient: the last request may begin an interval
     for number in range(int((last - first) / length) + 1):
         periods.append(Period(first + number * length))
-    # by namespace id, the keys of the requests so far
-    named: dict[bytes, set[bytes]] = {}
-    for one in found:
-        namespace = one.namespace
-        request = one.manifest
-        (keys,) = backend.manifest_keys(namespace.id, [request.id])
+    # by namespace id, because equal keys mean equal tokens only within one namespace
+    keys_seen: dict[bytes, set[bytes]] = {}
+    for request in found:
+        namespace = request.namespace.id
+        (keys,) = backend.manifest_keys(namespace, [request.manifest.id])
         # deleted meanwhile, or damaged
         if keys is None:
             continue
-        # equal keys mean equal tokens only within one namespace
-        seen = named.setdefault(namespace.id, set())
-        own = all_keys(keys)
-        known = sum(key in seen for key in own)
-        seen.update(own)
-        number = int((request.created - first) / length)
+        seen = keys_seen.setdefault(namespace, set())
+        own_keys = all_keys(keys)
+        num_found = sum(key in seen for key in own_keys)
+        seen.update(own_keys)
+        number = int((request.manifest.created - first) / length)
+        # divisions are rounded: the last request might be beyond the last interval
         period = periods[min(number, len(periods) - 1)]
-        period.requests += 1
-        period.blocks += request.blocks
-        period.found_blocks += known
-        added = request.blocks - known
-        period.added_bytes += request.raw_bytes * added // max(1, request.blocks)
-    held = 0
+        period.add(request.manifest, num_found)
+    held_bytes = 0
     for period in periods:
-        held += period.added_bytes
-        period.held_bytes = held
+        held_bytes += period.added_bytes
+        period.held_bytes = held_bytes
     return periods
 
 
@@ -273,7 +278,9 @@ def _parts(data: ReportData) -> Iterator[str]:
     if data.periods:
         yield _columns(_fill(data.periods), _hits(data.periods))
     if data.tree is not None:
-        yield _tree(data.tree, data.group, data.largest[0])
+        # the tree is that of the largest request
+        largest_request = data.largest[0]
+        yield _tree(data.tree, data.group, largest_request)
     yield _section(
         "Codecs",
         "Raw bytes per stored byte, for each KV cache group.",
@@ -304,22 +311,24 @@ def _parts(data: ReportData) -> Iterator[str]:
 def _histogram(header: str, bins: list[Bin]) -> str:
     """Return a table of the requests in each bin, with bars relative to the fullest bin."""
     largest = max(found.requests for found in bins) or 1
-    rows = (
-        _bar(found.below or "(more)", f"{found.requests:,}", found.requests / largest)
-        for found in bins
-    )
+    rows = []
+    for found in bins:
+        name = found.below or "(more)"
+        share = found.requests / largest
+        rows.append(_bar(name, f"{found.requests:,}", end=share))
     return _table((header, "requests", ""), rows)
 
 
 def _fill(periods: list[Period]) -> str:
     """Return the chart of the stored bytes over time, relative to those of the last period."""
     top = max(1, periods[-1].held_bytes)
-    texts = [
-        f"{render.format_size(one.held_bytes)}, {render.count(one.requests, 'request')}"
-        for one in periods
-    ]
+    texts = []
+    shares = []
+    for period in periods:
+        size = render.format_size(period.held_bytes)
+        texts.append(f"{size}, {render.count(period.requests, 'request')}")
+        shares.append(period.held_bytes / top)
     note = "Cumulative raw bytes of the stored requests, by creation time."
-    shares = [one.held_bytes / top for one in periods]
     return _chart(
         "Fill over time", note, periods, shares, texts, render.format_size(top)
     )
@@ -331,12 +340,12 @@ def _hits(periods: list[Period]) -> str:
     texts = []
     found_blocks = 0
     blocks = 0
-    for one in periods:
-        rates.append(one.found_blocks / max(1, one.blocks))
-        share = _share(one.found_blocks, one.blocks)
-        texts.append(f"{share} of {one.blocks:,} blocks")
-        found_blocks += one.found_blocks
-        blocks += one.blocks
+    for period in periods:
+        rates.append(period.found_blocks / max(1, period.blocks))
+        share = _share(period.found_blocks, period.blocks)
+        texts.append(f"{share} of {period.blocks:,} blocks")
+        found_blocks += period.found_blocks
+        blocks += period.blocks
     overall = _share(found_blocks, blocks)
     note = (
         f"Share of blocks that earlier requests had stored; overall {overall}. Deleted "
@@ -361,8 +370,8 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
         bar = _bar(
             node.key,
             text,
-            node.end / deepest,
-            node.start / deepest,
+            end=node.end / deepest,
+            begin=node.start / deepest,
             kind="tree",
             level=level,
             chosen=node.chosen,
@@ -451,11 +460,16 @@ def _bar(
     indented by ``level``.
 
     :param kind: CSS class of the bar: ``bar`` or ``tree``.
+    :param chosen: whether to highlight the bar.
     """
+    indent = "&nbsp;" * 2 * level
+    track = "track chosen" if chosen else "track"
+    left = 100 * begin
+    width = 100 * (end - begin)
+    bar = f'<i style="left:{left:.3f}%;width:{width:.3f}%"></i>'
     return (
-        f'<td>{"&nbsp;" * 2 * level}{_escape(name)}</td><td>{_escape(text)}</td><td class="{kind}">'
-        f'<div class="track{" chosen" * chosen}">'
-        f'<i style="left:{100 * begin:.3f}%;width:{100 * (end - begin):.3f}%"></i></div></td>'
+        f"<td>{indent}{_escape(name)}</td><td>{_escape(text)}</td>"
+        f'<td class="{kind}"><div class="{track}">{bar}</div></td>'
     )
 
 
@@ -464,10 +478,8 @@ def _table(headers: Iterable[str], rows: Iterable[str]) -> str:
 
     :param rows: for each row, the HTML of its cells: ``<td>`` elements.
     """
-    head, body = (
-        "".join(f"<th>{header}</th>" for header in headers),
-        "</tr><tr>".join(rows),
-    )
+    head = "".join(f"<th>{header}</th>" for header in headers)
+    body = "</tr><tr>".join(rows)
     return f'<div class="scroll"><table><tr>{head}</tr><tr>{body}</tr></table></div>'
 
 

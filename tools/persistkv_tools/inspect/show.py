@@ -8,9 +8,10 @@ a tree: what neighbours have in common is a node. Only nodes that are shown are 
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, groupby, takewhile, zip_longest
-from typing import TypeVar
+from itertools import chain, groupby, zip_longest
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from rich.tree import Tree
@@ -43,10 +44,21 @@ _KEY_DIGITS = 12  # enough to distinguish the keys of one store
 _NAMES = 2  # of the requests that end in a node
 _BRANCHES = 8  # of a node
 _NODE_DIGITS = 8
-_Chain = tuple[list[bytes], str]
-"""Keys of a request in one KV cache group, and the id of the request."""
-_Place = tuple[PackTable, Frame]
-"""Location of a block: its pack, and the frame in it that contains the block."""
+
+
+class _Chain(NamedTuple):
+    """Keys of a request in one KV cache group. Sorted chains are in the order of their keys."""
+
+    keys: list[bytes]
+    request: str
+    """Id of the request."""
+
+
+class _Place(NamedTuple):
+    """Location of a block: its pack, and the frame in it that contains the block."""
+
+    table: PackTable
+    frame: Frame
 
 
 class KeyView(msgspec.Struct, frozen=True):
@@ -266,14 +278,14 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
     :param shorts: of the namespace's requests: id → short id.
     """
     drawn = Tree(render.plain(title))
-    # drawn branches without their children yet
-    waiting = [(drawn, top)]
-    while waiting:
-        branch, node = waiting.pop()
+    # nodes that are drawn, without their children yet
+    to_grow = [(drawn, top)]
+    while to_grow:
+        branch, node = to_grow.pop()
         for child in node.children:
             style = "bold" if child.chosen else ""
             line = render.plain(_node_line(child, shorts), style)
-            waiting.append((branch.add(line), child))
+            to_grow.append((branch.add(line), child))
         if node.hidden:
             branch.add(
                 render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim")
@@ -308,35 +320,37 @@ def show_context(
     namespace = found.namespace.id
     manifest = found.manifest
     keys = found.keys(backend)
-    chains = [group.unpack() for group in keys]
+    keys_by_group = [group.unpack() for group in keys]
     catalogue = backend.catalogue(namespace)
     # the packs that it names are nearly always those that hold its blocks
     named_packs = catalogue.chain(manifest.id) or []
     named_tables = backend.tables(namespace, named_packs)
-    places = _places(backend, namespace, named_tables, chains)
+    places = _places(backend, namespace, named_tables, keys_by_group)
     # requests that name one of these packs, too, may share blocks
     others = [head.id for head in catalogue.manifests_naming(named_packs)]
     if manifest.id in others:
         others.remove(manifest.id)
-    sharers = _sharers(backend, namespace, others, chains)
+    sharers = _sharers(backend, namespace, others, keys_by_group)
     groups = []
-    for group, group_keys in enumerate(chains):
+    for group, group_keys in enumerate(keys_by_group):
         groups.append(_group_view(group, group_keys, places, key_limit))
+    num_shared = 0
+    for key in chain.from_iterable(keys_by_group):
+        num_shared += key in sharers
+    # Sorted by age. A later request with the same context counts as a hit of the oldest copy alone:
+    # its hits are those of all copies.
     copies = found.copies(backend)
-    # a later request with the same context counts as a hit of the oldest copy alone: its hits are
-    # those of all copies
-    # ``copies`` is sorted by age
     (oldest_use,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest_use is None else oldest_use.hits
     return ContextView(
-        url,
-        found.namespace.identity.model_name,
-        found.view(backend),
-        groups,
-        _pack_views(chains, places, sharers),
-        sum(key in sharers for key in chain.from_iterable(chains)),
-        len(copies),
-        copies_hits,
+        url=url,
+        model=found.namespace.identity.model_name,
+        request=found.view(backend),
+        groups=groups,
+        packs=_pack_views(keys_by_group, places, sharers),
+        shared_blocks=num_shared,
+        copies=len(copies),
+        copies_hits=copies_hits,
     )
 
 
@@ -344,13 +358,13 @@ def _places(
     backend: Backend,
     namespace: bytes,
     named: Iterable[PackTable],
-    chains: Sequence[list[bytes]],
+    keys_by_group: Sequence[list[bytes]],
 ) -> dict[bytes, _Place]:
-    """Return the locations of the blocks of ``chains`` by key, without blocks that no pack holds.
+    """Return the locations of blocks by key, without blocks that no pack holds.
 
     :param named: tables to search before all others of the namespace.
     """
-    wanted = set(chain.from_iterable(chains))
+    wanted = set(chain.from_iterable(keys_by_group))
     places: dict[bytes, _Place] = {}
 
     def note(tables: Iterable[PackTable]) -> None:
@@ -360,8 +374,9 @@ def _places(
             if wanted.isdisjoint(table.keys.unpack()):
                 continue
             for placed in table.placed_frames():
+                place = _Place(table, placed.frame)
                 for key in wanted.intersection(placed.keys):
-                    places.setdefault(key, (table, placed.frame))
+                    places.setdefault(key, place)
 
     note(named)
     # a block that was deleted and stored again is in another pack
@@ -376,21 +391,27 @@ def _sharers(
     backend: Backend,
     namespace: bytes,
     others: Iterable[str],
-    chains: Sequence[list[bytes]],
+    keys_by_group: Sequence[list[bytes]],
 ) -> dict[bytes, list[str]]:
-    """Return, for each key of ``chains`` that other requests name too, the ids of these
-    requests."""
-    wanted = [frozenset(chain) for chain in chains]
-    found: dict[bytes, list[str]] = {}
+    """Return, for each of a request's keys that other requests name too, the ids of these requests.
+
+    :param others: ids of the requests to compare with.
+    :param keys_by_group: keys of the request, one list for each KV cache group.
+    """
+    own_keys = [frozenset(keys) for keys in keys_by_group]
+    sharers: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
         # None: its keys were deleted meanwhile, or are damaged
-        for among, group in zip(wanted, groups or (), strict=False):
-            keys = group.unpack()
+        if groups is None:
+            continue
+        for own, packed in zip(own_keys, groups, strict=False):
+            other_keys = packed.unpack()
             # most requests share nothing: this test halves the time
-            if not among.isdisjoint(keys):
-                for key in among.intersection(keys):
-                    found.setdefault(key, []).append(other)
-    return found
+            if own.isdisjoint(other_keys):
+                continue
+            for key in own.intersection(other_keys):
+                sharers.setdefault(key, []).append(other)
+    return sharers
 
 
 def _group_view(
@@ -401,60 +422,66 @@ def _group_view(
 ) -> GroupView:
     """Return the keys of one KV cache group of the request, and where the first of them are.
 
-    :param places: of the held keys: the table of a pack, and the frame in it.
+    :param places: of the held keys.
     """
-    frames = [places[key][1] for key in keys if key in places]
+    frames = [places[key].frame for key in keys if key in places]
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
         pack = None
         offset = None
         if place is not None:
-            table, frame = place
-            pack = table.pack_id.hex()
-            offset = frame.offset
+            pack = place.table.pack_id.hex()
+            offset = place.frame.offset
         digits = key.hex()[:_KEY_DIGITS]
         views.append(KeyView(depth, digits, pack, offset))
     num_missing = len(keys) - len(frames)
     raw_bytes = sum(frame.block_bytes for frame in frames)
     # frames hold several blocks: each counts with its mean size
     stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
-    return GroupView(number, len(keys), num_missing, raw_bytes, stored_bytes, views)
+    return GroupView(
+        group=number,
+        blocks=len(keys),
+        missing=num_missing,
+        raw_bytes=raw_bytes,
+        stored_bytes=stored_bytes,
+        keys=views,
+    )
 
 
 def _pack_views(
-    chains: Sequence[list[bytes]],
+    keys_by_group: Sequence[list[bytes]],
     places: dict[bytes, _Place],
     sharers: dict[bytes, list[str]],
 ) -> list[PackView]:
     """Return the packs of a request, in the order in which its context uses them.
 
-    :param chains: for each KV cache group, the keys of the context.
+    :param keys_by_group: for each KV cache group, the keys of the context.
     :param sharers: key → the other requests that have it.
     """
-    # in the order of the context, over all groups
+    # in the order of the context: the first block of each group, then the second ones
     keys_in: dict[bytes, list[bytes]] = {}
-    for key in chain.from_iterable(zip_longest(*chains)):
+    for key in chain.from_iterable(zip_longest(*keys_by_group)):
         if key in places:
-            table, _ = places[key]
-            keys_in.setdefault(table.pack_id, []).append(key)
+            pack_id = places[key].table.pack_id
+            keys_in.setdefault(pack_id, []).append(key)
     views = []
     for pack, keys in keys_in.items():
-        table, _ = places[keys[0]]
+        table = places[keys[0]].table
         # other requests that share one of the pack's blocks
         names: set[str] = set()
         for key in keys:
             names.update(sharers.get(key, ()))
         others = sorted(names)
         view = PackView(
-            pack.hex(),
-            len(keys),
-            len(table.keys),
-            table.raw_length,
-            table.payload_length,
-            table.codec,
-            len(others),
-            others[:_SHARERS],
+            id=pack.hex(),
+            blocks=len(keys),
+            pack_blocks=len(table.keys),
+            raw_bytes=table.raw_length,
+            stored_bytes=table.payload_length,
+            codec=table.codec,
+            shared_with=len(others),
+            sharers=others[:_SHARERS],
         )
         views.append(view)
     return views
@@ -477,24 +504,33 @@ def prefix_tree(
     blocks = found.manifest.group_blocks
     group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
     chains = _chains_of_group(backend, found.namespace.id, group)
-    top = TreeNode(0, 0, "", len(chains), 0, [], True, [])
+    top = TreeNode(
+        start=0,
+        blocks=0,
+        key="",
+        requests=len(chains),
+        ends=0,
+        names=[],
+        chosen=True,
+        children=[],
+    )
+    nodes_left = node_limit
     # nodes without their children yet, each with the chains that begin with its path
-    waiting: list[tuple[TreeNode, Sequence[_Chain]]] = [(top, chains)]
-    while waiting:  # first along the path of the chosen request, then level by level
-        parent, below = waiting.pop(0)
-        depth = parent.end
-        branches = _branches(below, depth, chosen)
-        shown = []
-        for branch in branches[: min(node_limit, _BRANCHES)]:
-            node = _node(branch, depth, chosen)
-            shown.append((node, branch))
-        node_limit -= len(shown)
+    to_grow: deque[tuple[TreeNode, Sequence[_Chain]]] = deque([(top, chains)])
+    while to_grow:  # first along the path of the chosen request, then level by level
+        parent, below = to_grow.popleft()
+        branches = _branches(below, parent.end, chosen)
+        shown = branches[: min(nodes_left, _BRANCHES)]
+        nodes_left -= len(shown)
         parent.hidden = len(branches) - len(shown)
-        parent.children = [node for node, _ in shown]
-        # in front of the others, so that ``node_limit`` is spent on the chosen request first
-        if shown and shown[0][0].chosen:
-            waiting.insert(0, shown.pop(0))
-        waiting += shown
+        for branch in shown:
+            child = _node(branch, parent.end, chosen)
+            parent.children.append(child)
+            # in front of the others: the path of the chosen request gets its nodes first
+            if child.chosen:
+                to_grow.appendleft((child, branch))
+            else:
+                to_grow.append((child, branch))
     return top, group
 
 
@@ -504,7 +540,7 @@ def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Ch
     names = request_ids(backend, namespace)
     for name, keys in keys_of(backend, namespace, names):
         if keys is not None and len(keys) > group and len(keys[group]):
-            chains.append((keys[group].unpack(), name))
+            chains.append(_Chain(keys[group].unpack(), name))
     chains.sort()
     return chains
 
@@ -518,12 +554,13 @@ def _branches(
     the largest. Shorter chains are left out."""
     branches: list[Sequence[_Chain]] = []
     # the chains are sorted and share all keys before ``depth``: equal keys are neighbours
-    longer = (chain for chain in chains if len(chain[0]) > depth)
-    for _, run in groupby(longer, key=lambda chain: chain[0][depth]):
+    longer = (chain for chain in chains if len(chain.keys) > depth)
+    for _, run in groupby(longer, key=lambda chain: chain.keys[depth]):
         branches.append(list(run))
 
     def order(branch: Sequence[_Chain]) -> tuple[bool, int, bytes]:
-        return not _has(branch, chosen), -len(branch), branch[0][0][depth]
+        key = branch[0].keys[depth]
+        return not _has(branch, chosen), -len(branch), key
 
     branches.sort(key=order)
     return branches
@@ -532,26 +569,34 @@ def _branches(
 def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
     """Return the longest run of keys, from ``depth``, that all of these sorted chains share,
     without its children."""
-    first_keys, _ = branch[0]
-    last_keys, _ = branch[-1]
-    # what both begin with, so do the chains between them
-    ends = zip(first_keys, last_keys, strict=False)
-    end = sum(1 for _ in takewhile(lambda keys: keys[0] == keys[1], ends))
-    names = [name for keys, name in branch if len(keys) == end]
+    first_keys = branch[0].keys
+    last_keys = branch[-1].keys
+    # the chains are sorted: those in between begin with the same keys as the first and the last
+    end = _common_length(first_keys, last_keys)
+    names = [chain.request for chain in branch if len(chain.keys) == end]
     # the chosen request first, because only the first names are shown
     names.sort(key=lambda name: name != chosen)
-    digits = first_keys[depth].hex()[:_NODE_DIGITS]
     return TreeNode(
-        depth,
-        end - depth,
-        digits,
-        len(branch),
-        len(names),
-        names[:_NAMES],
-        _has(branch, chosen),
-        [],
+        start=depth,
+        blocks=end - depth,
+        key=first_keys[depth].hex()[:_NODE_DIGITS],
+        requests=len(branch),
+        ends=len(names),
+        names=names[:_NAMES],
+        chosen=_has(branch, chosen),
+        children=[],
     )
 
 
+def _common_length(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """Return the number of keys with which both begin."""
+    length = 0
+    for first_key, second_key in zip(first, second, strict=False):
+        if first_key != second_key:
+            break
+        length += 1
+    return length
+
+
 def _has(branch: Sequence[_Chain], chosen: str) -> bool:
-    return any(name == chosen for _, name in branch)
+    return any(chain.request == chosen for chain in branch)

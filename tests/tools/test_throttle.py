@@ -34,7 +34,7 @@ def clock(monkeypatch):
 def test_throttle_without_bound_never_sleeps(clock):
     free = Throttle()
     clock.now += 5
-    free.took(1 << 40)
+    free.wait_after(1 << 40)
     assert clock.slept == []
     assert not free.bounded
 
@@ -43,7 +43,7 @@ def test_throttle_rate_limits_bytes_per_second(clock):
     bounded = Throttle(1000)
     for _ in range(10):
         clock.now += 0.1
-        bounded.took(500)
+        bounded.wait_after(500)
     assert clock.now == pytest.approx(100 + 5)
     assert bounded.bounded
 
@@ -54,7 +54,7 @@ def test_throttle_share_sleeps_for_rest_of_time(clock):
     shared = Throttle(share=0.05)
     for seconds in (0.001, 0.02, 0.04):
         clock.now += seconds
-        shared.took(1)
+        shared.wait_after(1)
         assert clock.slept[-1] == pytest.approx(19 * seconds)
     assert shared.bounded
 
@@ -62,12 +62,12 @@ def test_throttle_share_sleeps_for_rest_of_time(clock):
 def test_throttle_share_slow_piece_sleeps_1_second_at_most(clock):
     shared = Throttle(share=0.05)
     clock.now += 30
-    shared.took(1)
+    shared.wait_after(1)
     assert clock.slept == [1.0]
 
 
 def test_throttle_rate_and_share_apply_stricter_bound(clock):
     both = Throttle(1000, share=0.5)
     clock.now += 0.1
-    both.took(1000)
+    both.wait_after(1000)
     assert clock.slept == [pytest.approx(0.9)]

@@ -11,7 +11,7 @@ def ignore(num_bytes):
     pass
 
 
-def copy(source, target, selection=None, took=ignore):
+def copy(source, target, selection=None, on_bytes=ignore):
     """Copy everything, or the selected requests; return the outcome."""
     chosen = selection or Selection()
     sources = [
@@ -21,4 +21,4 @@ def copy(source, target, selection=None, took=ignore):
         for space in source.namespaces()
     ]
     plan = CopyPlan(sources, target, everything=selection is None)
-    return run_plan(plan, target, "lmdb:///target", took)
+    return run_plan(plan, target, "lmdb:///target", on_bytes)

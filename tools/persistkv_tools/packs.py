@@ -29,8 +29,8 @@ from persistkv.storage.format.seal import Seal
 
 # 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
 BATCH_BYTES = 8 << 20
-Took = Callable[[int], None]
-"""Called with the number of bytes of each read or write; may sleep to limit the pace."""
+OnBytes = Callable[[int], None]
+"""Called with the number of bytes after each read or write; may sleep to limit the pace."""
 
 
 class Problem(enum.StrEnum):
@@ -85,27 +85,56 @@ class Piece(NamedTuple):
     is_last: bool
     """Whether these are the last frames of the pack."""
 
+    @classmethod
+    def whole(cls, table: PackTable) -> Piece:
+        """Return all frames of a pack."""
+        return cls(
+            table=table,
+            frames=table.frames,
+            first_frame=0,
+            first_block=0,
+            start=0,
+            length=table.payload_length,
+            is_last=True,
+        )
+
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one
     empty piece."""
-    first = 0
-    block = 0
+    first_frame = 0
+    first_block = 0
     start = 0
-    size = 0
+    length = 0
     frames: list[Frame] = []
     for frame in table.frames:
         # ``frames`` is empty for the first frame of a piece, which may be larger than the limit
-        if frames and size + frame.stored_length > most_bytes:
-            yield Piece(table, frames, first, block, start, size, False)
-            first += len(frames)
-            block += sum(done.block_count for done in frames)
-            start += size
-            size = 0
+        if frames and length + frame.stored_length > most_bytes:
+            yield Piece(
+                table=table,
+                frames=frames,
+                first_frame=first_frame,
+                first_block=first_block,
+                start=start,
+                length=length,
+                is_last=False,
+            )
+            first_frame += len(frames)
+            first_block += sum(done.block_count for done in frames)
+            start += length
+            length = 0
             frames = []
         frames.append(frame)
-        size += align(frame.stored_length)
-    yield Piece(table, frames, first, block, start, size, True)
+        length += align(frame.stored_length)
+    yield Piece(
+        table=table,
+        frames=frames,
+        first_frame=first_frame,
+        first_block=first_block,
+        start=start,
+        length=length,
+        is_last=True,
+    )
 
 
 def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]:
@@ -119,7 +148,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
     block = piece.first_block
     keys = table.keys.unpack()
     # checked with the first piece only, because the id covers the table and no frames
-    if not block and not seal.is_id_of(table):
+    if piece.first_frame == 0 and not seal.is_id_of(table):
         yield _defect(
             table,
             Problem.NAME,
@@ -131,26 +160,42 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         block += frame.block_count
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
-        # the kind to report if the next call raises
-        problem = Problem.PAYLOAD
+        stored = found[begin:end]
         try:
-            placed = PlacedFrame(number, frame, own_keys)
-            frame_seal.open(placed, [found[begin:end]])
-            problem = Problem.DECODE
-            # the checksum covers the stored bytes: a wrong encoder could have made them
-            if frame.encoded:
-                raw = memoryview(bytearray(frame.raw_length))
-                decode_frame(table.codec, frame, found[begin:end], raw)
+            frame_seal.open(PlacedFrame(number, frame, own_keys), [stored])
         except CorruptPackError as error:
-            if error.field == "codec":
-                raise UnknownCodecError(error.problem) from None
+            problem = Problem.PAYLOAD
             yield _defect(table, problem, str(error), frame.group, frame.offset)
+        else:
+            yield from _check_decoding(table, frame, stored)
         padded_end = begin + align(frame.stored_length)
         padding = bytes(found[end:padded_end])
         if padding.strip(b"\0"):
             offset = frame.offset + frame.stored_length
             detail = "non-zero bytes after a frame"
             yield _defect(table, Problem.PADDING, detail, frame.group, offset)
+
+
+def _check_decoding(
+    table: PackTable,
+    frame: Frame,
+    stored: memoryview,
+) -> Iterator[Defect]:
+    """Yield a defect if the bytes of a frame, which match their checksum, cannot be decoded: a
+    wrong encoder may have made them.
+
+    :raises UnknownCodecError: the frame is of an unknown codec.
+    """
+    if not frame.encoded:
+        return
+    raw = memoryview(bytearray(frame.raw_length))
+    try:
+        decode_frame(table.codec, frame, stored, raw)
+    except CorruptPackError as error:
+        if error.field == "codec":
+            raise UnknownCodecError(error.problem) from None
+        problem = Problem.DECODE
+        yield _defect(table, problem, str(error), frame.group, frame.offset)
 
 
 def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | None:
@@ -176,12 +221,12 @@ def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | N
 def check_pack(
     backend: Backend,
     table: PackTable,
-    took: Took = lambda num_bytes: None,
+    on_bytes: OnBytes = lambda num_bytes: None,
     keep: bytearray | None = None,
 ) -> list[Defect]:
     """Read a pack and return its defects.
 
-    :param took: called after each read, with its bytes.
+    :param on_bytes: called after each read, with its bytes.
     :param keep: the whole payload is appended to it, with decrypted frames. Its bytes must not be
         used if there are defects.
     :raises UnknownCodecError: the pack cannot be decoded by this release.
@@ -202,7 +247,7 @@ def check_pack(
             findings.append(defect)
         if keep is not None:
             keep += buffer
-        took(piece.length)
+        on_bytes(piece.length)
     return findings
 
 

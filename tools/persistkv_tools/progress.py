@@ -19,7 +19,8 @@ from rich.text import Text
 
 from persistkv_tools import render
 
-_LONGEST_S = 1.0  # of a pause, and of the time whose unused bytes accumulate
+_MOST_PAUSE_S = 1.0  # for the share of the time
+_MOST_UNUSED_S = 1.0  # of time without transfers that makes up for later ones
 
 
 class _Bytes(ProgressColumn):
@@ -61,11 +62,11 @@ def counted(
     pace = throttle or Throttle()
     task = shown.add_task(what, total=total)
 
-    def took(num_bytes: int) -> None:
+    def on_bytes(num_bytes: int) -> None:
         shown.advance(task, num_bytes)
-        pace.took(num_bytes)
+        pace.wait_after(num_bytes)
 
-    return took
+    return on_bytes
 
 
 class Throttle:
@@ -90,19 +91,23 @@ class Throttle:
         """Whether the rate or the share of the time is limited."""
         return self._rate is not None or self._share < 1
 
-    def took(self, num_bytes: int) -> None:
+    def wait_after(self, num_bytes: int) -> None:
         """Account for bytes that were read or written, and sleep as the limits require."""
         now = time.monotonic()
+        pause_s = self._share_pause_s(now)
+        if self._rate is not None:
+            # time without transfers makes up for later ones, but not without limit
+            begin = max(self._free_at, now - _MOST_UNUSED_S)
+            self._free_at = begin + num_bytes / self._rate
+            pause_s = max(pause_s, self._free_at - now)
+        if pause_s > 0:
+            time.sleep(pause_s)
+        self._resumed = time.monotonic()
+
+    def _share_pause_s(self, now: float) -> float:
+        """Return the pause that reduces the last read or write to its share of the time."""
         busy_s = now - self._resumed
         # with so long a pause, the busy time is ``share`` of both together
-        idle_s = busy_s / self._share - busy_s
+        pause_s = busy_s / self._share - busy_s
         # bounded: a read that waited for a slow disk would pause for minutes
-        pause = min(_LONGEST_S, idle_s)
-        if self._rate is not None:
-            # of the time without transfers, at most the last second counts for later bytes
-            begin = max(self._free_at, now - _LONGEST_S)
-            self._free_at = begin + num_bytes / self._rate
-            pause = max(pause, self._free_at - now)
-        if pause > 0:
-            time.sleep(pause)
-        self._resumed = time.monotonic()
+        return min(_MOST_PAUSE_S, pause_s)

@@ -32,7 +32,7 @@ def format_seconds(seconds: float | None) -> str:
     return f"{seconds / 3600:,.1f} h"
 
 
-def by_model(rows: Sequence[SavedTotals]) -> list[SavedTotals]:
+def of_namespaces(rows: Sequence[SavedTotals]) -> list[SavedTotals]:
     """Return the rows of whole namespaces, without those of labels, which count the same tokens
     again."""
     return [row for row in rows if row.label is None]
@@ -40,13 +40,13 @@ def by_model(rows: Sequence[SavedTotals]) -> list[SavedTotals]:
 
 def summary(rows: Sequence[SavedTotals]) -> str:
     """Return the savings of the whole store in words."""
-    models = by_model(rows)
-    requests = sum(row.requests for row in models)
+    totals = of_namespaces(rows)
+    requests = sum(row.requests for row in totals)
     if not requests:
         return "nothing yet: no request has restored tokens"
-    tokens = sum(row.tokens for row in models)
+    tokens = sum(row.tokens for row in totals)
     text = f"{tokens:,} tokens in {render.count(requests, 'request')}"
-    measured = [row.seconds for row in models if row.seconds is not None]
+    measured = [row.seconds for row in totals if row.seconds is not None]
     if measured:
         text += f", about {format_seconds(sum(measured))} of prefill"
     return text
@@ -66,14 +66,22 @@ class RecentSavings:
 
         :raises StoreError: the medium failed.
         """
-        found = by_model(self.rows(backend))
-        known = {row.namespace for row in found}
+        totals = of_namespaces(self.rows(backend))
+        with_savings = {row.namespace for row in totals}
         for namespace in backend.namespaces():
             name = namespace.id.hex()
-            if name not in known:
-                model = namespace.identity.model_name
-                found.append(SavedTotals(name, model, None, 0, 0, None))
-        return found
+            if name in with_savings:
+                continue
+            nothing = SavedTotals(
+                namespace=name,
+                model=namespace.identity.model_name,
+                label=None,
+                requests=0,
+                tokens=0,
+                seconds=None,
+            )
+            totals.append(nothing)
+        return totals
 
     def rows(self, backend: Backend) -> list[SavedTotals]:
         """Return savings that are at most a minute old.

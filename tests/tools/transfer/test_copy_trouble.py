@@ -133,7 +133,7 @@ class TestOtherProcesses:
                 closing(open_backend(url, read_only=True)) as reading,
                 closing(open_backend(goal)) as target,
             ):
-                copied = copy(reading, target, took=evict)
+                copied = copy(reading, target, on_bytes=evict)
                 assert copied.incomplete
                 assert not copied.complete
                 assert copied.requests + len(copied.incomplete) == len(before)

@@ -212,14 +212,14 @@ class TestSmallTargets:
         ):
             stop = 0
 
-            def took(num_bytes):
+            def on_bytes(num_bytes):
                 nonlocal stop
                 stop += num_bytes
                 if stop > 12 << 20:
                     raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):
-                copy(backend, cut, took=took)
+                copy(backend, cut, on_bytes=on_bytes)
         done = run("copy", source, target, "--json")
         assert done.returncode == 0, done.stderr
         copied = json.loads(done.stdout)["copied"]

@@ -36,7 +36,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.mounts import existing_parent
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, number
-from persistkv_tools.packs import Piece, Took, check_piece
+from persistkv_tools.packs import OnBytes, Piece, check_piece
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
@@ -77,9 +77,9 @@ def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
         raise ConfigurationError("--size", size, f"a multiple of 64KiB up to {limit}")
     with byte_progress() as progress, _scratch(url) as scratch:
         # one round more, which warms up
-        took = counted(progress, "bench", (rounds + 1) * job_bytes)
+        on_bytes = counted(progress, "bench", (rounds + 1) * job_bytes)
         try:
-            times = _measure(scratch, job_bytes, rounds, took)
+            times = _measure(scratch, job_bytes, rounds, on_bytes)
         except OSError as error:
             problem = error.strerror or error
             raise StoreError(f"the plain file failed: {problem}") from error
@@ -145,7 +145,7 @@ def _scratch(url: str) -> Iterator[str]:
     location = parsed.location.rstrip("/") + suffix
     path = Path(location)
     if path.is_absolute():
-        # where the directories of an absent store would be created: none of them is left
+        # in the nearest existing directory: no parent directories are created, which would be left
         location = str(existing_parent(path.parent) / path.name)
     scratch = f"{parsed.scheme}://{location}"
     if parsed.options:
@@ -161,7 +161,7 @@ def _scratch(url: str) -> Iterator[str]:
             BACKENDS.get(parsed.scheme).erase(StoreUrl.parse(scratch))
 
 
-def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
+def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times:
     """Return the seconds of each operation in each round; none of the plain medium if it cannot be
     used directly. Raise OSError if the plain file failed."""
     # page-aligned, as O_DIRECT requires
@@ -193,7 +193,7 @@ def _measure(url: str, job_bytes: int, rounds: int, took: Took) -> _Times:
                 seconds = time.perf_counter() - begin
                 if number:  # the first round warms up
                     times[name].append(seconds)
-            took(job_bytes)
+            on_bytes(job_bytes)
     return times
 
 
@@ -202,10 +202,8 @@ def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:
     span = ReadSpan(pack.pack_id, 0, [target])
     if backend.read(pack.namespace, [span]) != [True]:
         raise StoreError("a stored pack is gone: the capacity in the URL is too small")
-    table = pack.table
-    # the whole pack as one piece
-    piece = Piece(table, table.frames, 0, 0, 0, table.payload_length, True)
-    if any(check_piece(piece, target, backend.seal)):
+    defects = check_piece(Piece.whole(pack.table), target, backend.seal)
+    if any(defects):
         raise StoreError("a stored pack was read with wrong bytes")
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -50,9 +50,9 @@ from persistkv_tools import options
 from persistkv_tools.packs import (
     BATCH_BYTES,
     Defect,
+    OnBytes,
     Piece,
     Problem,
-    Took,
     UnknownCodecError,
     check_pack,
     check_piece,
@@ -61,11 +61,20 @@ from persistkv_tools.packs import (
 
 _STATE_VERSION = 2
 _ATTEMPTS = 5  # at a reading that no other process disturbs
+_RECHECKS = 2  # of requests that look wrong
 _MANIFESTS_AT_ONCE = 512  # whose keys are in memory together
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of packs of one namespace that are read together."""
 T = TypeVar("T")
+
+
+class _Read(NamedTuple):
+    """A read of a batch: in progress, or made by the call of ``result``."""
+
+    batch: _Batch
+    result: Callable[[], list[bool]]
+    """Returns which pieces of the batch are good."""
 
 
 class Tally(msgspec.Struct, kw_only=True):
@@ -160,32 +169,43 @@ def read_catalogues(backend: Backend) -> list[NamespacePacks]:
 def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if
     others kept writing."""
-    # The totals and the rows are read one after the other, so they can only be compared if nothing
-    # was written in between: then all that was read before is found unchanged afterwards.
     for _ in range(_ATTEMPTS):
-        before = backend.stats()
-        tenants = backend.tenants()
-        heads = 0
-        packs = 0
-        has_changed = len(list(backend.namespaces())) != len(spaces)
-        for space in spaces:
-            heads += len(request_ids(backend, space.namespace))
-            # the refresh comes first: it must run for each namespace
-            has_changed = space.refresh() or has_changed
-            packs += len(space.tables)
-        totals = attrgetter("packs", "requests", "stored_bytes")
-        if has_changed or totals(before) != totals(backend.stats()):
-            continue
-        if tenants != backend.tenants():
-            continue
-        unread_packs = before.packs - packs
-        unread_requests = before.requests - heads
-        return [
-            *_unread(Problem.PACK_ROWS, "packs", unread_packs),
-            *_unread(Problem.MANIFEST_ROWS, "requests", unread_requests),
-            *_unread_tenants(spaces, tenants),
-        ]
+        findings = _count_rows_once(backend, spaces)
+        if findings is not None:
+            return findings
     return None
+
+
+def _count_rows_once(
+    backend: Backend,
+    spaces: list[NamespacePacks],
+) -> list[Defect] | None:
+    """Return the findings of ``count_rows``; None if others wrote meanwhile. Refreshes the packs of
+    all namespaces."""
+    # Totals and rows are read one after the other. They can be compared only if nothing was written
+    # in between: the rows did not change, and the totals are the same afterwards.
+    stats = backend.stats()
+    tenants = backend.tenants()
+    num_requests = 0
+    num_packs = 0
+    rows_changed = len(list(backend.namespaces())) != len(spaces)
+    for space in spaces:
+        num_requests += len(request_ids(backend, space.namespace))
+        if space.refresh():
+            rows_changed = True
+        num_packs += len(space.tables)
+    totals = attrgetter("packs", "requests", "stored_bytes")
+    if rows_changed or totals(stats) != totals(backend.stats()):
+        return None
+    if tenants != backend.tenants():
+        return None
+    unread_packs = stats.packs - num_packs
+    unread_requests = stats.requests - num_requests
+    return [
+        *_unread(Problem.PACK_ROWS, "packs", unread_packs),
+        *_unread(Problem.MANIFEST_ROWS, "requests", unread_requests),
+        *_unread_tenants(spaces, tenants),
+    ]
 
 
 def _unread_tenants(
@@ -194,27 +214,27 @@ def _unread_tenants(
 ) -> Iterator[Defect]:
     """Yield a finding for each tenant whose totals count other packs or bytes than can be read. The
     default tenant has no totals of its own."""
-    read: dict[str, TenantTotals] = {}
+    recorded_of = {totals.tenant: totals for totals in recorded}
+    # the totals that the readable packs add up to
+    readable_of: dict[str, TenantTotals] = {}
     for space in spaces:
         for table in space.tables.values():
-            # the totals that the readable packs add up to
-            new = TenantTotals(table.tenant)
-            read.setdefault(table.tenant, new).count(table, 1)
-    counted = {totals.tenant: totals for totals in recorded}
-    for tenant in sorted({*counted, *read} - {DEFAULT_TENANT}):
+            readable = readable_of.setdefault(table.tenant, TenantTotals(table.tenant))
+            readable.count(table, sign=1)
+    tenants = recorded_of.keys() | readable_of.keys()
+    for tenant in sorted(tenants - {DEFAULT_TENANT}):
         nothing = TenantTotals(tenant)
-        ours = counted.get(tenant, nothing)
-        theirs = read.get(tenant, nothing)
-        packs = ours.packs - theirs.packs
-        if not packs and ours.stored_bytes == theirs.stored_bytes:
+        counted = recorded_of.get(tenant, nothing)
+        found = readable_of.get(tenant, nothing)
+        if (counted.packs, counted.stored_bytes) == (found.packs, found.stored_bytes):
             continue
         detail = (
-            f"the totals of the tenant {tenant} count {ours.packs} packs of "
-            f"{ours.stored_bytes} bytes, and {theirs.packs} of {theirs.stored_bytes} can be "
+            f"the totals of the tenant {tenant} count {counted.packs} packs of "
+            f"{counted.stored_bytes} bytes, and {found.packs} of {found.stored_bytes} can be "
             f"read"
         )
-        # at least one: the packs may differ although their numbers are equal
-        num_packs = max(1, abs(packs))
+        # at least one: with equal numbers of packs, their bytes differ
+        num_packs = max(1, abs(counted.packs - found.packs))
         yield Defect(problem=Problem.TENANT_TOTALS, detail=detail, count=num_packs)
 
 
@@ -279,8 +299,8 @@ class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
     :param state: progress of the run, updated after each portion.
-    :param took: called with the number of bytes of each piece after its check; may sleep to limit
-        the pace.
+    :param on_bytes: called with the number of bytes of each piece after its check; may sleep to
+        limit the pace.
     :param threads: threads that read and check ahead; 0: the thread that iterates ``packs`` reads
         and checks.
     :param portion_bytes: most payload bytes of a portion. Infinite: all packs of a namespace are
@@ -293,23 +313,23 @@ class Verifier:
         backend: Backend,
         spaces: list[NamespacePacks],
         state: VerifyState,
-        took: Took,
+        on_bytes: OnBytes,
         threads: int = 0,
         portion_bytes: float = math.inf,
         batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self._backend = backend
         self._state = state
-        self._took = took
+        self._on_bytes = on_bytes
         self._batch_bytes = batch_bytes
-        self._portions = iter(_portions(packs_left(spaces, state), portion_bytes))
+        packs = packs_left(spaces, state)
+        self._portions = _portions(packs, portion_bytes)
         """Portions that have not begun."""
         self._portion: list[tuple[NamespacePacks, bytes]] | None = None
         """Packs of the portion in progress, by namespace and id; None: no portion is in
         progress."""
-        self._looks: Iterable[tuple[_Batch, Callable[[], list[bool]]]] = ()
-        """Batches of the portion in progress, each with a function that returns which of its pieces
-        are good; see ``_begun``."""
+        self._reads: Iterable[_Read] = ()
+        """Reads of the portion in progress, in the order of its packs."""
         # None: the thread that iterates ``packs`` reads
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
         self._local = threading.local()
@@ -321,31 +341,26 @@ class Verifier:
         if self._portion is None:
             self._portion = next(self._portions, None)
             if self._portion is not None:
-                self._begin_looks(self._portion)
+                self._reads = self._start_reads(self._portion)
 
-    def _begin_looks(self, portion: list[tuple[NamespacePacks, bytes]]) -> None:
-        """Cut the packs of a portion into batches, each for one read; with threads, start to read
-        all of them."""
+    def _start_reads(
+        self,
+        portion: list[tuple[NamespacePacks, bytes]],
+    ) -> list[_Read]:
+        """Cut the packs of a portion into batches, and return a read for each. With threads, they
+        start now; without, each is made when its result is asked for."""
         parts: list[Piece] = []
-        for space, name in portion:
+        for space, pack_id in portion:
             # it may have been evicted since the portions were made
-            if name in space.tables:
-                parts.extend(pieces(space.tables[name], self._batch_bytes))
-        # for one read each
-        batches = _cut(parts, attrgetter("length"), self._batch_bytes)
-        # a generator: without threads, each batch is read when ``packs`` comes to it
-        looks = ((batch, self._begun(batch)) for batch in batches)
-        self._looks = looks
-        if self._pool is not None:
-            # exhausted, so that the pool gets all batches now
-            self._looks = list(looks)
-
-    def _begun(self, batch: _Batch) -> Callable[[], list[bool]]:
-        """Return a function that reads a batch, or waits for its read, and returns whether each
-        piece is good."""
-        if self._pool is None:
-            return partial(self._look, batch)
-        return self._pool.submit(self._look, batch).result
+            if pack_id in space.tables:
+                parts.extend(pieces(space.tables[pack_id], self._batch_bytes))
+        reads: list[_Read] = []
+        for batch in _cut(parts, attrgetter("length"), self._batch_bytes):
+            result: Callable[[], list[bool]] = partial(self._check_batch, batch)
+            if self._pool is not None:
+                result = self._pool.submit(self._check_batch, batch).result
+            reads.append(_Read(batch, result))
+        return reads
 
     def packs(self) -> Iterator[VerifyState]:
         """Check one portion after the other, and yield the run's state after each."""
@@ -353,21 +368,29 @@ class Verifier:
         while self._portion is not None:
             # all packs of a portion are in one namespace
             space, last_pack = self._portion[-1]
-            tally = Tally()
-            suspects: set[bytes] = set()
-            for batch, look in self._looks:
-                for piece, is_good in zip(batch, look(), strict=True):
-                    if not is_good:
-                        suspects.add(piece.table.pack_id)
-                    if piece.is_last:
-                        table = piece.table
-                        is_suspect = table.pack_id in suspects
-                        self._count(space, table, tally, is_suspect=is_suspect)
-                    self._took(piece.length)
+            tally = self._check_portion(space)
             self._state.take(tally, (space.namespace + last_pack).hex())
             self._portion = None
             yield self._state
             self.begin()
+
+    def _check_portion(self, space: NamespacePacks) -> Tally:
+        """Finish the reads of the portion in progress, and return its totals and findings.
+
+        :param space: packs of the portion's namespace.
+        """
+        tally = Tally()
+        suspects: set[bytes] = set()
+        for read in self._reads:
+            for piece, is_good in zip(read.batch, read.result(), strict=True):
+                table = piece.table
+                if not is_good:
+                    suspects.add(table.pack_id)
+                if piece.is_last:
+                    is_suspect = table.pack_id in suspects
+                    self._count(space, table, tally, is_suspect=is_suspect)
+                self._on_bytes(piece.length)
+        return tally
 
     def close(self) -> None:
         """Cancel reads that have not started, and wait for running reads of a local store. Reads of
@@ -377,9 +400,9 @@ class Verifier:
             is_local = not self._backend.capabilities.remote
             self._pool.shutdown(wait=is_local, cancel_futures=True)
 
-    def _look(self, batch: _Batch) -> list[bool]:
-        """Read a batch; return for each piece whether it is good. Pieces of an unknown codec are
-        not."""
+    def _check_batch(self, batch: _Batch) -> list[bool]:
+        """Read a batch; return for each piece whether it is good. Pieces of an unknown codec count
+        as not good."""
         num_bytes = sum(piece.length for piece in batch)
         # one piece after the other, filled by one read
         memory = self._memory(num_bytes)
@@ -392,7 +415,9 @@ class Verifier:
             buffers.append(buffer)
             spans.append(ReadSpan(piece.table.pack_id, piece.start, [buffer]))
             begin = end
-        filled = self._backend.read(batch[0].table.namespace, spans)
+        # all pieces of a batch are in one namespace
+        namespace = batch[0].table.namespace
+        filled = self._backend.read(namespace, spans)
         are_good: list[bool] = []
         for piece, buffer, is_filled in zip(batch, buffers, filled, strict=True):
             is_good = is_filled and _is_good(piece, buffer, self._backend.seal)
@@ -442,7 +467,7 @@ class Verifier:
             current = space.tables.get(table.pack_id)
             findings = []
             if current is not None:
-                findings = check_pack(self._backend, current, self._took)
+                findings = check_pack(self._backend, current, self._on_bytes)
             if not findings:
                 tally.went_meanwhile += 1
                 return []
@@ -466,7 +491,7 @@ def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
 def check_manifests(
     backend: Backend,
     spaces: list[NamespacePacks],
-    took: Took,
+    on_bytes: OnBytes,
 ) -> tuple[int, list[Defect]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks
     that are not held."""
@@ -475,16 +500,16 @@ def check_manifests(
     for space in spaces:
         names = request_ids(backend, space.namespace)
         num_checked += len(names)
-        suspects = _suspects(backend, space, names, took)
-        # Others may have written, evicted or replaced what looks wrong: keys and packs were not
-        # read at the same time. Only what fails three checks is a finding.
-        for _ in range(2):
+        suspects = _suspects(backend, space, names, on_bytes)
+        # Keys and packs were not read at the same time: others may have written, evicted or
+        # replaced what looks wrong. Only what also fails all rechecks is a finding.
+        for _ in range(_RECHECKS):
             if not suspects:
                 break
             space.refresh()
-            there = set(request_ids(backend, space.namespace))
-            left = [name for name in suspects if name in there]
-            suspects = _suspects(backend, space, left, took)
+            existing = set(request_ids(backend, space.namespace))
+            suspect_names = [name for name in suspects if name in existing]
+            suspects = _suspects(backend, space, suspect_names, on_bytes)
         findings += suspects.values()
     return num_checked, findings
 
@@ -493,7 +518,7 @@ def _suspects(
     backend: Backend,
     space: NamespacePacks,
     names: list[str],
-    took: Took,
+    on_bytes: OnBytes,
 ) -> dict[str, Defect]:
     """Return a finding for each of these requests with unreadable keys or with blocks that are not
     held, by its id."""
@@ -502,9 +527,9 @@ def _suspects(
         return found
     held = HeldKeys(table.keys for table in space.tables.values())
     requests = keys_of(backend, space.namespace, names)
-    for some in batched(requests, _MANIFESTS_AT_ONCE):
-        counts = held.missing([keys or () for _, keys in some])
-        for (name, keys), num_missing in zip(some, counts, strict=True):
+    for batch in batched(requests, _MANIFESTS_AT_ONCE):
+        counts = held.missing([keys or () for _, keys in batch])
+        for (name, keys), num_missing in zip(batch, counts, strict=True):
             if keys is None:
                 problem = Problem.MANIFEST_KEYS
                 detail = "its keys cannot be read"
@@ -519,7 +544,7 @@ def _suspects(
                 namespace=space.namespace.hex(),
                 request=name,
             )
-        took(0)  # reads no payload, but the pace may require a sleep
+        on_bytes(0)  # reads no payload, but the pace may require a sleep
     return found
 
 
@@ -548,8 +573,9 @@ class HeldKeys:
         num_held = len(self._held)
         if not num_held:
             return np.ones(len(prints), dtype=bool)
-        # after the last one: any other place, whose fingerprint differs
-        places = np.searchsorted(self._held, prints) % num_held
+        places = np.searchsorted(self._held, prints)
+        # a fingerprint behind all held ones is compared with the last one, which is smaller
+        places = np.minimum(places, num_held - 1)
         absent: npt.NDArray[np.bool_] = self._held[places] != prints
         return absent
 

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.progress import Progress
@@ -145,6 +146,45 @@ class Repaired(msgspec.Struct):
     """(namespace id, request id) of requests that keep the blocks before a bad pack."""
     deleted: set[tuple[bytes, str]] = set()
     """(namespace id, request id) of requests that were deleted, because no block was left."""
+
+
+class _Pace(NamedTuple):
+    """Speed of a run, and the sizes of its reads."""
+
+    throttle: Throttle
+    threads: int
+    """Threads that read and check ahead; 0: none."""
+    portion_bytes: float
+    """Most payload bytes between two updates of the progress."""
+    batch_bytes: int
+    """Most bytes of one read."""
+
+    @classmethod
+    def choose(
+        cls,
+        bytes_per_s: int | None,
+        *,
+        beside_engines: bool,
+        resumable: bool,
+    ) -> _Pace:
+        """Return the pace of a run.
+
+        :param bytes_per_s: the user's limit; None: none is given.
+        :param beside_engines: whether engines use the store.
+        :param resumable: whether the progress is saved.
+        """
+        share = 1.0
+        # a rate that the user gives replaces the limit beside engines
+        if beside_engines and bytes_per_s is None:
+            share = _SHARE_BESIDE_ENGINES
+        throttle = Throttle(bytes_per_s, share=share)
+        # portions only serve the saving of the progress
+        if throttle.bounded:
+            # without threads: they read ahead, and a limit of the pace would not slow them down
+            portion_bytes = _BOUNDED_PORTION_BYTES if resumable else math.inf
+            return cls(throttle, 0, portion_bytes, _BOUNDED_BATCH_BYTES)
+        portion_bytes = _PORTION_BYTES if resumable else math.inf
+        return cls(throttle, _THREADS, portion_bytes, BATCH_BYTES)
 
 
 _PACKS = render.columns("pack namespace blocks size=stored_bytes")
@@ -288,63 +328,65 @@ def check_store(
     :raises ConfigurationError: the sample or rate is invalid, or the file is of another run or
         cannot be written.
     """
-    url = store.url
     backend = store.backend
     bytes_per_s = None if rate is None else parse_size(rate, name="rate")
     if not 0 < sample <= 1:
         raise ConfigurationError("--sample", sample, "a share above 0 and up to 1")
-    state = _begin_state(url, sample, resume)
+    state = _begin_state(store.url, sample, resume)
     begin = time.monotonic()
     resumed_packs = state.packs
     resumed_bytes = state.stored_bytes
-    now = time.time()
-    engines = sum(status.is_live(now) for status in read_statuses(backend))
-    # a rate that the user gives replaces the limit beside engines
-    beside_engines = engines > 0 and bytes_per_s is None
-    share = _SHARE_BESIDE_ENGINES if beside_engines else 1
-    throttle = Throttle(bytes_per_s, share=share)
+    num_engines = _count_engines(backend)
+    pace = _Pace.choose(
+        bytes_per_s,
+        beside_engines=num_engines > 0,
+        resumable=resume is not None,
+    )
 
     spaces = read_catalogues(backend)
-    total = 0
-    for space, pack in packs_left(spaces, state):
-        total += space.tables[pack].payload_length
-    took = counted(progress, "verify", total, throttle)
-    threads = _THREADS
-    portion_bytes: float = _PORTION_BYTES
-    batch_bytes = BATCH_BYTES
-    if throttle.bounded:
-        # without threads: they read ahead, and a limit of the pace would not slow them down
-        threads = 0
-        portion_bytes = _BOUNDED_PORTION_BYTES
-        batch_bytes = _BOUNDED_BATCH_BYTES
-    # portions only serve the saving of the progress
-    if resume is None:
-        portion_bytes = math.inf
+    total_bytes = 0
+    for space, pack_id in packs_left(spaces, state):
+        total_bytes += space.tables[pack_id].payload_length
+    on_bytes = counted(progress, "verify", total_bytes, pace.throttle)
     verifier = Verifier(
-        backend, spaces, state, took, threads, portion_bytes, batch_bytes
+        backend,
+        spaces,
+        state,
+        on_bytes,
+        pace.threads,
+        pace.portion_bytes,
+        pace.batch_bytes,
     )
     with closing(verifier), _prompt_threads():
         # the threads read packs while this one counts rows and reads requests
         verifier.begin()
-        rows = count_rows(backend, spaces)
-        requests, of_manifests = check_manifests(backend, spaces, took)
+        row_findings = count_rows(backend, spaces)
+        num_requests, request_findings = check_manifests(backend, spaces, on_bytes)
         _read_packs(verifier, state, resume)
-    findings = [*(rows or []), *of_manifests, *state.findings]
+
+    rows_counted = row_findings is not None
+    findings = [*(row_findings or []), *request_findings, *state.findings]
     by_problem = _count_problems(findings)
     return render.view_of(
         Summary,
         state,
-        url=url,
+        url=store.url,
         seconds=round(time.monotonic() - begin, 3),
         resumed_packs=resumed_packs,
         resumed_bytes=resumed_bytes,
-        requests=requests,
-        rows_counted=rows is not None,
-        beside_engines=engines,
+        requests=num_requests,
+        rows_counted=rows_counted,
+        beside_engines=num_engines,
         problems=sum(by_problem.values()),
         by_problem=dict(by_problem),
         findings=findings,
     )
+
+
+def _count_engines(backend: Backend) -> int:
+    """Return the number of live engines of the store."""
+    now = time.time()
+    return sum(status.is_live(now) for status in read_statuses(backend))
 
 
 def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
@@ -381,7 +423,7 @@ def _prompt_threads() -> Iterator[None]:
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
-    """Read all packs; save the state every now and then, and at the end, also after an error."""
+    """Read all packs; save the state every few seconds, and at the end, also after an error."""
     saved = time.monotonic()
     try:
         for _ in verifier.packs():
@@ -536,40 +578,63 @@ def _delete(
 ) -> None:
     """Delete a bad pack and shorten the requests that name it, unless it is good or gone meanwhile.
     Repeated while other processes write between the reading and the commits."""
-    name = space.namespace
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
         # an engine may have deleted or replaced it since it was found bad
         if table is None or not check_pack(backend, table):
             return
-        # a commit with ``seen`` has no effect if the namespace was changed after this cursor: its
-        # result is then ``stale``, and all is read again
-        seen = space.cursor
-        # requests that keep no block
-        doomed: set[tuple[bytes, str]] = set()
         # requests first: the deletion of the pack deletes those that still name it
-        for heads, batch in _shortenings(backend, space, [pack_id]):
-            shorter = {(name, write.manifest.id) for write in batch.manifests}
-            if shorter:
-                result = backend.commit(name, replace(batch, seen=seen))
-                if result.stale:
-                    break
-                # the own commit is no change by others
-                seen = result.cursor
-            done.shortened |= shorter
-            doomed |= {(name, head.id) for head in heads} - shorter
-        else:
-            # no commit was stale
-            result = backend.commit(name, CommitBatch(bad=[pack_id], seen=seen))
-            if not result.stale:
-                done.packs.append(pack_id)
-                # some may have been shortened before, because of another bad pack
-                done.shortened -= doomed
-                done.deleted |= doomed
-                return
+        shortening = _shorten_requests(backend, space, pack_id, done)
+        if shortening is None:
+            continue
+        deletion = CommitBatch(bad=[pack_id], seen=shortening.cursor)
+        result = backend.commit(space.namespace, deletion)
+        if result.stale:
+            continue
+        done.packs.append(pack_id)
+        # some may have been shortened before, because of another bad pack
+        done.shortened -= shortening.to_delete
+        done.deleted |= shortening.to_delete
+        return
     reason = f"other processes wrote during all {_ATTEMPTS} attempts"
     raise StoreError(f"pack {pack_id.hex()} could not be deleted: {reason}")
+
+
+class _Shortening(NamedTuple):
+    """The requests that name a bad pack were shortened."""
+
+    cursor: bytes | None
+    """Position in the changes of the namespace behind the commits of the shortening."""
+    to_delete: set[tuple[bytes, str]]
+    """(namespace id, request id) of requests that have no block before the bad pack. They still
+    name it, and are deleted with it."""
+
+
+def _shorten_requests(
+    backend: Backend,
+    space: NamespacePacks,
+    pack_id: bytes,
+    done: Repaired,
+) -> _Shortening | None:
+    """Shorten the requests that name a bad pack to the blocks before it, and count them in
+    ``done``. None: other processes wrote since ``space`` was refreshed."""
+    name = space.namespace
+    cursor = space.cursor
+    to_delete: set[tuple[bytes, str]] = set()
+    for heads, batch in _shortenings(backend, space, [pack_id]):
+        shorter = {(name, write.manifest.id) for write in batch.manifests}
+        if shorter:
+            # ``seen`` is the last own commit: only changes by others make this one stale, which
+            # then has no effect
+            result = backend.commit(name, replace(batch, seen=cursor))
+            if result.stale:
+                return None
+            cursor = result.cursor
+        done.shortened |= shorter
+        named = {(name, head.id) for head in heads}
+        to_delete |= named - shorter
+    return _Shortening(cursor, to_delete)
 
 
 def _shortenings(
@@ -577,25 +642,33 @@ def _shortenings(
     space: NamespacePacks,
     bad: Sequence[bytes],
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield batches of manifests that name ``bad`` packs, each with the commit that shortens them
-    to the blocks before their first bad pack. The commit leaves out those that would keep none.
+    """Yield manifests that name ``bad`` packs, some at a time, each time with the commit that
+    shortens them to the blocks before their first bad pack. The commit leaves out those that would
+    keep none, and has no cursor.
     """
-    heads = backend.catalogue(space.namespace).manifests_naming(bad)
+    manifests = backend.catalogue(space.namespace).manifests_naming(bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
-    for some in batched(heads, SHORTENED_AT_ONCE):
-        requests = read_requests(backend, space.namespace, some)
-        wanted: set[bytes] = set()
+    for heads in batched(manifests, SHORTENED_AT_ONCE):
+        requests = read_requests(backend, space.namespace, heads)
+        request_keys: set[bytes] = set()
         for request in requests:
-            wanted.update(all_keys(request.keys))
-        # to save memory, only packs with blocks of the requests
-        kept: list[PackTable] = []
-        for table in good:
-            if not wanted.isdisjoint(table.keys.unpack()):
-                kept.append(table)
+            request_keys.update(all_keys(request.keys))
+        # to save memory, only the good packs that hold blocks of these requests
+        tables = _tables_with(good, request_keys)
         num_groups = max((len(request.keys) for request in requests), default=0)
-        block_bytes = _block_bytes(kept, num_groups)
-        # None: ``_delete`` sets the cursor that the commit depends on
-        yield some, shortened(requests, _packs_of_keys(kept), block_bytes, None)
+        # the shorter manifests record their sizes, which follow from the block size of each group
+        block_bytes = _block_bytes(tables, num_groups)
+        pack_of = _packs_of_keys(tables)
+        yield heads, shortened(requests, pack_of, block_bytes, seen=None)
+
+
+def _tables_with(tables: Iterable[PackTable], keys: set[bytes]) -> list[PackTable]:
+    """Return the tables that have at least one of the keys."""
+    found: list[PackTable] = []
+    for table in tables:
+        if not keys.isdisjoint(table.keys.unpack()):
+            found.append(table)
+    return found
 
 
 def _packs_of_keys(tables: Iterable[PackTable]) -> dict[bytes, bytes]:

@@ -169,8 +169,8 @@ def copy_content(
     if dry_run:
         return CopyOutcome(plan.expected(), place)
     with closing(open_backend(place.url)) as writable:
-        took = counted(progress, "copy", plan.payload_bytes, throttle)
-        copied = run_plan(plan, writable, target, took)
+        on_bytes = counted(progress, "copy", plan.payload_bytes, throttle)
+        copied = run_plan(plan, writable, target, on_bytes)
         # if another process has created the store meanwhile, it may have another capacity
         capacity = writable.stats().capacity
     return CopyOutcome(copied, place._replace(capacity=capacity))
@@ -226,7 +226,9 @@ def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
         pace = render.format_pace(copied.stored_bytes, seconds)
         render.say(f"copied to {target}: {content}, {size} {pace}")
     _print_left_out(copied)
-    if place.url != target and place.capacity is not None:
+    # the plan has added a capacity to the URL of a new store
+    has_new_capacity = place.url != target
+    if has_new_capacity and place.capacity is not None:
         created = "would be" if seconds is None else "was"
         capacity = render.format_size(place.capacity)
         render.say(f"{target} {created} created with a capacity of {capacity}")

@@ -16,7 +16,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.inspection.pack_tables import NamespacePacks, Packs, all_keys
 from persistkv.storage.inspection.requests import request_ids
 from persistkv_tools import render
-from persistkv_tools.packs import Took, UnknownCodecError, check_pack
+from persistkv_tools.packs import OnBytes, UnknownCodecError, check_pack
 from persistkv_tools.transfer.room import TargetRoom, capacity_for, store_bytes
 
 
@@ -77,12 +77,12 @@ class Source:
         """Return the keys of a request by its id; None if they are gone or damaged."""
         return self._backend.manifest_keys(self.namespace.id, [request])[0]
 
-    def read(self, table: PackTable, took: Took) -> bytearray | None:
+    def read(self, table: PackTable, on_bytes: OnBytes) -> bytearray | None:
         """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown
         codec."""
         payload = bytearray()
         try:
-            defects = check_pack(self._backend, table, took, payload)
+            defects = check_pack(self._backend, table, on_bytes, payload)
         except UnknownCodecError:
             return None
         return None if defects else payload
@@ -128,9 +128,9 @@ class CopyPlan:
         """Ids of packs that no request names."""
         self.tables: dict[tuple[bytes, bytes], PackTable] = {}
         """Tables of all packs to copy, by namespace id and pack id."""
-        self.known = Copied()
-        """Outcome as known before the copy: content that the target holds, and requests without
-        some of their packs."""
+        self._counted = Copied()
+        """Part of the outcome that is known before the copy: content that the target holds, and
+        requests without some of their packs."""
         for source in sources:
             self._compare(source, target, everything=everything)
 
@@ -143,10 +143,16 @@ class CopyPlan:
         """Bytes that the content takes in the target, estimated from above."""
         return _store_bytes(self.missing, self.tables.values())
 
+    def initial_outcome(self) -> Copied:
+        """Return the outcome of the copy before it writes anything, as a copy that may be
+        changed."""
+        incomplete = list(self._counted.incomplete)
+        return msgspec.structs.replace(self._counted, incomplete=incomplete)
+
     def expected(self) -> Copied:
         """Return the outcome of the copy if no store changes meanwhile and no pack is damaged."""
         return msgspec.structs.replace(
-            self.known,
+            self._counted,
             packs=len(self.tables),
             requests=len(self.missing),
             stored_bytes=self.payload_bytes,
@@ -214,27 +220,28 @@ class CopyPlan:
     ) -> None:
         """Add the requests and packs of a source that the target lacks, and count those that it
         holds."""
-        # ids of requests in the target, and of packs that it lacks
-        held_requests, lacking = _held(source, target)
+        comparison = _compared(source, target)
+        lacking_packs = comparison.lacking_packs
         # orphans are found among the packs to copy; without any, requests' keys need not be read
-        finds_orphans = everything and bool(lacking)
-        needed: set[bytes] = set()  # packs that the target must hold after the copy
-        named: set[bytes] = set()  # packs of requests
+        finds_orphans = everything and bool(lacking_packs)
+        packs_of_missing: set[bytes] = set()
+        packs_of_requests: set[bytes] = set()
         for manifest in source.requests:
-            is_held = manifest.id in held_requests
-            self.known.requests_held += is_held
+            is_held = manifest.id in comparison.held_requests
+            self._counted.requests_held += is_held
             # the keys of a held request only tell which packs are no orphans
             if is_held and not finds_orphans:
                 continue
             keys = source.keys(manifest.id)
-            named |= source.packs.holding(all_keys(keys))
+            packs_of_requests |= source.packs.holding(all_keys(keys))
             if not is_held:
-                needed |= self._add(source, manifest, keys, lacking)
+                packs_of_missing |= self._add(source, manifest, keys, lacking_packs)
 
+        packs_to_have = packs_of_missing
         if everything:
-            needed = set(source.packs.tables)
-            self._add_orphans(source, lacking - named)
-        self.known.packs_held += len(needed - lacking)
+            packs_to_have = set(source.packs.tables)
+            self._add_orphans(source, lacking_packs - packs_of_requests)
+        self._counted.packs_held += len(packs_to_have - lacking_packs)
 
     def _add_orphans(self, source: Source, orphans: set[bytes]) -> None:
         """Add packs that no request names."""
@@ -252,7 +259,7 @@ class CopyPlan:
         """Add a request that the target lacks; return the ids of its packs."""
         # its keys are unreadable, or the source has lost some of its blocks
         if keys is None or not source.packs.hold(all_keys(keys)):
-            self.known.incomplete.append(manifest.id)
+            self._counted.incomplete.append(manifest.id)
             return set()
         packs = source.packs.in_order(keys)
         to_copy = [pack for pack in packs if pack in lacking]
@@ -274,16 +281,16 @@ class CopyPlan:
         for request in self.missing:
             key = (request.source.namespace.id, request.manifest.id)
             missing[key] = request
-        newest_first = []
+        newest_first: list[tuple[float, str, bytes]] = []
         for source in self.sources:
             for manifest in source.requests:
-                newest_first.append((_age_order(manifest), source.namespace.id))
+                created, request_id = _age_order(manifest)
+                newest_first.append((created, request_id, source.namespace.id))
         newest_first.sort(reverse=True)
 
         # a pack that several requests share takes room once
         counted: set[tuple[bytes, bytes]] = set()
-        for num_newer, (age, namespace) in enumerate(newest_first):
-            _, request_id = age
+        for num_newer, (_, request_id, namespace) in enumerate(newest_first):
             to_copy = missing.get((namespace, request_id))
             if to_copy is None:  # the target holds it, or it cannot be copied
                 continue
@@ -302,15 +309,24 @@ def counts(requests: int, packs: int) -> str:
     return f"{render.count(requests, 'request')} and {render.count(packs, 'pack')}"
 
 
-def _held(source: Source, target: Backend | None) -> tuple[set[str], set[bytes]]:
-    """Return the ids of the requests of the namespace that the target holds, and of the source's
-    packs that it lacks."""
+class _Compared(NamedTuple):
+    """One namespace of the source, compared with the same of the target."""
+
+    held_requests: set[str]
+    """Ids of the requests that the target holds."""
+    lacking_packs: set[bytes]
+    """Ids of the source's packs with blocks that the target lacks."""
+
+
+def _compared(source: Source, target: Backend | None) -> _Compared:
+    """Return which requests of the source's namespace the target holds, and which packs it
+    lacks."""
     namespace = source.namespace.id
     if target is None or not target.holds(namespace):
-        return set(), set(source.packs.tables)
+        return _Compared(held_requests=set(), lacking_packs=set(source.packs.tables))
     held_requests = set(request_ids(target, namespace))
     held_packs = NamespacePacks(target, namespace)
-    return held_requests, _lacking(source.packs, held_packs)
+    return _Compared(held_requests, _lacking(source.packs, held_packs))
 
 
 def _lacking(packs: Packs, held: Packs) -> set[bytes]:

@@ -19,7 +19,7 @@ _PACK_BYTES = 5 << 10
 _REQUEST_BYTES = 1280  # catalogue rows of a request
 _KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
 _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
-# Reserves that a store keeps free, upper estimates for all drivers; see ``TargetRoom.free_bytes``.
+# Reserves that a store keeps free, upper estimates for all drivers.
 # For commits: 1/16 of the capacity, at most so many bytes.
 _COMMIT_SHARE = 16
 _MOST_COMMIT_BYTES = 256 << 20  # 256 MiB
@@ -65,31 +65,37 @@ class TargetRoom(NamedTuple):
         if stats.capacity is None:
             return None
 
+        # the tables of packs list the keys of their blocks, and requests those that they name
         named_blocks = sum(found.manifest.blocks for found in stored_requests(backend))
-        keys = stats.blocks + named_blocks
-        content = store_bytes(stats.stored_bytes, stats.packs, stats.requests, keys)
-
-        on_disk = stats.disk_bytes
+        num_keys = stats.blocks + named_blocks
+        content_bytes = store_bytes(
+            stats.stored_bytes, stats.packs, stats.requests, num_keys
+        )
+        used_on_disk = stats.disk_bytes
         free = backend.free_space()
         if free is not None:
-            on_disk -= free.catalogue_bytes + free.payload_bytes
-        # The smaller of two upper estimates: a killed writer leaves files longer than their
-        # content, until the next commit. Not less than the payloads.
-        held_bytes = min(on_disk, content + _EMPTY_BYTES)
-        held_bytes = max(held_bytes, stats.stored_bytes + _EMPTY_BYTES)
-        return cls(stats.capacity, held_bytes)
+            used_on_disk -= free.catalogue_bytes + free.payload_bytes
+        # Both are upper bounds. That of the disk may be far too high: a killed writer leaves files
+        # longer than their content, until the next commit.
+        upper_bound = min(used_on_disk, content_bytes + _EMPTY_BYTES)
+        lower_bound = stats.stored_bytes + _EMPTY_BYTES
+        return cls(stats.capacity, max(upper_bound, lower_bound))
 
     @property
     def free_bytes(self) -> int:
         """Bytes that can be added without an eviction: capacity less content and reserves for
         catalogue and commits."""
-        capacity = self.capacity
-        # for the growth of the catalogue, and pages of it that cannot be reused yet
-        small = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
-        catalogue = max(small, capacity // _LEAST_CATALOGUE_SHARE)
-        with_pages = catalogue + min(_PAGES_BYTES, capacity // 4)
-        # a small store keeps at least this for its catalogue; ``held_bytes`` has the empty files
-        least = min(_LEAST_CATALOGUE_BYTES, capacity // 4 * 3) - _EMPTY_BYTES
-        commits = min(capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
-        reserves = max(with_pages, least) + commits
-        return max(0, capacity - reserves - self.held_bytes)
+        commits = min(self.capacity // _COMMIT_SHARE, _MOST_COMMIT_BYTES)
+        reserves = _catalogue_reserve(self.capacity) + commits
+        return max(0, self.capacity - reserves - self.held_bytes)
+
+
+def _catalogue_reserve(capacity: int) -> int:
+    """Return the bytes that a store of this capacity keeps free for its catalogue."""
+    small_growth = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
+    growth = max(small_growth, capacity // _LEAST_CATALOGUE_SHARE)
+    unusable_pages = min(_PAGES_BYTES, capacity // 4)
+    # a small store keeps space for a whole catalogue of this size, whose empty files
+    # ``TargetRoom.held_bytes`` counts already
+    least_catalogue = min(_LEAST_CATALOGUE_BYTES, capacity // 4 * 3)
+    return max(growth + unusable_pages, least_catalogue - _EMPTY_BYTES)

@@ -24,26 +24,26 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack_writer import PackCopy
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.inspection.requests import request_ids
-from persistkv_tools.packs import Took
+from persistkv_tools.packs import OnBytes
 from persistkv_tools.transfer.plan import Copied, CopyPlan, Source
 from persistkv_tools.transfer.room import TargetRoom
 
 
-def run_plan(plan: CopyPlan, target: Backend, url: str, took: Took) -> Copied:
+def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Copied:
     """Copy the content of a plan, requests oldest first. Other processes may write meanwhile.
 
     :param url: URL of the target, for errors.
+    :param on_bytes: called with the number of bytes of each read of the source.
     :raises StoreTooSmallError: the content does not fit; nothing was written.
     :raises StoreError: a store failed; earlier commits stay in effect, and the next copy skips
         their content.
     """
     # The target may have been filled since the plan was made.
     plan.check_room(TargetRoom.of(target), url)
-    incomplete = list(plan.known.incomplete)
-    copied = msgspec.structs.replace(plan.known, incomplete=incomplete)
+    copied = plan.initial_outcome()
     writers = []
     for source in plan.sources:
-        writer = _NamespaceWriter(target, source, copied, took)
+        writer = _NamespaceWriter(target, source, copied, on_bytes)
         writers.append(writer)
         _write_source(plan, source, writer)
     # at the end of all: a later namespace may have evicted packs of an earlier one
@@ -72,12 +72,12 @@ class _NamespaceWriter:
         backend: Backend,
         source: Source,
         copied: Copied,
-        took: Took,
+        on_bytes: OnBytes,
     ) -> None:
         self._backend = backend
         self._source = source
         self._copied = copied
-        self._took = took
+        self._on_bytes = on_bytes
         self._namespace = backend.open_namespace(source.namespace.identity).id
         self._packs = NamespacePacks(backend, self._namespace)
         """Packs that the target holds, and those that wait for the next commit."""
@@ -103,7 +103,7 @@ class _NamespaceWriter:
             return
         # a pack is offered once: one that the target evicts again would be copied for ever
         self._offered.add(pack)
-        payload = self._source.read(table, self._took)
+        payload = self._source.read(table, self._on_bytes)
         if payload is None:
             self._copied.damaged_packs += 1
             return
@@ -173,9 +173,16 @@ class _NamespaceWriter:
                 ]
             else:
                 self._count(packs, manifests, result)
+                self._forget(packs)
                 break
-        # what is held now, without what the commit evicted
+        # adds the packs that the target holds now, without what the commit evicted
         self._packs.refresh()
+
+    def _forget(self, packs: list[PackCopy]) -> None:
+        """Remove packs that waited from those of the target. The next refresh adds the ones that it
+        holds: a pack that the commit evicted at once must not stay."""
+        for pack in packs:
+            self._packs.remove(pack.pack_id)
 
     def _refuse(self, tenant: str, batch: CommitBatch) -> None:
         """Count the content of a tenant in a batch that its quota refuses."""
@@ -199,9 +206,8 @@ class _NamespaceWriter:
         for pack in packs:
             self._copied.stored_bytes += pack.table.payload_length
             # by a key: another pack with the same blocks, and another id, may replace it
-            self._written_keys.append(pack.keys.unpack()[0])
-            # the refresh after the commit adds it again, unless it was evicted at once
-            self._packs.remove(pack.pack_id)
+            first_key = pack.keys.unpack()[0]
+            self._written_keys.append(first_key)
         for write in manifests:
             self._written_requests.append(write.manifest.id)
             self._copied.requests += 1

@@ -75,6 +75,15 @@ def test_why_matching_model_exits_0(run, store, model):
     assert "matches" in run("why", url, "--against", str(model)).stdout
 
 
+def test_why_model_path_as_long_as_id_prints_path(run, store, model, monkeypatch):
+    url, _ = store
+    path = "model".ljust(32, "x")
+    model.rename(model.with_name(path))
+    monkeypatch.chdir(model.parent)
+    shown = run("why", url, "--against", path).stdout
+    assert shown.startswith(f"{path} matches namespace")
+
+
 def test_why_differing_config_exits_1_listing_fields(run, store, model):
     url, _ = store
     config = json.loads((model / "config.json").read_text())

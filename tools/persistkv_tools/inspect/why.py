@@ -4,6 +4,7 @@ differ; and why an engine computed a request."""
 from __future__ import annotations
 
 import json
+import re
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ from persistkv_tools.options import opened, show_adoptions
 
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
 _REQUEST_HELP = "Id of a request in its engine, or the beginning of the id."
-_DTYPES = ("dtype", "torch_dtype")  # new and old name of the field in config.json
+_DTYPES = ("torch_dtype", "dtype")  # old name of the field in config.json, and new one
+_NAMESPACE_ID = re.compile("[0-9a-f]{32}")
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
@@ -270,33 +272,44 @@ COMMAND = Command(why, (URL,), _add_options)
 
 def _print(comparison: ComparisonView) -> None:
     """Print one comparison: that all fields match, or a table of those that differ."""
-    ours = comparison.ours
-    first = "model"
-    if len(comparison.ours) == 32:  # the id of a namespace
-        first = comparison.ours[:8]
-        ours = f"namespace {first}"
+    our_column = "model"
+    our_name = comparison.ours
+    if _is_namespace_id(comparison.ours):
+        our_column = comparison.ours[:8]
+        our_name = f"namespace {our_column}"
+    their_column = comparison.theirs[:8]
     if comparison.matches:
         render.say(
-            f"{ours} matches namespace {comparison.theirs[:8]} in all {comparison.compared} "
+            f"{our_name} matches namespace {their_column} in all {comparison.compared} "
             f"compared fields"
         )
     else:
         fields = render.count(len(comparison.differences), "field")
-        title = f"{ours} and its nearest namespace {comparison.theirs[:8]} differ in {fields}"
-        second = comparison.theirs[:8]
+        title = (
+            f"{our_name} and its nearest namespace {their_column} differ in {fields}"
+        )
         columns: render.Columns = {
             "field": "field",
-            first: lambda found: _value(found.ours),
-            second: lambda found: _value(found.theirs),
+            our_column: lambda found: _value(found.ours),
+            their_column: lambda found: _value(found.theirs),
         }
         render.show_table(
-            columns, comparison.differences, title=title, left=f"{first},{second}"
+            columns,
+            comparison.differences,
+            title=title,
+            left=f"{our_column},{their_column}",
         )
     if comparison.not_compared:
         render.say(
             f"not compared, because only loading the model shows them: "
             f"{', '.join(comparison.not_compared)}"
         )
+
+
+def _is_namespace_id(name: str) -> bool:
+    """Return whether one side of a comparison is the id of a namespace, not the directory of a
+    model."""
+    return _NAMESPACE_ID.fullmatch(name) is not None
 
 
 def _value(value: object) -> str:
@@ -309,7 +322,12 @@ def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
     views = [DifferenceView(*difference) for difference in differences]
     num_compared = _count(theirs.identity)
     return ComparisonView(
-        ours.id.hex(), theirs.id.hex(), not views, num_compared, [], views
+        ours=ours.id.hex(),
+        theirs=theirs.id.hex(),
+        matches=not views,
+        compared=num_compared,
+        not_compared=[],
+        differences=views,
     )
 
 
@@ -322,20 +340,11 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     """
     stored = theirs.identity.properties
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_bytes())  # with Infinity, which some models have
-        if not isinstance(config, dict):
-            raise ValueError(f"it is a {type(config).__name__}")
-    except OSError as error:
-        raise FileError("read", path, error) from None
-    except (ValueError, RecursionError) as error:
-        raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
+    config = _read_config(directory / "config.json")
+    dtype = _model_dtype(config)
     # the model's dtype is one part of this field; the others are the engine's choice
-    has_model_dtype = isinstance(stored.get("dtype"), dict)
-    for name in _DTYPES:
-        if has_model_dtype and isinstance(config.get(name), str):
-            ours["dtype"] = {"model": config[name]}
+    if dtype is not None and isinstance(stored.get("dtype"), dict):
+        ours["dtype"] = {"model": dtype}
     ours["config"] = _common(config, stored.get("config", {}))
     known = Identity.of(ours)
     # fields of the namespace that the model's files do not show are left out
@@ -343,13 +352,38 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     differences = [DifferenceView(*found) for found in known.diff(comparable)]
     not_compared = [name for name in stored if name not in ours]
     return ComparisonView(
-        str(directory),
-        theirs.id.hex(),
-        not differences,
-        _count(known),
-        sorted(not_compared),
-        differences,
+        ours=str(directory),
+        theirs=theirs.id.hex(),
+        matches=not differences,
+        compared=_count(known),
+        not_compared=sorted(not_compared),
+        differences=differences,
     )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return the content of a model's config.json; raise FileError if it cannot be read, or is no
+    JSON object."""
+    try:
+        # Python's parser: it reads the value Infinity, which some models have
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FileError("read", path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise FileError("read", path, ValueError(f"no JSON object ({error})")) from None
+    if not isinstance(config, dict):
+        reason = ValueError(f"no JSON object (it is a {type(config).__name__})")
+        raise FileError("read", path, reason)
+    return config
+
+
+def _model_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype in a model's config.json; None: it names none."""
+    for name in _DTYPES:
+        dtype = config.get(name)
+        if isinstance(dtype, str):
+            return dtype
+    return None
 
 
 def _count(identity: Identity) -> int:

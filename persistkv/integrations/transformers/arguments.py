@@ -224,7 +224,7 @@ def device(value: object) -> torch.device:
     """Return a device that torch can use on this machine; raise ConfigurationError if it is
     none."""
     try:
-        found = torch.device(value)  # type: ignore[call-overload]
+        found: torch.device = torch.device(value)  # type: ignore[call-overload]
         torch.empty(1, device=found)
     # torch raises several kinds, AssertionError among them
     except Exception as error:
@@ -232,4 +232,4 @@ def device(value: object) -> torch.device:
         raise ConfigurationError(
             "device", value, f"a device of this machine, such as cpu ({reason})"
         ) from error
-    return torch.device(found)
+    return found

@@ -67,18 +67,18 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        device: PagedKVCache,
+        paged_cache: PagedKVCache,
         tiers: Tiers,
         *,
         tokenizer: Tokenizer,
         stores: Sequence[str],
     ) -> None:
         self.model = model
-        self.geometry = device.geometry
+        self.geometry = paged_cache.geometry
         self._stores = tuple(stores)
         self._num_requests = 0
         """Requests that have begun, for ``stats``."""
-        self._device = device
+        self._paged_cache = paged_cache
         self._tiers = tiers
         self._tokenizer = tokenizer
         self._forward = ModelForward(model)
@@ -267,11 +267,11 @@ class Engine:
         request = Request(
             self._forward,
             self.model.device,
-            self._device,
+            self._paged_cache,
             self._tiers,
-            uuid.uuid4().hex,
-            checked.salt,
-            checked.tenant,
+            req_id=uuid.uuid4().hex,
+            salt=checked.salt,
+            tenant=checked.tenant,
         )
 
         # called for the first token: a stream that is never read takes no room from others
@@ -294,7 +294,7 @@ class Engine:
         """
         self._check_open()
         # tokens after the last full block need no device block: they stay in the request's cache
-        num_blocks = num_tokens // self._device.block_size
+        num_blocks = num_tokens // self._paged_cache.block_size
         self._check_room(num_blocks)
         self._num_requests += 1
         # rows of stores that ended since the last step are free for this request
@@ -355,34 +355,37 @@ class Engine:
         """Return totals since the engine was opened. Waits up to 5 s for the answer of each
         store."""
         with self._lock:
-            num_blocks = num_resident = 0
-            for group in self._device.groups:
+            num_blocks = 0
+            num_resident = 0
+            for group in self._paged_cache.groups:
                 num_blocks += group.pool.num_blocks
                 num_resident += len(group.pool.resident())
+            stores = [tier.client.stats() for tier in self._tiers.persistent]
             return EngineStats(
-                self._num_requests,
-                num_blocks,
-                num_resident,
-                self._tiers.num_blocks,
-                self._device.block_bytes,
-                self._tiers.scheduler.stats,
-                self._tiers.load_reasons(),
-                tuple(tier.client.stats() for tier in self._tiers.persistent),
+                requests=self._num_requests,
+                device_blocks=num_blocks,
+                resident_blocks=num_resident,
+                cpu_blocks=self._tiers.num_blocks,
+                block_bytes=self._paged_cache.block_bytes,
+                connector=self._tiers.scheduler.stats,
+                load_reasons=self._tiers.load_reasons(),
+                persistent=tuple(stores),
             )
 
     @property
     def notices(self) -> Sequence[str]:
         """Messages of the stores for the user, such as the reason why a store contains nothing for
         this model."""
-        return tuple(
-            notice for tier in self._tiers.persistent for notice in tier.client.notices
-        )
+        notices: list[str] = []
+        for tier in self._tiers.persistent:
+            notices.extend(tier.client.notices)
+        return tuple(notices)
 
     def resident_pages(self, group_idx: int = 0) -> dict[bytes, torch.Tensor]:
         """Return the reusable pages of one group of ``geometry`` by block hash: views, shape
         (layers, 2, kv_heads, block_size, head_dim).
         """
-        group = self._device.groups[group_idx]
+        group = self._paged_cache.groups[group_idx]
         return {
             block_hash: group.pages[index]
             for block_hash, index in group.pool.resident().items()
@@ -395,7 +398,7 @@ class Engine:
         with self._lock:
             self._check_open()
             self._tiers.drain(math.inf)
-            for group in self._device.groups:
+            for group in self._paged_cache.groups:
                 group.pool.forget()
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
@@ -409,9 +412,9 @@ class Engine:
         """
         seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
-            # None if it was detached before, so that ``_close`` runs once
-            if self._closing.detach():
-                _close(self._tiers, seconds, os.getpid())
+            # None if the engine is closed already
+            if self._closing.detach() is not None:
+                _close(self._tiers, seconds, owner_pid=os.getpid())
 
     def __enter__(self) -> Engine:
         return self
@@ -431,11 +434,11 @@ class Engine:
         check_token_ids("prompt", tokens, self._vocabulary_size)
         num_new = arguments.integer("max_new_tokens", max_new_tokens, 1)
         num_tokens = len(tokens) + num_new
-        block_size = self._device.block_size
+        block_size = self._paged_cache.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
         # only full blocks are kept on the device: all of them, and then less than one more
-        limit = (self._device.num_blocks + 1) * block_size - 1
+        limit = (self._paged_cache.num_blocks + 1) * block_size - 1
         if num_tokens > limit:
             raise PromptTooLongError(
                 num_tokens, limit, "device_blocks", num_tokens // block_size
@@ -447,10 +450,10 @@ class Engine:
         that no stream ends for lack of them."""
         running = list(self._tiers.running.values())
         needed = num_blocks + sum(running)
-        if needed > self._device.num_blocks:
+        if needed > self._paged_cache.num_blocks:
             raise ConfigurationError(
                 "device_blocks",
-                self._device.num_blocks,
+                self._paged_cache.num_blocks,
                 f"{needed} or more for this request and {len(running)} streams that have not ended",
             )
 
@@ -468,8 +471,11 @@ class Engine:
 
 
 def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
-    """Flush and release the tiers of an engine, in the process that opened them; a fork shares
-    their files."""
+    """End all streams of an engine, then flush and release its tiers.
+
+    :param owner_pid: process that opened the engine. Others do nothing: a forked process, at whose
+        end this runs too, shares the files of the tiers.
+    """
     if os.getpid() != owner_pid:
         return
     tiers.end_all()

@@ -238,7 +238,8 @@ def _check_config(model: Any, config: Any) -> None:
             raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
-    # The causal class gives a headless Llama a random head, and BERT runs as one, too.
+    # Others can be loaded with the causal class, too, without an error: a Llama without a head gets
+    # random weights for it, and BERT runs like a decoder.
     if can_generate is None or not can_generate():
         raise UnsupportedModelError(
             f"{name} is not a causal language model: it has no head that predicts tokens"
@@ -424,9 +425,10 @@ def _kind_of(where: str, layer: DynamicLayer) -> _Kind:
         )
     keys = layer.keys
     values = layer.values
+    are_alike = keys.shape == values.shape and keys.dtype == values.dtype
     # shape (sequences, heads, tokens, head size), here with one sequence and one token
-    is_alike = keys.shape == values.shape and keys.dtype == values.dtype
-    if not is_alike or keys.shape[:1] + keys.shape[2:3] != (1, 1):
+    has_shape = keys.ndim == 4 and keys.shape[0] == keys.shape[2] == 1
+    if not (are_alike and has_shape):
         raise UnsupportedModelError(
             f"{where} has keys of {tuple(keys.shape)} and values of {tuple(values.shape)}; "
             "(1, heads, 1, head size) is needed for both"

@@ -104,14 +104,14 @@ class ForwardRecord:
             weakref.finalize(cache, handle.remove)
 
     def tokens(self, length: int) -> list[int]:
-        """Return the tokens of the first ``length`` positions; those that no observed call had
-        equal no token."""
+        """Return the tokens of the first ``length`` positions. A position that no observed call
+        filled has a value that equals no token."""
         known = list(self._restored)
         # A call replaces the tokens from its position on: the cache may have been cropped before.
         for position, input_ids in self._calls:
-            known = self._filled(known, position)
+            known = self._fitted(known, position)
             known.extend(input_ids.tolist())
-        return self._filled(known, length)
+        return self._fitted(known, length)
 
     def check(self) -> None:
         """Raise if a call used a mask or positions that change the KV of a prefix.
@@ -132,18 +132,19 @@ class ForwardRecord:
                 "cache", self.problem, "a cache of plain forward passes"
             )
 
-    def _filled(self, known: list[int], length: int) -> list[int]:
-        """Return the first ``length`` known tokens, with ``_UNSEEN`` for those that are missing at
-        the end."""
-        return known[:length] + [self._UNSEEN] * (length - len(known))
+    def _fitted(self, known: list[int], length: int) -> list[int]:
+        """Return ``length`` tokens: the first known ones, and ``_UNSEEN`` for those missing at the
+        end."""
+        missing = length - len(known)
+        return known[:length] + [self._UNSEEN] * missing
 
     def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record a call of the model, before it runs, if it gets the cache."""
         # a forward pass that raised has left its time behind
         self._prefill_begin = None
         cache = self._cache()
-        passed = any(value is cache for value in (*args, *options.values()))
-        if cache is None or not passed:
+        is_passed = any(value is cache for value in (*args, *options.values()))
+        if cache is None or not is_passed:
             return
         input_ids = options.get("input_ids", args[0] if args else None)
         # Embeddings and batches stay unseen; the cache itself refuses batches.
@@ -186,8 +187,8 @@ class PersistentCache(RequestCache):
     """The KV cache of one sequence, for ``model.generate``. Made by the function ``load``, which
     also calls the method ``load``: no other method may be called before that.
 
-    :ivar argument: name under which ``generate`` takes it: ``cache``, or ``past_key_values`` before
-        transformers 5.24.
+    :ivar argument: name of the argument with which ``generate`` takes it: ``cache``, or
+        ``past_key_values`` before transformers 5.24.
     :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
     :param identity: a result of ``model_identity``.
     :param capacity: tokens for which buffers are allocated at first.
@@ -195,7 +196,7 @@ class PersistentCache(RequestCache):
 
     def __init__(
         self,
-        argument: str,
+        argument_name: str,
         geometry: KVGeometry,
         url: str,
         identity: Mapping[str, Any],
@@ -204,7 +205,7 @@ class PersistentCache(RequestCache):
         tenant: str | None,
     ) -> None:
         super().__init__(geometry, capacity)
-        self.argument = argument
+        self.argument = argument_name
         self.restored_tokens: Sequence[int] = ()
         self._url = url
         self._identity = Identity.of(identity)
@@ -215,8 +216,8 @@ class PersistentCache(RequestCache):
         """For each KV cache group, its division of the sequence into blocks."""
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         """For each KV cache group, the bytes of one block."""
-        self._first_present = [0] * len(geometry)
-        """For each group, the index of the first block in the cache; earlier ones were outside of
+        self._first_cached = [0] * len(geometry)
+        """For each group, the index of the first block in this cache; earlier ones were outside of
         the window."""
 
     def update(
@@ -238,7 +239,9 @@ class PersistentCache(RequestCache):
                 self.argument, f"{key_states.shape[0]} sequences", "one sequence"
             )
         capacity = self.buffers[0].shape[3]  # in tokens, the same for all groups
-        needed = self.layers[layer_idx].get_seq_length() + key_states.shape[-2]
+        num_tokens = self.layers[layer_idx].get_seq_length()
+        num_new = key_states.shape[-2]
+        needed = num_tokens + num_new
         if needed > capacity:
             self.grow(max(needed, _GROWTH * capacity))
         keys, values = super().update(
@@ -276,7 +279,7 @@ class PersistentCache(RequestCache):
             if length:
                 self._add_savings(store, requests=1, tokens=length)
         self.restored_tokens = tuple(tokens[:length])
-        self._first_present = [positions.start for positions in needed]
+        self._first_cached = [positions.start for positions in needed]
         self.set_length(length)
         self._record = ForwardRecord(self, model, self.restored_tokens)
 
@@ -285,30 +288,37 @@ class PersistentCache(RequestCache):
         num_tokens = self._checked_length(tokens)
         group_keys = self._keys_of(tokens[:num_tokens])
         request = uuid.uuid4().hex
-        present = []
-        for keys, first in zip(group_keys, self._first_present, strict=True):
-            present.append(keys[first:])
         with self._open_store(codec) as store:
             self._put_absent(store, request, group_keys)
             end = RequestEnd(
-                request,
-                request,  # the manifest's id: the random one of the request is unique, too
-                tuple(map(list, group_keys)),
-                num_tokens,
-                self._block_size,
+                request=request,
+                manifest_id=request,  # a random id, which is unique, too
+                group_keys=tuple(map(list, group_keys)),
+                tokens=num_tokens,
+                block_size=self._block_size,
                 labels=dict(labels),
                 restored_tokens=len(self.restored_tokens),
                 tenant=self._tenant,
             )
             store.end_request(end)
             store.flush()
-            whole = dict(store.take_report().persisted)[request]
-            # A context is also whole without the blocks outside of the window, which the cache does
-            # not have.
-            if not whole and (not _holds(store, present) or _holds(store, group_keys)):
+            is_whole = dict(store.take_report().persisted)[request]
+            if not is_whole and not self._lacks_only_uncached(store, group_keys):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
             self._save_prefill(store)
         return request
+
+    def _lacks_only_uncached(
+        self,
+        store: BlockingStore,
+        group_keys: Sequence[Sequence[OffloadKey]],
+    ) -> bool:
+        """Return whether the store lacks some blocks of a context, but only blocks outside of the
+        window, which this cache does not have either."""
+        cached_keys = []
+        for keys, first in zip(group_keys, self._first_cached, strict=True):
+            cached_keys.append(keys[first:])
+        return _holds(store, cached_keys) and not _holds(store, group_keys)
 
     def _save_prefill(self, store: BlockingStore) -> None:
         """Record the prefills since the last call."""
@@ -335,22 +345,22 @@ class PersistentCache(RequestCache):
         request: str,
         group_keys: Sequence[Sequence[OffloadKey]],
     ) -> None:
-        """Store the blocks that are in the cache and not in the store."""
-        absent: list[tuple[int, int]] = []
+        """Store the blocks of the cache that the store lacks."""
+        absent: list[tuple[int, int]] = []  # group, and index of the block in it
         for group, keys in enumerate(group_keys):
-            for position in range(self._first_present[group], len(keys)):
+            for position in range(self._first_cached[group], len(keys)):
                 if not store.contains(keys[position]):
                     absent.append((group, position))
         for batch in batched(absent, len(store.rows)):
-            keys = []
+            batch_keys = []
             positions = []
             for row, (group, position) in enumerate(batch):
                 block = self._block(group, position)
                 self._row(store, row, group).copy_(block)
-                keys.append(group_keys[group][position])
+                batch_keys.append(group_keys[group][position])
                 positions.append(position)
             rows = range(len(batch))
-            store.put(request, keys, rows, positions, self._tenant)
+            store.put(request, batch_keys, rows, positions, self._tenant)
             store.flush()  # before the rows are overwritten
 
     def _checked_length(self, tokens: Sequence[int]) -> int:
@@ -402,7 +412,7 @@ class PersistentCache(RequestCache):
         """
         wanted: list[tuple[int, int]] = []
         for group, positions in enumerate(needed):
-            wanted += [(group, position) for position in positions]
+            wanted.extend((group, position) for position in positions)
         for batch in batched(wanted, len(store.rows)):
             keys = [group_keys[group][position] for group, position in batch]
             failed = store.read(keys, range(len(batch)))
@@ -502,10 +512,14 @@ def load(
     check_token_ids("token_ids", tokens, vocabulary_size(model))
     directory = None if checkpoint is None else Path(checkpoint)
     identity = model_identity(model, directory, geometry, block_size)
-    argument = ModelForward(model).cache_argument
-    capacity = len(tokens) + _SPARE_TOKENS
     cache = PersistentCache(
-        argument, geometry, store_url(store), identity, capacity, salt, tenant
+        ModelForward(model).cache_argument,
+        geometry,
+        store_url(store),
+        identity,
+        capacity=len(tokens) + _SPARE_TOKENS,
+        salt=salt,
+        tenant=tenant,
     )
     cache.load(tokens, model)
     return cache

@@ -59,7 +59,8 @@ class BlockHashChain:
         """Bytes of the tokens after the last full block."""
         root = _ROOT
         if tenant not in (None, DEFAULT_TENANT):
-            # names have no control characters: this cannot be the start of a salt
+            # "\0" ends the name, which has no control characters: other pairs of tenant and salt
+            # give other bytes
             root += f"tenant {tenant}\0".encode()
         if salt is not None:
             root += b"salt " + salt.encode()
@@ -130,25 +131,26 @@ class Request:
         therefore not restored.
     :ivar ended: whether the last token was computed.
     :param forward: the model, which runs on ``model_device``.
+    :param paged_cache: the device's blocks, which all requests share.
     """
 
     def __init__(
         self,
         forward: ModelForward,
         model_device: torch.device,
-        device: PagedKVCache,
+        paged_cache: PagedKVCache,
         tiers: Tiers,
         req_id: str,
         salt: str | None,
         tenant: str | None,
     ) -> None:
-        self.tables: list[BlockTable] = [[] for _ in device.groups]
+        self.tables: list[BlockTable] = [[] for _ in paged_cache.groups]
         self._model = forward
         self._model_device = model_device
-        self._device = device
+        self._paged_cache = paged_cache
         self._tiers = tiers
         self.req_id = req_id
-        self._chain = BlockHashChain(device.block_size, salt, tenant)
+        self._chain = BlockHashChain(paged_cache.block_size, salt, tenant)
         self._stats = RequestStats()
         self._tokens: list[int] = []
         """Ids of the answer's tokens so far."""
@@ -156,7 +158,8 @@ class Request:
         """Logits of the first token of the answer, for the result; empty until it is computed."""
         self.ended = False
         self._num_kept = 0
-        """Full blocks of the tokens that have KV; kept when ``release`` empties the tables."""
+        """Number of full blocks of the tokens that have KV; stays when ``release`` empties the
+        tables."""
 
     def run(
         self,
@@ -174,31 +177,30 @@ class Request:
         """
         begin = time.perf_counter()
         self._stats.prompt_tokens = len(prompt)
-        self._announce(prompt, len(prompt))
+        self._report_tokens(prompt, len(prompt))
         num_restored = self._restore(len(prompt)) if load else 0
         restored_s = time.perf_counter() - begin
         # ``_restore`` has measured the load, which is the other part of this time
         self._stats.lookup_s = restored_s - self._stats.load_s
         most_tokens = len(prompt) + max_new_tokens
-        cache = RequestCache(self._device.geometry, most_tokens)
-        self._gather(cache)
-        self._prefill(prompt, num_restored, cache, sampler)
+        cache = RequestCache(self._paged_cache.geometry, most_tokens)
+        self._gather_restored(cache)
+        token = self._prefill(prompt, num_restored, cache, sampler)
         self._stats.ttft_s = time.perf_counter() - begin
-        self._keep(cache, len(prompt))
+        self._keep_full_blocks(cache, len(prompt))
         while True:
+            self._tokens.append(token)
             self._stats.total_s = time.perf_counter() - begin
-            token = self._tokens[-1]
             # before the yield: the stream reads it together with the token
             self.ended = len(self._tokens) == max_new_tokens or token in stop
             yield token
             if self.ended:
                 return
             num_tokens = len(prompt) + len(self._tokens)
-            self._announce([token], num_tokens)
+            self._report_tokens([token], num_tokens)
             logits = self._forward([token], cache)
-            next_token = sampler.choose(logits)
-            self._tokens.append(next_token)
-            self._keep(cache, num_tokens)
+            token = sampler.choose(logits)
+            self._keep_full_blocks(cache, num_tokens)
 
     def _prefill(
         self,
@@ -206,20 +208,20 @@ class Request:
         num_restored: int,
         cache: RequestCache,
         sampler: Sampler,
-    ) -> None:
-        """Compute the prompt after its restored tokens, and choose the first token of the answer;
-        measure the time that this took and the time that the restored tokens saved."""
+    ) -> int:
+        """Compute the prompt after its restored tokens; return the first token of the answer.
+        Measure the time that this took and the time that the restored tokens saved."""
         begin = time.perf_counter()
         logits = self._forward(prompt[num_restored:], cache)
         self._logits = logits.to("cpu", copy=True)
         self._stats.computed_tokens = len(prompt) - num_restored
         first_token = sampler.choose(logits)
-        self._tokens.append(first_token)
         self._stats.prefill_s = time.perf_counter() - begin
         self._tiers.record_prefill(num_restored, len(prompt), self._stats.prefill_s)
         # tokens that the device held would not have been computed either way
         first_loaded = num_restored - self._stats.persistent_tokens
         self._stats.saved_s = self._tiers.prefill_s(first_loaded, num_restored)
+        return first_token
 
     def result(self, text: str | None) -> GenerateResult:
         """Return the result of the tokens computed so far, at least one; ``text`` is theirs."""
@@ -233,9 +235,9 @@ class Request:
         """Drop the references to the device blocks."""
         self._truncate(0)
 
-    def _announce(self, token_ids: Sequence[int], num_tokens: int) -> None:
+    def _report_tokens(self, token_ids: Sequence[int], num_tokens: int) -> None:
         """Report the next tokens, up to ``num_tokens`` in all, and the keys of the blocks that
-        became full."""
+        became full, to the scheduler of the tiers."""
         hashes = self._chain.extend(token_ids)
         for group in range(len(self.tables)):
             keys = [make_offload_key(block_hash, group) for block_hash in hashes]
@@ -246,29 +248,39 @@ class Request:
         length."""
         on_device = self._acquire_resident(num_tokens - 1)
         self._stats.device_tokens = on_device
-        matched = self._tiers.match(self.req_id, on_device)
+        num_matched = self._tiers.match(self.req_id, on_device)
         begin = time.perf_counter()
+        first_new_block = self._num_blocks
         # Device blocks are allocated only now: ``match`` may have waited for promotions, and would
         # have kept them from other requests meanwhile.
-        first = self._num_blocks
-        needed = self._tiers.scheduler.needed_device_blocks(self.req_id, matched)
+        self._allocate_matched(num_matched)
+        progress = self._tiers.load(self.req_id, self.tables, num_matched)
+        num_loaded = progress.num_tokens if progress.success else 0
+        loaded_blocks = num_loaded // self._paged_cache.block_size
+        # After a failed load, the allocated blocks hold nothing that may be published.
+        self._truncate(first_new_block + loaded_blocks)
+        self._publish(first_new_block)
+        self._stats.load_s = time.perf_counter() - begin
+        self._stats.bytes_loaded = progress.num_bytes
+        self._count_loaded(num_loaded)
+        return on_device + num_loaded
+
+    def _allocate_matched(self, num_matched: int) -> None:
+        """Append a device block to the tables for each block of ``num_matched`` further tokens."""
+        scheduler = self._tiers.scheduler
+        needed = scheduler.needed_device_blocks(self.req_id, num_matched)
         for (group, table), positions in zip(self._groups(), needed, strict=True):
             # blocks before the sliding window are not restored
             table += [None] * (positions.start - len(table))
             table += self._allocate(group.pool, len(positions))
-        progress = self._tiers.load(self.req_id, self.tables, matched)
-        num_loaded = progress.num_tokens if progress.success else 0
-        loaded_blocks = num_loaded // self._device.block_size
-        # After a failed load, the allocated blocks hold nothing that may be published.
-        self._truncate(first + loaded_blocks)
-        self._publish(first)
-        self._stats.load_s = time.perf_counter() - begin
+
+    def _count_loaded(self, num_loaded: int) -> None:
+        """Divide the loaded tokens by the tier that had them, and record why no more were
+        loaded."""
         num_promoted = self._tiers.scheduler.num_promoted_tokens(self.req_id)
         self._stats.persistent_tokens = num_promoted
         self._stats.cpu_tokens = num_loaded - num_promoted
-        self._stats.bytes_loaded = progress.num_bytes
         self._stats.load_reason = self._tiers.load_reason(self.req_id)
-        return on_device + num_loaded
 
     def _acquire_resident(self, limit: int) -> int:
         """Reference the device's blocks of the longest prefix up to ``limit`` tokens that every
@@ -277,9 +289,10 @@ class Request:
         hashes = self._chain.hashes
         groups = [
             GroupBlocks(group.blocks, hashes, group.pool.holds)
-            for group in self._device.groups
+            for group in self._paged_cache.groups
         ]
-        num_tokens = longest_match(groups, self._device.block_size, 0, limit)
+        block_size = self._paged_cache.block_size
+        num_tokens = longest_match(groups, block_size, 0, limit)
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
@@ -289,10 +302,10 @@ class Request:
                 table.append(block_id)
         return num_tokens
 
-    def _gather(self, cache: RequestCache) -> None:
+    def _gather_restored(self, cache: RequestCache) -> None:
         """Copy the restored blocks that the next token attends to from the pages to the request's
         cache."""
-        num_tokens = self._num_blocks * self._device.block_size
+        num_tokens = self._num_blocks * self._paged_cache.block_size
         for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
             needed = group.blocks.device_blocks(num_tokens)
             block_ids = _present(table[needed.start :])
@@ -306,21 +319,21 @@ class Request:
         inputs = torch.tensor(batch, dtype=torch.long, device=self._model_device)
         return self._model(inputs, cache)
 
-    def _keep(self, cache: RequestCache, num_tokens: int) -> None:
-        """Copy the blocks that became full to pages, publish them, report them to the connector;
-        call ``Tiers.step``.
+    def _keep_full_blocks(self, cache: RequestCache, num_tokens: int) -> None:
+        """Copy the blocks that became full to pages, publish them, and report them to the
+        connector; then call ``Tiers.step``.
 
-        A block that is on the device already is referenced, not written, so that all requests use
-        the same bytes.
+        :param num_tokens: tokens that have KV in the cache.
         """
-        first = self._num_blocks
-        self._num_kept = num_tokens // self._device.block_size
-        full = range(first, self._num_kept)
-        if full:
+        # the tables have the blocks that were full before
+        first_new_block = self._num_blocks
+        self._num_kept = num_tokens // self._paged_cache.block_size
+        new_blocks = range(first_new_block, self._num_kept)
+        if new_blocks:
             groups = zip(self._groups(), cache.buffers, strict=True)
             for (group, table), buffer in groups:
-                self._write_pages(group, table, buffer, full)
-            self._publish(first)
+                self._write_pages(group, table, buffer, new_blocks)
+            self._publish(first_new_block)
             scheduler = self._tiers.scheduler
             scheduler.update_computed_tokens(self.req_id, num_tokens, self.tables)
         self._tiers.step()
@@ -333,15 +346,18 @@ class Request:
         positions: range,
     ) -> None:
         """Append the blocks at ``positions`` to a group's table, and copy those that are not on the
-        device yet from the request's buffer."""
-        written: dict[int, int] = {}
+        device yet from the request's buffer. Those that are on it are only referenced, so all
+        requests use the same bytes."""
+        new_positions = []
+        new_block_ids = []
         for position in positions:
             block_id = group.pool.acquire(self._chain.hashes[position])
             if block_id is None:
                 (block_id,) = self._allocate(group.pool, 1)
-                written[position] = block_id
+                new_positions.append(position)
+                new_block_ids.append(block_id)
             table.append(block_id)
-        group.scatter(buffer, list(written), list(written.values()))
+        group.scatter(buffer, new_positions, new_block_ids)
 
     def _allocate(self, pool: BlockPool, count: int) -> list[int]:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
@@ -380,7 +396,7 @@ class Request:
 
     def _groups(self) -> Iterable[tuple[GroupPages, BlockTable]]:
         """Return the device's pages and the request's table of each KV cache group."""
-        return zip(self._device.groups, self.tables, strict=True)
+        return zip(self._paged_cache.groups, self.tables, strict=True)
 
 
 def _present(table: Iterable[int | None]) -> list[int]:

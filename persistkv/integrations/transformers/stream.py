@@ -97,8 +97,9 @@ class TokenStream(Iterator[Token]):
         """End the request; no further token is computed. Idempotent."""
         with self._lock:
             self._closed = True
+            was_running = self._tiers.end(self.req_id)
             # the step plans the store of the last blocks now, not with the next request
-            if self._tiers.end(self.req_id):
+            if was_running:
                 self._tiers.step()
 
     def __enter__(self) -> TokenStream:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from persistkv.base import CanonicalKVCaches
 from persistkv.connector.common import LoadProgress
 from persistkv.connector.scheduler import BlockTable, OffloadingConnectorScheduler
 from persistkv.connector.worker import OffloadingConnectorWorker
@@ -38,7 +39,7 @@ class Tiers:
 
     def __init__(
         self,
-        device: PagedKVCache,
+        paged_cache: PagedKVCache,
         identity: Mapping[str, Any],
         urls: Sequence[str],
         *,
@@ -56,7 +57,6 @@ class Tiers:
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is
             invalid.
         """
-        caches = device.canonical()
         # Files of killed engines would keep their memory for ever: names are unique per engine, so
         # no later engine replaces them.
         remove_leftover_regions()
@@ -65,30 +65,20 @@ class Tiers:
             "unique_request_ids": True,  # the engine draws them as UUIDs
             **options,
         }
-        secondary = [{**common, "url": url} for url in urls]
-        spec = TieringOffloadingSpec(
-            extra_config={
-                "cpu_bytes_to_use": cpu_bytes,
-                "prewarm_share": prewarm_share,
-                "prefill_tokens_per_s": prefill_tokens_per_s,
-                "secondary_tiers": secondary,
-            },
-            geometry=WorkerGeometry(
-                instance_id=uuid.uuid4().hex,
-                gpu_block_size=device.block_size,
-                # 1, here and below: a row of the primary tier holds one device block
-                gpu_block_bytes=cell_bytes(caches, 1),
-            ),
-            identity=identity,
-            group_layouts=group_layouts(caches, 1),
-            windows=tuple(group.sliding_window for group in device.specs()),
-        )
+        config: dict[str, Any] = {
+            "cpu_bytes_to_use": cpu_bytes,
+            "prewarm_share": prewarm_share,
+            "prefill_tokens_per_s": prefill_tokens_per_s,
+            "secondary_tiers": [{**common, "url": url} for url in urls],
+        }
+        caches = paged_cache.canonical()
+        spec = _tiering_spec(config, paged_cache, caches, identity)
         self.num_blocks = spec.num_blocks
         try:
             manager = spec.get_manager()
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
             self.scheduler = OffloadingConnectorScheduler(
-                manager, device.specs(), max_load_blocks=spec.num_blocks
+                manager, paged_cache.specs(), max_load_blocks=spec.num_blocks
             )
         except BaseException:
             spec.shutdown()
@@ -103,11 +93,12 @@ class Tiers:
                     self.persistent.append(tier)
         self._lookup_deadline_s = lookup_deadline_s
         self._on_released: dict[str, Callable[[], None]] = {}
-        """By request, the function to call when it is released. It has the running requests, and
-        ended ones whose device blocks are still read."""
+        """By id, for running requests, and for ended ones whose device blocks are still read: the
+        function to call when they are no longer read."""
         self.running: dict[str, int] = {}
         self._known: dict[str, None] = {}
-        """Ids of the requests that ``persisted`` can be asked about, oldest first."""
+        """Ids of the requests that ``persisted`` can be asked about, oldest first. Persistent tiers
+        remember the results of so many requests."""
         self._ended: deque[str] = deque()
         """Ids of ended requests whose end the next ``step`` reports to the scheduler. Other threads
         append to it without a lock."""
@@ -131,6 +122,7 @@ class Tiers:
         group; ``on_released`` is called when they are no longer read after its end."""
         self._on_released[req_id] = on_released
         self.running[req_id] = num_blocks
+        # the last requests can be asked about in ``persisted``
         self._known[req_id] = None
         if len(self._known) > REMEMBERED_ENDS:
             oldest = next(iter(self._known))
@@ -260,8 +252,9 @@ class Tiers:
         have begun, have ended. Return False if ``deadline``, a ``time.monotonic`` time, passed
         first.
         """
+        # waits for all transfers that have begun
         self.step(wait=True)
-        while any(req_id not in self.running for req_id in self._on_released):
+        while self._has_unreleased():
             if time.monotonic() >= deadline:
                 return False
             # A store that found no room in the primary tier is planned again in the next step. Room
@@ -269,6 +262,10 @@ class Tiers:
             time.sleep(_POLL_S)
             self.step(wait=True)
         return True
+
+    def _has_unreleased(self) -> bool:
+        """Return whether the device blocks of an ended request are still read."""
+        return any(req_id not in self.running for req_id in self._on_released)
 
     def knows(self, req_id: str) -> bool:
         """Return whether ``persisted`` can be called: for the last 4,096 requests."""
@@ -311,3 +308,24 @@ class Tiers:
             self._worker.shutdown()
         finally:
             self.scheduler.shutdown()
+
+
+def _tiering_spec(
+    config: dict[str, Any],
+    paged_cache: PagedKVCache,
+    caches: CanonicalKVCaches,
+    identity: Mapping[str, Any],
+) -> TieringOffloadingSpec:
+    """Return the specification of tiers whose primary tier holds one device block in a row."""
+    device_blocks_per_row = 1
+    return TieringOffloadingSpec(
+        extra_config=config,
+        geometry=WorkerGeometry(
+            instance_id=uuid.uuid4().hex,
+            gpu_block_size=paged_cache.block_size,
+            gpu_block_bytes=cell_bytes(caches, device_blocks_per_row),
+        ),
+        identity=identity,
+        group_layouts=group_layouts(caches, device_blocks_per_row),
+        windows=tuple(group.sliding_window for group in paged_cache.specs()),
+    )

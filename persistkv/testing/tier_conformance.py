@@ -262,7 +262,8 @@ class SecondaryTierConformance(ABC):
             rig.store([], [], request_of),
             rig.load([], [], request_of),
         ]
-        assert all(result.success for result in rig.results(jobs).values())
+        results = rig.results(jobs).values()
+        assert all(result.success for result in results)
         assert not list(rig.tier.get_finished_jobs())
 
     def test_load_absent_block_fails_alone(

@@ -317,13 +317,16 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])
     (filled,) = backend.read(namespace, [span])
-    if filled and backend.seal.encrypts:
-        # as it is held: each stream of a pack is sealed with another key
-        held = backend.tables(namespace, [table.pack_id])
-        if not held:
+    if not filled:
+        return None
+    if backend.seal.encrypts:
+        # the table as stored: each time that a pack is written, it is sealed with another key
+        stored_tables = backend.tables(namespace, [table.pack_id])
+        if not stored_tables:
             return None
-        open_payload(backend.seal, held[0], memoryview(buffer))
-    return bytes(buffer) if filled else None
+        (stored_table,) = stored_tables
+        open_payload(backend.seal, stored_table, memoryview(buffer))
+    return bytes(buffer)
 
 
 def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:

@@ -114,8 +114,9 @@ def _run(arguments: list[str]) -> None:
     name = arguments[0] if arguments else ""
     command = _load(name) if name in COMMANDS else None
     if completion.VARIABLE in os.environ:
-        found = completion.completions(arguments or [""], list(COMMANDS), command)
-        render.print_exact("".join(f"{printable(word)}\n" for word in found))
+        words = completion.completions(arguments or [""], list(COMMANDS), command)
+        lines = [f"{printable(word)}\n" for word in words]
+        render.print_exact("".join(lines))
     elif command is not None:
         # ``entry`` let Ctrl-C end the process during imports; from here on, it raises
         # KeyboardInterrupt, so that the command can clean up
@@ -142,9 +143,8 @@ def _run_without_command(arguments: list[str]) -> None:
         parser.print_help()
         sys.exit(_BAD_INPUT)
     else:
-        parser.parse_args(
-            arguments
-        )  # prints the help, the version or an error, and exits
+        # prints the help, the version or an error, and exits
+        parser.parse_args(arguments)
 
 
 def _general_parser(epilog: str | None) -> ArgumentParser:
@@ -186,12 +186,13 @@ def _summaries() -> str:
     width = shutil.get_terminal_size().columns - 2
     lines = ["commands, each with --help:"]
     for name in COMMANDS:
-        text = " ".join(summary(_load(name).function).split())
+        sentence = summary(_load(name).function)
+        text = " ".join(sentence.split())
         begin = f"  {name:<14}"
-        indent = " " * len(begin)
-        lines.append(
-            textwrap.fill(text, width, initial_indent=begin, subsequent_indent=indent)
+        filled = textwrap.fill(
+            text, width, initial_indent=begin, subsequent_indent=" " * len(begin)
         )
+        lines.append(filled)
     return "\n".join(lines)
 
 
@@ -204,7 +205,8 @@ def _load(name: str) -> Command:
 
 def _print_causes(error: PersistKVError) -> None:
     """Print the traceback of the error and of the errors that caused it on standard error."""
-    for line in "".join(traceback.format_exception(error)).splitlines():
+    text = "".join(traceback.format_exception(error))
+    for line in text.splitlines():
         sys.stderr.write(f"{printable(line)}\n")
 
 

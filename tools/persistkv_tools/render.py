@@ -286,20 +286,26 @@ def show_table(
     :param optional: headers of columns that are left out if all their cells are empty, "-" or 0.
     :param most: number of records to show; a line below says how many are left out. None: all.
     """
-    can_be_left_out = set(optional.split(","))
-    kept = dict(columns)
+    shown = records[:most]
+    can_be_left_out = optional.split(",")
+    kept: dict[str, str | Callable[[Any], str]] = {}
     for header, column in columns.items():
-        texts = [_cell(record, column) for record in records[:most]]
-        # nothing remains of "", "-" and "0"
-        is_used = any(text.strip("-0") for text in texts)
-        if header in can_be_left_out and not is_used:
-            del kept[header]
+        if header not in can_be_left_out or _has_content(column, shown):
+            kept[header] = column
     if title is not None:
         say(title)
-    rows = cells(kept, records[:most])
+    rows = cells(kept, shown)
     console().print(table(kept, rows, left=left))
     if most is not None and len(records) > most:
         say(f"and {len(records) - most:,} more; --json lists all")
+
+
+def _has_content(
+    column: str | Callable[[Any], str],
+    records: Iterable[object],
+) -> bool:
+    """Return whether a cell of the column is none of "", "-" and "0"."""
+    return any(_cell(record, column).strip("-0") for record in records)
 
 
 def is_wide() -> bool:

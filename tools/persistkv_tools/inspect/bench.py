@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from persistkv.base import make_offload_key
 from persistkv.config import MAX_PACK_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.memory.rows import StagedBlocks
@@ -174,9 +175,8 @@ def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
         namespace = backend.open_namespace(identity).id
         for number in range(rounds + 1):
-            # new keys: a store does not write blocks again that it holds; the last 4 bytes of a
-            # key are its KV cache group, here 0
-            keys = [os.urandom(32) + bytes(4) for _ in rows]
+            # new keys: a store does not write blocks again that it holds
+            keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
             segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
             pack = PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
             steps: dict[str, Callable[[], object]] = {

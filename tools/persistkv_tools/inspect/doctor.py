@@ -269,8 +269,9 @@ def _store(url: str) -> Iterator[Check]:
             newest = _newest_request(backend)
             sample = sample_store(backend, _SAMPLE_BYTES)
     except PersistKVError as error:
+        message = " ".join(str(error).split())
         todo = "see the message; an absent store is created by an engine"
-        yield Check("store", Level.PROBLEM, " ".join(str(error).split()), todo)
+        yield Check("store", Level.PROBLEM, message, todo)
         return
     requests = render.count(stats.requests, "request")
     packs = render.count(stats.packs, "pack")
@@ -286,9 +287,11 @@ def _store(url: str) -> Iterator[Check]:
         yield Check("damaged files", Level.WARNING, found, todo)
     yield _store_clock(newest)
     location = Path(parsed.location)
+    # not a bucket
     if location.is_dir():
         yield _space(location, stats.disk_bytes, stats.capacity)
-        if not is_remote:  # else LMDB is not there
+        # a directory that machines share has blobs, and neither LMDB nor segment files
+        if not is_remote:
             yield _pid_namespace()
             yield _direct(location)
 
@@ -334,14 +337,18 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
         tables.extend(backend.changes(space.id, None).added)
     # over all packs: contexts of one model compress differently from those of another
     packs = _spread(tables, _SAMPLE_PACKS)
-    per_pack = max(1, most_bytes // FRAME_BYTES // max(1, len(packs)))
+    most_frames = most_bytes // FRAME_BYTES
+    frames_per_pack = max(1, most_frames // max(1, len(packs)))
     sample = bytearray()
     for table in packs:
         numbers = range(table.frame_count)
-        for number in _spread(numbers, per_pack):
+        for number in _spread(numbers, frames_per_pack):
+            # of a damaged frame, nothing is added
             with suppress(CorruptPackError):
                 sample += read_frame(backend, table, number) or b""
-    return bytes(sample[:most_bytes]) if len(sample) >= FRAME_BYTES else b""
+    if len(sample) < FRAME_BYTES:
+        return b""
+    return bytes(sample[:most_bytes])
 
 
 def _spread(items: Sequence[T], most: int) -> Sequence[T]:
@@ -356,9 +363,10 @@ def smallest(sample: bytes) -> tuple[str, float]:
     for start in range(0, len(sample), FRAME_BYTES):
         frame = sample[start : start + FRAME_BYTES]
         for name in CODECS:
-            encoded = len(parse_codec(name).encode(frame))
+            encoded = parse_codec(name).encode(frame)
             # as a store does: a frame that its codec makes no smaller is stored raw
-            sizes[name] += align(min(encoded, len(frame)))
+            stored_bytes = min(len(encoded), len(frame))
+            sizes[name] += align(stored_bytes)
     best = min(sizes, key=sizes.__getitem__)
     return best, len(sample) / sizes[best]
 
@@ -393,26 +401,38 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
 
 
 def _direct(location: Path) -> Check:
-    """Check O_DIRECT: write one page, bypassing the page cache, to a file without a name in the
-    store's directory."""
+    """Check that files in the store's directory can be written past the page cache."""
+    try:
+        works = _writes_direct(location)
+    except OSError as error:
+        found = f"could not be tried: {error.strerror}"
+        return Check("O_DIRECT", Level.NOTE, found)
+    found = "works" if works else f"does not work in {location}"
+    todo = "writes use the page cache and are slower; a local ext4 or xfs file system is faster"
+    return _passed("O_DIRECT", works, found, todo)
+
+
+def _writes_direct(location: Path) -> bool:
+    """Write one page with O_DIRECT to a file without a name in the directory; return whether that
+    works.
+
+    :raises OSError: no file can be created, for another reason, such as no permission.
+    """
     flags = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT | os.O_CLOEXEC
-    works = False
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
-        # EINVAL is the refusal of O_DIRECT; another error, such as no permission, says nothing
-        if error.errno != errno.EINVAL:
-            return Check(
-                "O_DIRECT", Level.NOTE, f"could not be tried: {error.strerror}"
-            )
-    else:
-        # the buffer must be aligned to pages, as an mmap is; a write that fails shows that O_DIRECT
-        # does not work
-        with suppress(OSError), mmap.mmap(-1, PAGE_BYTES) as page:
+        # how a file system refuses O_DIRECT
+        if error.errno == errno.EINVAL:
+            return False
+        raise
+    try:
+        # O_DIRECT needs a buffer that is aligned to pages, as an mmap is
+        with mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
-            works = True
+    # some file systems refuse only the write
+    except OSError:
+        return False
+    finally:
         os.close(descriptor)
-    todo = "writes use the page cache and are slower; a local ext4 or xfs file system is faster"
-    return _passed(
-        "O_DIRECT", works, "works" if works else f"does not work in {location}", todo
-    )
+    return True

@@ -155,23 +155,27 @@ def _print(page: Page) -> None:
     models = {}
     for space in page.namespaces:
         models[space.id] = render.format_model(space.model)
+    model_names = set(models.values())
     # a column with one value would only take room
-    has_models = len(set(models.values())) > 1
-    words = "request=short_id age=created"
-    if render.is_wide():
-        words += " used=last_used tokens blocks by_group size=raw_bytes"
-        words += " stored=stored_bytes"
-    else:
-        words += " tokens size=raw_bytes"
-    words += " expires copies hits pinned labels"
-    if has_models:
-        words += " model"
+    has_model_column = len(model_names) > 1
     # several namespaces of one model: its name does not tell them apart
-    if render.is_wide() and len(models) > len(set(models.values())):
-        words += " namespace"
+    models_are_ambiguous = len(models) > len(model_names)
 
+    # words of the form HEADER=FIELD, or one name for both
+    shown = "request=short_id age=created"
+    if render.is_wide():
+        shown += " used=last_used tokens blocks by_group size=raw_bytes"
+        shown += " stored=stored_bytes"
+    else:
+        shown += " tokens size=raw_bytes"
+    shown += " expires copies hits pinned labels"
+    if has_model_column:
+        shown += " model"
+    if render.is_wide() and models_are_ambiguous:
+        shown += " namespace"
+    # cells that are no plain fields of a request
     columns = render.columns(
-        words,
+        shown,
         by_group=_blocks_by_group,
         copies=_copies,
         hits=lambda request: "-" if request.hits is None else f"{request.hits:,}",
@@ -183,8 +187,11 @@ def _print(page: Page) -> None:
         left="pinned,labels,model,namespace",
         optional="by group,stored,expires,copies,hits,pinned,labels",
     )
-    # without a column of models, there is at most one: the line below the table names it
-    _print_counts(page, "" if has_models else "".join(set(models.values())))
+    only_model = ""
+    # without a column of models, there is at most one
+    if not has_model_column:
+        only_model = next(iter(model_names), "")
+    _print_counts(page, only_model)
 
 
 def _copies(request: RequestView) -> str:
@@ -200,7 +207,7 @@ def _blocks_by_group(request: RequestView) -> str:
 
 
 def _print_counts(page: Page, model: str) -> None:
-    """Say how many requests there are and which rows were shown.
+    """Print how many requests there are and which rows were shown.
 
     :param model: the only model of the store; ``-`` or empty: none.
     """

@@ -250,12 +250,14 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
 
 def report_page(data: ReportData) -> str:
     """Return the report as one self-contained page of HTML."""
+    title = _escape(f"persistkv: {data.url}")
+    body = "\n".join(_parts(data))
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<link '
-        'rel="icon" href="data:,">\n'
-        f"<title>{_escape(f'persistkv: {data.url}')}</title>\n<style>{_STYLE}</style>\n"
-        "</head>\n<body>\n" + "\n".join(_parts(data)) + "\n</body>\n</html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n"
+        f"</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
 
 
@@ -264,8 +266,8 @@ def _parts(data: ReportData) -> Iterator[str]:
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
     cards = []
     for name, figure in render.pairs(_CARDS, data.totals).items():
-        texts = f"<b>{_escape(figure)}</b><span>{name}</span>"
-        cards.append(f'<div class="card">{texts}</div>')
+        card = f"<b>{_escape(figure)}</b><span>{name}</span>"
+        cards.append(f'<div class="card">{card}</div>')
     yield f'<div class="cards">{"".join(cards)}</div>'
     # an empty store has no past
     if data.totals.requests:
@@ -497,14 +499,15 @@ def _chart(
     :param top: label of a full column.
     """
     times = [render.format_time(period.start) for period in periods]
-    columns = "".join(
-        f'<i style="height:{100 * share:.1f}%" title="{_escape(f"{time}: {text}")}"></i>'
-        for time, share, text in zip(times, shares, texts, strict=True)
+    columns = []
+    for begin, share, text in zip(times, shares, texts, strict=True):
+        tooltip = _escape(f"{begin}: {text}")
+        height = f"{100 * share:.1f}%"
+        columns.append(f'<i style="height:{height}" title="{tooltip}"></i>')
+    chart = (
+        f'<div class="chart" role="img" aria-label="{title}">{"".join(columns)}</div>'
     )
-    ends = f"<span>{times[0]}</span><span>{times[-1] if len(times) > 1 else ''}</span>"
-    chart = f'<div class="chart" role="img" aria-label="{title}">{columns}</div>'
-    return _section(
-        title,
-        note,
-        f'<div class="ends">{top}</div>{chart}<div class="ends">{ends}</div>',
-    )
+    last_time = times[-1] if len(times) > 1 else ""
+    ends = f"<span>{times[0]}</span><span>{last_time}</span>"
+    content = f'<div class="ends">{top}</div>{chart}<div class="ends">{ends}</div>'
+    return _section(title, note, content)

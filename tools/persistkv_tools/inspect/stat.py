@@ -170,15 +170,17 @@ def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     """Show the commits of a shared store that are not in its index yet, and who merged last."""
     # a local store has no inbox
     shared = [space for space in namespaces if space.waiting_commits is not None]
+    if not shared:
+        return
+    # words of the form HEADER=CELL: a cell is a field, or made by the function of that name
     columns = render.columns(
-        "namespace=short waiting=waiting_commits oldest merged by",
-        short=lambda space: space.id[:8],
-        oldest=lambda space: _age(space.oldest_waiting),
-        merged=lambda space: _age(space.merged_at),
-        by=lambda space: (space.merged_by or "-")[:8],
+        "namespace=short_id waiting=waiting_commits oldest=waiting_age merged=merge_age by=merger",
+        short_id=lambda space: space.id[:8],
+        waiting_age=lambda space: _age(space.oldest_waiting),
+        merge_age=lambda space: _age(space.merged_at),
+        merger=lambda space: (space.merged_by or "-")[:8],
     )
-    if shared:
-        render.show_table(columns, shared, left="namespace")
+    render.show_table(columns, shared, left="namespace")
 
 
 def _age(time: float | None) -> str:

@@ -389,8 +389,9 @@ def _model_dtype(config: Mapping[str, Any]) -> str | None:
 def _count(identity: Identity) -> int:
     """Return the number of fields of an identity, nested ones included: all that differ from an
     empty identity."""
+    differences = Identity({}).diff(identity)
     # the empty identity is itself a difference, with an empty field name, which is not counted
-    return sum(bool(difference.field) for difference in Identity({}).diff(identity))
+    return sum(difference.field != "" for difference in differences)
 
 
 def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:

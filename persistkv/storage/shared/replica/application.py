@@ -48,6 +48,7 @@ from persistkv.storage.format.manifest import RequestManifest, decode_manifest
 from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,
+    TableHead,
     table_head,
 )
 from persistkv.storage.format.pack_writer import PlacedPack
@@ -66,17 +67,19 @@ from persistkv.storage.shared.replica.rows import (
     BYTES,
     BYTES_ROW,
     EARLY,
-    KEYS,
     OVERHEAD_BYTES,
     TIME,
     TOMBSTONES,
     BlobRow,
+    KeysRow,
+    Version,
     blob_row,
     put_blob_row,
     read_bytes,
     read_time,
     read_version,
     shown_name,
+    shown_table,
     write_later_time,
     write_version,
 )
@@ -112,9 +115,7 @@ class Application:
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
-        # More than the change log keeps, as in a base: most are added at once, without entries in
-        # the log. Left for the loop are packs of which something is known, or that are damaged or
-        # refused.
+        # as in a base: the change log does not keep so many
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:
@@ -132,11 +133,16 @@ class Application:
         for tombstone in delta.removed:
             self._end_blob(tombstone)
         self._catalogue.finish()
-        if self._grown:
-            before = read_bytes(self._rows)
-            # not negative, also if rows are damaged
-            total = max(0, before + self._grown)
-            self._rows.put(META, BYTES_ROW, BYTES.pack(total))
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        """Add the bytes of this delta to the total of the namespace."""
+        if not self._grown:
+            return
+        before = read_bytes(self._rows)
+        # not negative, also if rows are damaged
+        total = max(0, before + self._grown)
+        self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
     # Packs
 
@@ -152,17 +158,18 @@ class Application:
 
     def _add_many(self, entries: Sequence[PackEntry]) -> list[PackEntry]:
         """Add the packs of which nothing is known, at a tenth of the time that each would take;
-        return the others.
+        return the others for ``_add_pack``: something is known of them, or they are damaged or
+        forgotten.
 
-        They are not logged: the log is too short for them, so readers of changes get the whole
-        catalogue.
+        The added ones are not logged: the log is too short for them, so readers of changes get the
+        whole catalogue.
         """
         new, others = self._split_new(entries)
         state = read_state(self._rows, self._namespace)
         additions = _Additions(state, self._order, self._forgotten)
         for entry in new:
-            # a damaged or forgotten one: ``_add_pack`` logs or refuses it
-            if not additions.add(self._namespace, entry):
+            is_added = additions.add(self._namespace, entry)
+            if not is_added:
                 others.append(entry)
         additions.write(self._rows, self._namespace)
         self._grown += additions.counted
@@ -176,18 +183,17 @@ class Application:
         self,
         entries: Sequence[PackEntry],
     ) -> tuple[list[PackEntry], list[PackEntry]]:
-        """Return the entries of packs of which neither the replica nor another entry knows
-        anything, in the order of their names, and all others, for which ``_add_pack`` must look at
-        what is known.
+        """Return the only entries of packs that the replica does not know, in the order of their
+        names, and all other entries.
         """
-        ids = Counter(entry.pack_id for entry in entries)
+        num_entries = Counter(entry.pack_id for entry in entries)
         known = self._known_ids(entries)
         new: list[PackEntry] = []
         others: list[PackEntry] = []
         in_order = sorted(entries, key=lambda entry: entry.name)
         for entry in in_order:
-            is_alone = ids[entry.pack_id] == 1
-            is_new = is_alone and entry.pack_id not in known
+            is_only = num_entries[entry.pack_id] == 1
+            is_new = is_only and entry.pack_id not in known
             kind = new if is_new else others
             kind.append(entry)
         return new, others
@@ -195,18 +201,21 @@ class Application:
     def _known_ids(self, entries: Sequence[PackEntry]) -> set[bytes]:
         """Return the ids of the packs of which the replica knows anything."""
         rows = self._rows
-        ids = [entry.pack_id for entry in entries]
-        known = set(rows.existing(EARLY, ids))
-        names = [entry.name for entry in entries]
-        ended = rows.existing(TOMBSTONES, names)
-        known.update(name[:ID_BYTES] for name in ended)
-        keys = [self._namespace + pack_id for pack_id in ids]
-        held = rows.existing(PACKS, keys)
-        known.update(key[ID_BYTES:] for key in held)
-        # those that requests name
+        pack_ids = [entry.pack_id for entry in entries]
+        used = rows.existing(EARLY, pack_ids)
+        blob_names = [entry.name for entry in entries]
+        ended = rows.existing(TOMBSTONES, blob_names)
+        pack_names = [self._namespace + pack_id for pack_id in pack_ids]
+        held = rows.existing(PACKS, pack_names)
+        # of requests that name the packs; a new replica has none, and needs no search for each pack
+        linked: list[bytes] = []
         if rows.count(LINKS):
-            linked = [key for key in keys if rows.has_prefix(LINKS, key)]
-            known.update(key[ID_BYTES:] for key in linked)
+            linked = [name for name in pack_names if rows.has_prefix(LINKS, name)]
+
+        known = set(used)
+        known.update(name[:ID_BYTES] for name in ended)
+        known.update(name[ID_BYTES:] for name in held)
+        known.update(name[ID_BYTES:] for name in linked)
         return known
 
     def _add_blob(self, entry: PackEntry) -> None:
@@ -252,22 +261,21 @@ class Application:
     def _show(self, table: PackTable) -> None:
         """Add a pack to the catalogue, with the last of its uses that arrived before it."""
         pack_id = table.pack_id
-        last_use = read_time(self._rows, EARLY, pack_id)
-        # 0: none arrived before; ``_add_pack`` records one next
-        self._order.set_time(last_use or 0.0)
+        # none: ``_add_pack`` records the time of the entry next
+        last_use = read_time(self._rows, EARLY, pack_id) or 0.0
         self._rows.delete(EARLY, pack_id)
+        # the catalogue lists the pack as used at the time of the order
+        self._order.set_time(last_use)
         batch = CommitBatch([PlacedPack(table)])
         self._catalogue.add(batch)
 
     def _hide(self, name: bytes) -> None:
-        """Remove a pack from the catalogue, and keep the table with its blob."""
+        """Remove a pack from the catalogue, and keep the table with its blob ``name``."""
         rows = self._rows
         pack_id = name[:ID_BYTES]
-        shown = rows.get(PACKS, self._namespace + pack_id) or b""
-        # behind the number of the change that added it
-        encoded = bytes(shown)[SEQUENCE.size :]
-        row = blob_row(rows, name)
-        hidden = row._replace(table=encoded)
+        table = shown_table(rows, self._namespace + pack_id)
+        shown = blob_row(rows, name)
+        hidden = shown._replace(table=table)
         put_blob_row(rows, name, hidden)
         self._remove_from_catalogue(pack_id)
 
@@ -308,13 +316,14 @@ class Application:
 
     def _show_other(self, pack_id: bytes) -> None:
         """Show another blob of a pack whose shown blob has ended, if there is one."""
-        name = shown_name(self._rows, pack_id)
-        if name is None:
+        successor = shown_name(self._rows, pack_id)
+        if successor is None:
             return
-        hidden = blob_row(self._rows, name)
-        row = hidden._replace(table=b"")
-        put_blob_row(self._rows, name, row)
+        hidden = blob_row(self._rows, successor)
         table = PackTable.parse(hidden.table)
+        # from now on, the catalogue has the table
+        shown = hidden._replace(table=b"")
+        put_blob_row(self._rows, successor, shown)
         self._show(table)
 
     # Requests
@@ -327,43 +336,54 @@ class Application:
         for pack_id in packs:
             self._use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
-        head = _content_digest(entry)
-        newest = (before.written, before.head)
-        if (entry.version, head) <= newest:
+        content_digest = _content_digest(entry)
+        newest = (before.written, before.content_digest)
+        if (entry.version, content_digest) <= newest:
             return
         manifest = self._manifest_of(entry)
+        # damaged or forgotten: as if it had not arrived
         if manifest is None:
             return
-        # recorded also if a later deletion is known: then nothing is shown
-        now = before._replace(
+        updated = before._replace(
             written=entry.version,
-            head=head,
+            content_digest=content_digest,
             time=max(before.time, entry.time),
         )
-        write_version(self._rows, entry.digest, now)
-        if not now.is_alive:
-            return
+        write_version(self._rows, entry.digest, updated)
+        # else a later deletion is known
+        if updated.is_alive:
+            write = ManifestWrite(manifest, (), packs)
+            self._show_request(entry, write, updated)
 
-        row = manifest_row(self._namespace, manifest.id)
-        # those of the version that this one replaces
-        self._forget_bytes(row)
+    def _show_request(
+        self,
+        entry: ManifestEntry,
+        write: ManifestWrite,
+        version: Version,
+    ) -> None:
+        """Write a request to the catalogue, in place of its version from before."""
+        name = manifest_row(self._namespace, write.manifest.id)
+        self._forget_bytes(name)
+        # the catalogue lists the request as written at the time of the order
         self._order.set_time(entry.time)
-        write = ManifestWrite(manifest, (), packs)
         batch = CommitBatch(manifests=[write])
         self._catalogue.add(batch)
         # in place of the keys, which ``add`` wrote empty: they are in a blob
-        self._write_place(row, entry)
-        self._catalogue.pin(row, now.is_pinned)
+        self._write_place(name, entry)
+        self._catalogue.pin(name, version.is_pinned)
 
-    def _write_place(self, row: bytes, entry: ManifestEntry) -> None:
+    def _write_place(self, name: bytes, entry: ManifestEntry) -> None:
         """Write where the keys of a request are, and count its bytes."""
-        described = len(entry.head) + len(entry.packs)
-        counted = described + entry.length + OVERHEAD_BYTES
-        place = KEYS.pack(
-            entry.keys, entry.offset, entry.length, counted, entry.data_key
+        index_bytes = len(entry.head) + len(entry.packs) + OVERHEAD_BYTES
+        row = KeysRow(
+            nonce=entry.keys,
+            offset=entry.offset,
+            length=entry.length,
+            counted=index_bytes + entry.length,
+            data_key=entry.data_key,
         )
-        self._rows.put(MANIFEST_KEYS, row, place)
-        self._grown += counted
+        self._rows.put(MANIFEST_KEYS, name, row.encode())
+        self._grown += row.counted
 
     def _manifest_of(self, entry: ManifestEntry) -> RequestManifest | None:
         """Return the manifest of a request; None, with a line in the log, if it is not readable;
@@ -389,35 +409,35 @@ class Application:
         if dropped.version <= before.dropped:
             return
         time = max(before.time, dropped.time)
-        now = before._replace(dropped=dropped.version, time=time)
-        write_version(self._rows, dropped.digest, now)
-        row = self._namespace + dropped.digest
-        if now.is_alive:
-            # a later version was written, but the deletion may end the pin
-            self._catalogue.pin(row, now.is_pinned)
+        updated = before._replace(dropped=dropped.version, time=time)
+        write_version(self._rows, dropped.digest, updated)
+        name = self._namespace + dropped.digest
+        if updated.is_alive:
+            # a later version stays, but the deletion may end its pin
+            self._catalogue.pin(name, updated.is_pinned)
         elif before.is_alive:
-            self._forget_bytes(row)
-            self._catalogue.drop_manifest(row)
+            self._forget_bytes(name)
+            self._catalogue.drop_manifest(name)
 
     def _pin(self, pin: Pin) -> None:
         """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
-        newest = (before.pin, before.pinned)
-        # of equal versions, True counts (rule 4)
+        newest = (before.pin_version, before.was_pin)
+        # of a pin and an unpin with equal versions, the pin counts: True is greater
         if (pin.version, pin.pinned) <= newest:
             return
-        now = before._replace(pin=pin.version, pinned=pin.pinned)
-        write_version(self._rows, pin.digest, now)
-        if now.is_alive:
-            row = self._namespace + pin.digest
-            self._catalogue.pin(row, now.is_pinned)
+        updated = before._replace(pin_version=pin.version, was_pin=pin.pinned)
+        write_version(self._rows, pin.digest, updated)
+        if updated.is_alive:
+            name = self._namespace + pin.digest
+            # not if a later deletion has ended this pin
+            self._catalogue.pin(name, updated.is_pinned)
 
-    def _forget_bytes(self, row: bytes) -> None:
+    def _forget_bytes(self, name: bytes) -> None:
         """Subtract the bytes of a request from the total, if it is held."""
-        place = self._rows.get(MANIFEST_KEYS, row)
-        if place is not None and len(place) == KEYS.size:
-            _, _, _, counted, _ = KEYS.unpack(place)
-            self._grown -= counted
+        row = KeysRow.decode(self._rows.get(MANIFEST_KEYS, name))
+        if row is not None:
+            self._grown -= row.counted
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
@@ -444,7 +464,7 @@ class _Additions:
     ) -> None:
         self._forgotten = forgotten
         self.counted = 0
-        """Bytes that the blobs count for."""
+        """Bytes that the blobs count for in the capacity."""
         self._state = state
         self._order = order
         self._new: defaultdict[str, list[tuple[bytes, bytes]]] = defaultdict(list)
@@ -462,36 +482,53 @@ class _Additions:
             return False
         if self._forgotten.covers(head.tenant, head.data_key, entry.time):
             return False
+        counted = head.payload_length + len(entry.body) + OVERHEAD_BYTES
+        self.counted += counted
+        self._count(head)
+
+        name = namespace + entry.pack_id
+        sequence = SEQUENCE.pack(self._state.sequence)
+        self._new[PACKS].append((name, sequence + entry.body))
+        # without the table, which the catalogue has
+        blob = BlobRow(counted, b"")
+        self._new[BLOBS].append((entry.name, blob.encode()))
+        use = self._use_of(head, entry.time)
+        self._new[USES].append((name, use.encode()))
+        order_key = use.order_key(name)
+        self._new[ORDER].append((order_key, b""))
+        if use.tenant:
+            self._new[TENANT_ORDER].append((use.tenant + order_key, b""))
+        return True
+
+    def _count(self, head: TableHead) -> None:
+        """Add a pack to the totals of the namespace and of its tenant."""
         state = self._state
         state.sequence += 1
         state.packs += 1
         state.blocks += head.block_count
         state.raw_bytes += head.raw_length
         state.stored_bytes += head.payload_length
-        counted = head.payload_length + len(entry.body) + OVERHEAD_BYTES
-        self.counted += counted
-
-        key = namespace + entry.pack_id
-        sequence = SEQUENCE.pack(state.sequence)
-        self._new[PACKS].append((key, sequence + entry.body))
-        blob = BlobRow(counted, b"")
-        self._new[BLOBS].append((entry.name, blob.encode()))
-        self._order.set_time(entry.time)
-        tenant = b""
         if head.tenant != DEFAULT_TENANT:
-            tenant = tenant_digest(head.tenant)
-        # neither pinned nor named by a request
-        use = Use(self._order.moment, entry.time, head.depth, 0, 0, tenant)
-        self._new[USES].append((key, use.encode()))
-        place = use.order_key(key)
-        self._new[ORDER].append((place, b""))
-        if tenant:
-            self._new[TENANT_ORDER].append((tenant + place, b""))
             new = TenantTotals(head.tenant)
             totals = self._tenants.setdefault(head.tenant, new)
             totals.packs += 1
             totals.stored_bytes += head.payload_length
-        return True
+
+    def _use_of(self, head: TableHead, time: float) -> Use:
+        """Return the last use of a new pack, which is neither pinned nor named by a request."""
+        tenant = b""
+        if head.tenant != DEFAULT_TENANT:
+            tenant = tenant_digest(head.tenant)
+        # the order computes the moment of this time
+        self._order.set_time(time)
+        return Use(
+            moment=self._order.moment,
+            time=time,
+            depth=head.depth,
+            pins=0,
+            named=0,
+            tenant=tenant,
+        )
 
     def write(self, rows: TableRows, namespace: bytes) -> None:
         """Write the rows of all added packs, and the totals."""

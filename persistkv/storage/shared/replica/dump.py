@@ -9,8 +9,6 @@ from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
     MANIFESTS,
-    PACKS,
-    SEQUENCE,
     USES,
     Chain,
     TableRows,
@@ -30,12 +28,13 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.replica.rows import (
     BLOBS,
     EARLY,
-    KEYS,
     TIME,
     TOMBSTONES,
+    KeysRow,
     Version,
     decode_blob_row,
     read_versions,
+    shown_table,
 )
 
 Entry = PackEntry | Tombstone | ManifestEntry | Dropped | Pin | UseEntry
@@ -85,6 +84,7 @@ def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
         yield Tombstone(bytes(name), time)
     for digest, version in read_versions(rows):
         yield from _request_entries(rows, namespace, digest, version)
+    # uses of packs that have not arrived, or that are between two blobs
     for pack_id, row in rows.range(EARLY, b""):
         (time,) = TIME.unpack(row)
         yield UseEntry(time, bytes(pack_id))
@@ -100,8 +100,8 @@ def _request_entries(
     if version.dropped:
         yield Dropped(digest, version.dropped, version.time)
     # else the deletion covers the pin
-    if version.pin > version.dropped:
-        yield Pin(digest, version.pin, version.pinned)
+    if version.pin_version > version.dropped:
+        yield Pin(digest, version.pin_version, version.was_pin)
     if version.is_alive:
         entry = _manifest_entry(rows, namespace, digest, version.written)
         if entry is not None:
@@ -115,30 +115,34 @@ def _manifest_entry(
     version: int,
 ) -> ManifestEntry | None:
     """Return the content of a request; None: it is not held."""
-    row = namespace + digest
-    head = rows.get(MANIFESTS, row)
-    place = rows.get(MANIFEST_KEYS, row)
-    chain = Chain.decode(rows.get(CHAINS, row))
-    if head is None or place is None or chain is None:
+    name = namespace + digest
+    head = rows.get(MANIFESTS, name)
+    keys = KeysRow.decode(rows.get(MANIFEST_KEYS, name))
+    chain = Chain.decode(rows.get(CHAINS, name))
+    if head is None or keys is None or chain is None:
         return None
-    nonce, offset, length, _, data_key = KEYS.unpack(place)
-    packs = b"".join(chain.packs)
     return ManifestEntry(
-        digest, version, chain.time, bytes(head), packs, nonce, offset, length, data_key
+        digest=digest,
+        version=version,
+        time=chain.time,
+        head=bytes(head),
+        packs=b"".join(chain.packs),
+        keys=keys.nonce,
+        offset=keys.offset,
+        length=keys.length,
+        data_key=keys.data_key,
     )
 
 
 def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     """Iterate over all blobs of packs, each with the time of the pack's last use; 0 if the row of
     that is damaged."""
-    for name, value in rows.range(BLOBS, b""):
-        pack_id = bytes(name[:ID_BYTES])
-        nonce = bytes(name[ID_BYTES:])
-        row = decode_blob_row(bytes(value))
-        encoded = row.table
-        if not encoded:  # the catalogue has it
-            shown = rows.get(PACKS, namespace + pack_id) or b""
-            encoded = bytes(shown)[SEQUENCE.size :]
-        use = Use.decode(rows.get(USES, namespace + pack_id))
+    for blob_name, row in rows.range(BLOBS, b""):
+        pack_id = bytes(blob_name[:ID_BYTES])
+        nonce = bytes(blob_name[ID_BYTES:])
+        name = namespace + pack_id
+        hidden_table = decode_blob_row(bytes(row)).table
+        table = hidden_table or shown_table(rows, name)
+        use = Use.decode(rows.get(USES, name))
         time = 0.0 if use is None else use.time
-        yield PackEntry(pack_id, nonce, encoded, time)
+        yield PackEntry(pack_id, nonce, table, time)

@@ -19,7 +19,7 @@ from persistkv.storage.catalog.rows import (
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY, PackTable, table_head
 from persistkv.storage.shared.forgetting.records import ForgottenTenants
-from persistkv.storage.shared.replica.rows import KEYS, read_version
+from persistkv.storage.shared.replica.rows import KeysRow, read_version
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
 _DEFAULT = tenant_digest(DEFAULT_TENANT)
@@ -66,12 +66,13 @@ class ForgottenRows(NamedTuple):
     def requests(self) -> Iterator[RequestRow]:
         """Yield all requests, forgotten or not."""
         for key, row in self.rows.starting_with(MANIFEST_KEYS, self.namespace):
-            if len(row) != KEYS.size:
+            keys = KeysRow.decode(row)
+            # a damaged row: the blob of the keys is unknown
+            if keys is None:
                 continue
-            nonce, _, _, _, data_key = KEYS.unpack(row)
             digest = bytes(key[ID_BYTES:])
-            is_forgotten = self._is_forgotten(digest, data_key)
-            yield RequestRow(digest, nonce, is_forgotten)
+            is_forgotten = self._is_forgotten(digest, keys.data_key)
+            yield RequestRow(digest, keys.nonce, is_forgotten)
 
     def _is_forgotten(self, digest: bytes, data_key: bytes) -> bool:
         """Return whether a request is of a forgotten tenant.

@@ -81,10 +81,12 @@ class _Goal(NamedTuple):
         """Return whether the removals so far reach the goal."""
         if self.num_bytes() > self.bound.num_bytes:
             return False
-        # only the first one: the others were used later, within their priority
-        for _, oldest in self.candidates():
-            return oldest.time >= self.bound.horizon
-        return True
+        next_candidate = next(self.candidates(), None)
+        if next_candidate is None:
+            return True
+        # It decides alone: those after it were used later, or have a higher priority.
+        _, row = next_candidate
+        return row.time >= self.bound.horizon
 
 
 def _bytes_of(transaction: CatalogTransaction, tenant: bytes) -> int:
@@ -110,8 +112,10 @@ class _WholeBytes:
         rows = self._rows
         # it is called after each eviction: only the packs since the last call
         new = self._removed[self._counted :]
-        for pack in new:
-            for name in names_of(rows, pack[ID_BYTES:]):
-                self._num_bytes -= blob_row(rows, name).counted
+        for pack_name in new:
+            # behind the namespace
+            pack_id = pack_name[ID_BYTES:]
+            for blob_name in names_of(rows, pack_id):
+                self._num_bytes -= blob_row(rows, blob_name).counted
         self._counted = len(self._removed)
         return self._num_bytes

@@ -69,11 +69,14 @@ from persistkv.storage.shared.replica.rows import (
     BLOBS,
     CONTAINED,
     EARLY,
-    KEYS,
+    NO_INCLUDER,
     REPLICA_TABLES,
     TIME,
     TOMBSTONES,
     VERSIONS,
+    KeysRow,
+    decode_includer,
+    encode_includer,
     names_of,
     read_bytes,
     read_version,
@@ -168,11 +171,12 @@ class Replica:
         self.namespace = namespace
         self._seal = seal
         self._forgotten = forgotten or ForgottenTenants()
-        self._honoured = 0
+        self._num_applied_records = 0
         """Number of the records of forgotten tenants whose content ``remove_forgotten`` has
         removed."""
         self.has_traces = False
-        """Whether its free pages may have content of forgotten tenants."""
+        """Whether its free pages may have content of forgotten tenants: then it is not kept for the
+        next process."""
         self._directory = directory
         self._closed = False
         self._running = 0
@@ -196,7 +200,7 @@ class Replica:
         self._prepare()
         self.contained = self._read_contained()
         """Names of the index objects whose content the replica contains → the object that includes
-        it and was applied last; empty: none includes it."""
+        it and was applied last; ``NO_INCLUDER``: none includes it."""
 
     def _prepare(self) -> None:
         """Write the rows that a new replica begins with, unless they are there."""
@@ -215,10 +219,9 @@ class Replica:
         """Return the names of contained objects, and which object includes each."""
         contained: dict[str, str] = {}
         with self.rows() as rows:
-            for key, value in rows.range(CONTAINED, b""):
+            for key, row in rows.range(CONTAINED, b""):
                 name = bytes(key).decode()
-                # behind the first byte: see ``CONTAINED``
-                contained[name] = bytes(value[1:]).decode()
+                contained[name] = decode_includer(row)
         return contained
 
     @contextmanager
@@ -305,11 +308,10 @@ class Replica:
         """Return where the keys of a request are; None if it is not held."""
         key = manifest_row(self.namespace, manifest_id)
         with self.rows() as rows:
-            row = rows.get(MANIFEST_KEYS, key)
-            if row is None or len(row) != KEYS.size:
-                return None
-            nonce, offset, length, _, data_key = KEYS.unpack(row)
-        return KeysPlace(nonce, offset, length, data_key)
+            row = KeysRow.decode(rows.get(MANIFEST_KEYS, key))
+        if row is None:
+            return None
+        return KeysPlace(row.nonce, row.offset, row.length, row.data_key)
 
     def keys_nonces(self) -> set[bytes]:
         """Return the nonces of the blobs with the keys of held requests."""
@@ -376,29 +378,32 @@ class Replica:
         # Tried out and rolled back: the replica changes when the index object of the commit is
         # applied.
         with self.rows(write=True, abort=True) as rows:
-            order = TimedOrder(rows)
             keep = kept_names(self.namespace, batch)
             transaction = CatalogTransaction(
-                rows, None, self.namespace, keep, order=order
+                rows,
+                payloads=None,
+                namespace=self.namespace,
+                keep=keep,
+                order=TimedOrder(rows),
             )
+            # before the removals, which move it
             cursor = transaction.cursor
-            removed = CommitBatch(
+            deletions = CommitBatch(
                 deletions=batch.deletions,
                 bad=batch.bad,
                 manifest_deletions=batch.manifest_deletions,
             )
-            transaction.remove(removed)
+            transaction.remove(deletions)
+            # after the removals: a bad pack that the batch also writes is missing now
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
                 # a batch may have a pack twice
                 missing.setdefault(pack.pack_id, pack)
             pins = self._held_pins(rows, batch)
             removals = _removals(rows, transaction)
-            # a missing pack with blobs: its row is damaged, and the new blob replaces them
-            for pack_id in missing:
-                for name in names_of(rows, pack_id):
-                    if name not in removals.packs:
-                        removals.packs.append(name)
+            replaced = _blobs_of(rows, missing)
+            # each once: those of bad packs are removed already
+            removals.packs = list(dict.fromkeys([*removals.packs, *replaced]))
         packs = list(missing.values())
         return CommitPlan(cursor, packs, removals, pins)
 
@@ -423,12 +428,16 @@ class Replica:
         """Return expired content, and content to evict; change nothing.
 
         :param now: present time on the medium's clock; 0: nothing expires.
-        :param at_most: maximum number of packs and requests that expire, and of those that are
-            evicted, of each tenant and altogether.
+        :param at_most: maximum number of packs and requests that expire. The same maximum holds for
+            those that are evicted from each tenant with a quota, and for those that are evicted to
+            reach the capacity.
         """
+        # tried out and rolled back, as in ``plan``
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
-            transaction = CatalogTransaction(rows, None, self.namespace, order=order)
+            transaction = CatalogTransaction(
+                rows, payloads=None, namespace=self.namespace, order=order
+            )
             # expired content first: it may leave nothing to evict
             if now:
                 order.set_time(now)
@@ -455,34 +464,34 @@ class Replica:
         :returns: the cursors (``Changes.cursor``) before and after.
         :raises StoreError: the replica failed; nothing was applied.
         """
-        includers: dict[str, str] = {}  # name → its includer; empty: there is none
+        # object → the object that includes it (see ``contained``), for all that this call adds
+        includers: dict[str, str] = {}
         with self.rows(write=True) as rows:
-            before = read_state(rows, self.namespace).cursor
+            cursor_before = read_state(rows, self.namespace).cursor
             for name, delta in objects:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
-                if name:
-                    # an includer from before, or from this call, stays
-                    includer = self.contained.get(name, "")
-                    includers.setdefault(name, includer)
-                # these count as contained now, and are not read any more
-                includers.update(dict.fromkeys(delta.includes, name))
+                # an includer that is known already, from before or from this call, stays
+                if name and name not in includers:
+                    includers[name] = self.contained.get(name, NO_INCLUDER)
+                # Their content was in the delta: they count as contained, and are not read any
+                # more. Of several includers, the last one is recorded.
+                for included in delta.includes:
+                    includers[included] = name
             self._put_includers(rows, includers)
-            after = read_state(rows, self.namespace).cursor
+            cursor_after = read_state(rows, self.namespace).cursor
         # after the transaction: it may fail
         self.contained.update(includers)
-        return before, after
+        return cursor_before, cursor_after
 
     def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
-        """Write the rows of contained objects, each with its includer; empty: there is none."""
+        """Write the rows of contained objects, each with its includer."""
         for name, includer in includers.items():
-            # the first byte: whether an includer's name follows
-            value = b"\1" + includer.encode() if includer else b"\0"
-            rows.put(CONTAINED, name.encode(), value)
+            rows.put(CONTAINED, name.encode(), encode_includer(includer))
 
     def is_unincluded(self, name: str) -> bool:
         """Return whether the replica contains an object of the index that no other one includes."""
-        return self.contained.get(name) == ""
+        return self.contained.get(name) == NO_INCLUDER
 
     def mark_contained(self, names: Sequence[str]) -> None:
         """Record that the replica contains these objects, which were not read."""
@@ -492,11 +501,11 @@ class Replica:
             self.apply([(name, nothing) for name in new])
 
     def mark_not_included(self, names: Sequence[str]) -> None:
-        """Record that no object of the index includes these ones any more, whose content the
-        replica contains."""
+        """Record that contained objects are no longer included: their includers have vanished from
+        the index."""
         if not names:
             return
-        includers = dict.fromkeys(names, "")
+        includers = dict.fromkeys(names, NO_INCLUDER)
         with self.rows(write=True) as rows:
             self._put_includers(rows, includers)
         self.contained.update(includers)
@@ -511,8 +520,10 @@ class Replica:
     def content_of(self, forgotten: ForgottenTenants) -> Removals:
         """Return the packs and requests of forgotten tenants in the replica."""
         found = Removals()
-        keys: set[bytes] = set()
-        kept: set[bytes] = set()
+        # nonces of the blobs with the keys of forgotten requests, and of all others; one blob has
+        # the keys of all requests of a commit
+        key_blobs: set[bytes] = set()
+        kept_key_blobs: set[bytes] = set()
         with self.rows() as rows:
             search = ForgottenRows(rows, self.namespace, forgotten)
             for table in search.packs():
@@ -521,11 +532,10 @@ class Replica:
             for request in search.requests():
                 if request.is_forgotten:
                     found.manifests.append(request.digest)
-                    keys.add(request.nonce)
+                    key_blobs.add(request.nonce)
                 else:
-                    kept.add(request.nonce)
-        # One blob has the keys of all requests of a commit: it stays while any of them is kept.
-        found.keys += sorted(keys - kept)
+                    kept_key_blobs.add(request.nonce)
+        found.keys = sorted(key_blobs - kept_key_blobs)
         return found
 
     def remove_forgotten(self) -> None:
@@ -533,8 +543,9 @@ class Replica:
 
         :raises StoreError: the replica failed; some may be removed.
         """
-        records = len(self._forgotten.records)
-        if records == self._honoured:
+        # records are only added
+        num_records = len(self._forgotten.records)
+        if num_records == self._num_applied_records:
             return
         content = self.content_of(self._forgotten)
         if content.tables or content.manifests:
@@ -547,7 +558,7 @@ class Replica:
             some = slice(start, start + _FORGOTTEN_AT_ONCE)
             part = Delta(removed=ends.removed[some], dropped=ends.dropped[some])
             self.apply([("", part)])
-        self._honoured = records
+        self._num_applied_records = num_records
 
     def purge(self, before: float) -> None:
         """Forget tombstones, deleted requests and uses of unknown packs that are older than
@@ -648,19 +659,32 @@ def _purge_times(rows: TableRows, table: str, before: float) -> None:
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
-    """Translate the names of what a transaction has removed into those of the index objects.
+    """Return the packs (``transaction.removed``) and requests (``transaction.dropped``) that a
+    transaction has removed, under their names in index objects.
 
     The catalogue names a pack by namespace and pack id, and a request by namespace and digest; the
     index of one namespace leaves out the namespace (the first ``ID_BYTES``), and names each blob of
     a pack.
     """
+    # the tables of the removed packs, without damaged ones
     removals = Removals(tables=list(transaction.evicted))
     # ``fromkeys``: the transaction lists a name once for each removal, so it may be there twice
     for name in dict.fromkeys(transaction.removed):
-        removals.packs += names_of(rows, name[ID_BYTES:])
+        pack_id = name[ID_BYTES:]
+        removals.packs += names_of(rows, pack_id)
     for name in dict.fromkeys(transaction.dropped):
-        removals.manifests.append(name[ID_BYTES:])
+        digest = name[ID_BYTES:]
+        removals.manifests.append(digest)
     return removals
+
+
+def _blobs_of(rows: TableRows, missing: Iterable[bytes]) -> list[bytes]:
+    """Return the names of the blobs of missing packs. A pack that has one counts as missing because
+    its row in the catalogue is damaged: the commit uploads another blob in place of these."""
+    found: list[bytes] = []
+    for pack_id in missing:
+        found += names_of(rows, pack_id)
+    return found
 
 
 def _open(directory: Path, size: int) -> lmdb.Environment:

@@ -9,21 +9,20 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from persistkv.storage.catalog.rows import META, TABLES, TableRows
+from persistkv.storage.catalog.rows import META, PACKS, SEQUENCE, TABLES, TableRows
+from persistkv.storage.format.codec import Buffer
 
 # name → ``BlobRow``. The table is left out for the blob that the catalogue shows
 BLOBS = "blobs"
 TOMBSTONES = "tombstones"  # name → time
 EARLY = "early"  # pack id → time of the last use of a pack that is not held
 VERSIONS = "versions"  # digest → ``Version``
-# name of an index object → 1 and the name of an object that includes it, or 0
-CONTAINED = "contained"
+CONTAINED = "contained"  # name of an index object → its includer (``encode_includer``)
+NO_INCLUDER = ""
 REPLICA_TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
 
 TIME = struct.Struct("<d")
-# nonce of the blob with the keys, offset, length, bytes that the request counts for, id of the data
-# key that seals them
-KEYS = struct.Struct("<16sQQQ8s")
+_KEYS = struct.Struct("<16sQQQ8s")  # ``KeysRow``
 BYTES = struct.Struct("<q")
 BYTES_ROW = b"bytes"  # in ``META``: what the namespace takes on the medium
 OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
@@ -36,14 +35,14 @@ class Version(NamedTuple):
     none."""
 
     written: int = 0
-    head: bytes = bytes(16)
-    """Digest of the written content: of two equal versions, the one with the greater digest
-    counts."""
+    content_digest: bytes = bytes(16)
+    """Of the written content: of two equal versions, the one with the greater digest counts."""
     dropped: int = 0
     """Version up to which the request is deleted."""
-    pin: int = 0
-    """Version of the last pin or unpin, which ``pinned`` tells apart."""
-    pinned: bool = False
+    pin_version: int = 0
+    """Version of the last pin or unpin."""
+    was_pin: bool = False
+    """Whether that was a pin; False: an unpin, or none."""
     time: float = 0.0
     """Of the latest write or deletion, on the medium's clock."""
 
@@ -55,11 +54,11 @@ class Version(NamedTuple):
     @property
     def is_pinned(self) -> bool:
         """Whether it is pinned: a deletion also ends the pins before it."""
-        return self.pinned and self.pin > self.dropped
+        return self.was_pin and self.pin_version > self.dropped
 
     @property
     def newest(self) -> int:
-        return max(self.written, self.dropped, self.pin)
+        return max(self.written, self.dropped, self.pin_version)
 
 
 class BlobRow(NamedTuple):
@@ -72,6 +71,54 @@ class BlobRow(NamedTuple):
 
     def encode(self) -> bytes:
         return _BLOB.pack(self.counted) + self.table
+
+
+class KeysRow(NamedTuple):
+    """Value of a row in ``MANIFEST_KEYS``: where the keys of a request are."""
+
+    nonce: bytes
+    """Random part of the name of their blob."""
+    offset: int
+    length: int
+    """In bytes, of the sealed record in that blob."""
+    counted: int
+    """Bytes that the request counts for."""
+    data_key: bytes
+    """Id of the data key that seals the keys."""
+
+    def encode(self) -> bytes:
+        return _KEYS.pack(*self)
+
+    @classmethod
+    def decode(cls, row: Buffer | None) -> KeysRow | None:
+        """Decode a row; None: it is missing or damaged."""
+        if row is None or len(row) != _KEYS.size:
+            return None
+        fields = _KEYS.unpack(row)
+        return cls._make(fields)
+
+
+def encode_includer(includer: str) -> bytes:
+    """Return the value of a row in ``CONTAINED``; ``NO_INCLUDER``: no object includes this one."""
+    if includer == NO_INCLUDER:
+        return b"\0"
+    # the first byte: an includer's name follows
+    return b"\1" + includer.encode()
+
+
+def decode_includer(row: Buffer) -> str:
+    """Return the name of the includer in a row of ``CONTAINED``; ``NO_INCLUDER``: there is none."""
+    return bytes(row[1:]).decode()
+
+
+def shown_table(rows: TableRows, name: bytes) -> bytes:
+    """Return the encoded table of a pack that the catalogue shows; empty if its row is missing.
+
+    :param name: namespace and pack id.
+    """
+    row = rows.get(PACKS, name) or b""
+    # behind the number of the change that added the pack
+    return bytes(row)[SEQUENCE.size :]
 
 
 def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
@@ -128,7 +175,8 @@ def read_version(rows: TableRows, digest: bytes) -> Version:
     row = rows.get(VERSIONS, digest)
     if row is None:
         return Version()
-    return Version._make(_VERSION.unpack(row))
+    fields = _VERSION.unpack(row)
+    return Version._make(fields)
 
 
 def write_version(rows: TableRows, digest: bytes, version: Version) -> None:

@@ -140,7 +140,7 @@ def _open(part: _Part, *, may_be_longer: bool) -> int | None:
     return None
 
 
-def ready(rows: memoryview) -> None:
+def map_huge_pages(rows: memoryview) -> None:
     """Move the rows into huge pages, and map all of them in this process's page table, before they
     are first used.
 

@@ -34,6 +34,9 @@ PREFETCH = "persistkv.prefetch"
 """Type of a hint whose payload is a ``Prefetch``."""
 HINT_VERSION = "1"
 
+_UNUSED = RequestOptions(store=False, load=False)
+"""Options of a request that neither uses nor fills the store."""
+
 
 class Prefetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Contexts to promote for later requests, chosen by exactly one of ``request``, ``labels`` and
@@ -99,69 +102,88 @@ def request_options(
     prefetches: list[Prefetch] = []
     is_refused = False
     # parsed on its own: an invalid one must not refuse the request
-    payload, parameters = _take_prefetch(parameters)
-    if payload is not None:
+    separated = _separate_prefetch(parameters)
+    if separated.prefetch is not None:
         try:
-            prefetches.append(Prefetch.parse(payload))
+            prefetch = Prefetch.parse(separated.prefetch)
+            prefetches.append(prefetch)
         except ValueError as error:
             logger.warning(
                 "request %s: ignored prefetch in its kv_transfer_params: %s",
                 req_id,
                 error,
             )
+    options = _UNUSED
     try:
-        options = RequestOptions.parse(parameters)
+        options = RequestOptions.parse(separated.others)
     except ConfigurationError as error:
         logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
-        options = RequestOptions(False, False)
         is_refused = True
+    # all of them, also those of a refused request: each invalid one is logged
     for action in actions:
         if not action.action_type.startswith("persistkv."):
             continue
         try:
             _check_hint(action)
             if action.action_type == RETAIN:
-                options = _retained(options, action.payload)
+                options = _with_hint(options, action.payload)
             else:
-                prefetches.append(Prefetch.parse(action.payload))
+                prefetch = Prefetch.parse(action.payload)
+                prefetches.append(prefetch)
         except (ConfigurationError, ValueError, TypeError) as error:
-            is_refused |= _refuses(req_id, action, error)
+            refuses = _refuses_if_invalid(action)
+            _log_invalid_hint(req_id, action, error, refuses=refuses)
+            is_refused = is_refused or refuses
     if is_refused:
-        return GivenOptions(RequestOptions(False, False, options.labels), [], True)
+        return GivenOptions(_UNUSED, prefetches=[], is_refused=True)
     return GivenOptions(options, prefetches)
 
 
-def _take_prefetch(
-    parameters: Mapping[str, Any] | None,
-) -> tuple[object, Mapping[str, Any] | None]:
-    """Return the option ``prefetch`` of a request, None if there is none, and the parameters
-    without it."""
-    given = None
+class _SeparatedPrefetch(NamedTuple):
+    """A request's ``kv_transfer_params`` in two parts."""
+
+    prefetch: object
+    """The option ``prefetch``; None: there is none."""
+    others: Mapping[str, Any] | None
+    """The parameters without it."""
+
+
+def _separate_prefetch(parameters: Mapping[str, Any] | None) -> _SeparatedPrefetch:
     # clients pass any value by ``vllm_xargs``
-    if isinstance(parameters, Mapping):
-        given = parameters.get(REQUEST_PARAMETER)
-    if not isinstance(given, Mapping) or "prefetch" not in given:
-        return None, parameters
-    others = dict(given)
-    payload = others.pop("prefetch")
-    return payload, {REQUEST_PARAMETER: others}
+    if not isinstance(parameters, Mapping):
+        return _SeparatedPrefetch(None, parameters)
+    options = parameters.get(REQUEST_PARAMETER)
+    if not isinstance(options, Mapping) or "prefetch" not in options:
+        return _SeparatedPrefetch(None, parameters)
+    other_options = dict(options)
+    prefetch = other_options.pop("prefetch")
+    others = {**parameters, REQUEST_PARAMETER: other_options}
+    return _SeparatedPrefetch(prefetch, others)
 
 
-def _refuses(req_id: str, action: Any, error: Exception) -> bool:
-    """Log that a hint is invalid; return whether it refuses its request, because it names the
-    tenant. Without it, the request would be one of the default tenant."""
+def _refuses_if_invalid(action: Any) -> bool:
+    """Return whether an invalid hint refuses its request: it names the tenant, and without it the
+    request would be one of the default tenant."""
     # a prefetch concerns later requests: it never refuses its own
-    payload = action.payload
-    names_tenant = isinstance(payload, Mapping) and "tenant" in payload
-    is_refused = names_tenant and action.action_type != PREFETCH
+    if action.action_type == PREFETCH:
+        return False
+    return isinstance(action.payload, Mapping) and "tenant" in action.payload
+
+
+def _log_invalid_hint(
+    req_id: str,
+    action: Any,
+    error: Exception,
+    *,
+    refuses: bool,
+) -> None:
     logger.warning(
         "request %s %s its hint %s: %s",
         req_id,
-        "neither uses nor fills the store, because of" if is_refused else "ignored",
+        "neither uses nor fills the store, because of" if refuses else "ignored",
         action.action_type,
         error,
     )
-    return is_refused
 
 
 def _check_hint(action: Any) -> None:
@@ -174,15 +196,16 @@ def _check_hint(action: Any) -> None:
         )
 
 
-def _retained(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
+def _with_hint(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
     """Return a request's options with those of a hint, which take precedence; labels of both are
     kept."""
-    given = {**msgspec.to_builtins(options), **payload}
+    own = msgspec.to_builtins(options)
+    merged = {**own, **payload}
+    merged["labels"] = {**options.labels, **merged["labels"]}
     # a hint cannot make a tenant's request one of the default tenant
-    if given["tenant"] is None:
-        given["tenant"] = options.tenant
-    given["labels"] = {**options.labels, **given["labels"]}
-    return RequestOptions.parse({REQUEST_PARAMETER: given})
+    if merged["tenant"] is None:
+        merged["tenant"] = options.tenant
+    return RequestOptions.parse({REQUEST_PARAMETER: merged})
 
 
 class RequestLoads:
@@ -197,13 +220,14 @@ class RequestLoads:
         """Whether the request loads what the store holds; None: not decided yet."""
         self.are_elsewhere = False
         """Whether another store of the engine is expected to load the request's chunks faster."""
-        self.first_computed: int | None = None
-        """Tokens of the request that the engine has not computed, because it found or loaded them;
-        None: not known."""
+        self.first_unmeasured: int | None = None
+        """Index of the first token of the request whose computation was not counted for the
+        engine's speed: at first the one after the tokens that the engine has found or loaded. None:
+        the request was not scheduled yet."""
         self._position = position
-        self._is_used: dict[OffloadKey, bool] = {}
-        """For the keys of ended loads, whether the engine uses the chunk instead of computing
-        it."""
+        self._is_restored: dict[OffloadKey, bool] = {}
+        """Results of ended loads. True: the engine uses the chunk instead of computing it. False:
+        the load has failed, and the chunk is a miss from now on."""
 
     @property
     def are_declined(self) -> bool:
@@ -215,29 +239,30 @@ class RequestLoads:
     def end(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
         """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
         computes them, and all chunks after them, instead of retrying for ever."""
-        self._is_used.update(dict.fromkeys(failed, False))
+        for key in failed:
+            self._is_restored[key] = False
         positions: dict[OffloadKey, int] = {}
         for key in keys:
-            end = self._position(key)
+            position = self._position(key)
             # prewarming restores nothing for a request: its chunks have no positions
-            if end is None:
+            if position is None:
                 return
-            positions[key] = end
+            positions[key] = position
         # The engine uses the chunks before the first one that failed. It computes the others, even
         # those that were loaded, because a prefix has no gaps.
         first_failed = min((positions[key] for key in failed), default=math.inf)
-        for key, end in positions.items():
-            if end < first_failed:
-                self._is_used[key] = True
+        for key, position in positions.items():
+            if position < first_failed:
+                self._is_restored[key] = True
 
     def has_failed(self, key: OffloadKey) -> bool:
         """Return whether a load of this chunk has failed."""
-        return self._is_used.get(key) is False
+        return self._is_restored.get(key) is False
 
     @property
     def restored(self) -> list[OffloadKey]:
         """Keys of the chunks that the engine uses instead of computing them."""
-        return [key for key, is_used in self._is_used.items() if is_used]
+        return [key for key, is_restored in self._is_restored.items() if is_restored]
 
 
 class LiveRequest(RequestDescription):
@@ -267,7 +292,8 @@ class LiveRequest(RequestDescription):
         """Loads of the request."""
         self.epoch: int | None = None
         """Number of the model weights with which the request began: once the weights are others, it
-        finds and stores nothing. None: it never does (``GuardedTier.begin_request``)."""
+        finds and stores nothing more. None: it never finds or stores anything
+        (``GuardedTier.begin_request``)."""
         self.tenant_keys: TenantKeys | None = None
         """Keys of the request's tenant; None: it names none."""
         if options.tenant is not None:
@@ -276,8 +302,8 @@ class LiveRequest(RequestDescription):
         """vLLM's ``ReqContext`` with which the request began. The tier recognizes the request by
         this object without parsing its options again."""
         self.is_refused = False
-        """See ``GivenOptions``."""
-        self._req_id = req_id
+        """Whether its options are invalid, as in ``GivenOptions``: ``options`` are others then."""
+        self.req_id = req_id
         self._position = position
         self._group_tokens = group_tokens
         self._ends: dict[OffloadKey, int] = {}
@@ -293,7 +319,7 @@ class LiveRequest(RequestDescription):
         chunks are missing."""
         description = self if self._lists_keys else None
         tenant = self.options.tenant
-        return ReqContext(self._req_id, description=description, tenant=tenant)
+        return ReqContext(self.req_id, description=description, tenant=tenant)
 
     def is_of(self, given: GivenOptions) -> bool:
         """Return whether a request with these options and the same id may be this one."""
@@ -310,8 +336,10 @@ class LiveRequest(RequestDescription):
         end = self._ends.get(key)
         if end is None:
             return None
-        chunk_tokens = self._group_tokens[get_offload_group_idx(key)]
-        return max(0, end // chunk_tokens - 1)
+        group = get_offload_group_idx(key)
+        chunks_up_to_end = end // self._group_tokens[group]
+        # 0 if vLLM's key ends within the first chunk
+        return max(0, chunks_up_to_end - 1)
 
     def store_keys(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys of the request's tenant for these keys of the engine."""
@@ -320,15 +348,16 @@ class LiveRequest(RequestDescription):
             return list(keys)
         return [of_tenant[key] for key in keys]
 
-    def wants(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+    def must_store(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk
         ends at token ``min_tokens`` or later, or at an unknown position. The length is checked for
         the request's first keys only.
         """
         if not self.options.store:
             return False
+        # decided once: without its first chunks, later ones could not be restored
         if self._is_long is None:
-            self._is_long = not min_tokens or self._reaches(keys, min_tokens)
+            self._is_long = min_tokens == 0 or self._reaches(keys, min_tokens)
         return self._is_long
 
     def _reaches(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
@@ -340,32 +369,33 @@ class LiveRequest(RequestDescription):
                 return True
         return False
 
-    def learn(
+    def add_stored(
         self,
         keys: Sequence[OffloadKey],
         store_keys: Sequence[OffloadKey],
-    ) -> ReqContext:
-        """Record that the chunks of ``keys`` are being stored; return the context with all keys
-        recorded so far. From the first key without a known position on, the context has no
-        ``description`` and lists no keys.
+    ) -> None:
+        """Record that the chunks of ``keys`` are being stored: ``context`` describes this request,
+        with all keys recorded so far. From the first key without a known position on, it has no
+        description and lists no keys.
 
         :param store_keys: the same chunks' keys in the store, which the context has.
         """
         self.has_stored = True
         if not self._lists_keys:
-            return self.context
+            return
         for key, store_key in zip(keys, store_keys, strict=True):
             # stored before: vLLM may offer a chunk of a request again
             if store_key in self._ends:
                 continue
             end = self._position(key)
             if end is None:
-                self._lists_keys = False  # positions are only useful if all are known
-                break
+                # positions are only useful if all are known
+                self._lists_keys = False
+                return
             self._ends[store_key] = end
-            self.group_keys[get_offload_group_idx(key)].append(store_key)
+            group = get_offload_group_idx(key)
+            self.group_keys[group].append(store_key)
             self.num_tokens = max(self.num_tokens, end)
-        return self.context
 
     def end(self) -> ReqContext:
         """Return the request's context with the keys of each group sorted by position."""

@@ -80,24 +80,26 @@ class JobResults:
     def _end_load(self, load: _LoadJob, result: TierResult) -> JobResult:
         """Return the result of a load job as vLLM expects it, and pass it on to the request and the
         metrics."""
-        # a job that failed as a whole has loaded nothing
-        failed = set(load.keys)
         if result.success:
             # the store reports its own keys, the request has the engine's
             key_bytes = len(load.keys[0]) if load.keys else 0
             failed = {engine_key(key, key_bytes) for key in result.failed_keys}
+        else:
+            # the job has failed as a whole
+            failed = set(load.keys)
         load.request.loads.end(load.keys, failed)
-        loaded = None  # all of them
-        if failed or not result.success:
-            loaded = [key for key in load.keys if key not in failed]
+        is_complete = result.success and not failed
+        successful_keys = None  # all of them
+        if not is_complete:
+            successful_keys = [key for key in load.keys if key not in failed]
         observed = self._metrics.observed
         observed.load_bytes += result.num_bytes
         observed.load_seconds += result.seconds
         observed.load_failed_chunks += len(failed)
         return JobResult(
             result.job_id,
-            loaded is None,
-            loaded,
-            result.seconds,
-            result.num_bytes,
+            is_complete,
+            successful_keys,
+            transfer_time=result.seconds,
+            transfer_bytes=result.num_bytes,
         )

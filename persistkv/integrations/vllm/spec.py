@@ -15,7 +15,7 @@ from persistkv.cpu.devices.base import Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.layout import KVMemory, PageCopies, plan_copies
 from persistkv.integrations.vllm.identity import find_worker
-from persistkv.integrations.vllm.regions import ready
+from persistkv.integrations.vllm.regions import map_huge_pages
 from persistkv.integrations.vllm.weights.probe import watch_weights
 from persistkv.memory.libc import memory_at
 
@@ -49,34 +49,44 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         mappings: Mappings | None = None
-        sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
-        create_view = region.create_next_worker_view
         if getattr(self.config, "canonical_layout", False):
             mappings = _mappings(kv_caches)
-            sizes = _canonical_sizes(mappings, len(sizes))
-            create_view = region.create_next_canonical_view
-        rows = [create_view(size * self.blocks_per_chunk) for size in sizes]
-        # all rows are views of one storage, the region, which ``ready`` maps before the first copy
+        rows = self._rows(region, kv_caches, mappings)
+        # all rows are views of one storage, the region, which is mapped before the first copy
         storage = rows[0].untyped_storage()
-        ready(memory_at(storage.data_ptr(), storage.nbytes()))
+        memory = memory_at(storage.data_ptr(), storage.nbytes())
+        map_huge_pages(memory)
         worker = CPUOffloadingWorker(
-            kv_caches, rows, self.blocks_per_chunk, region.cleanup, mappings
+            kv_caches,
+            rows,
+            self.blocks_per_chunk,
+            release=region.cleanup,
+            mappings=mappings,
         )
         watch_weights(worker, self, find_worker())
         return worker
+
+    def _rows(
+        self,
+        region: SharedOffloadRegion,
+        kv_caches: Any,
+        mappings: Mappings | None,
+    ) -> list[torch.Tensor]:
+        """Return the part of the region's rows for each KV tensor; in the canonical layout if there
+        are ``mappings``."""
+        if mappings is None:
+            page_sizes = [canonical.page_size_bytes for canonical in kv_caches.tensors]
+            create_view = region.create_next_worker_view
+        else:
+            page_sizes = _canonical_sizes(mappings, len(kv_caches.tensors))
+            create_view = region.create_next_canonical_view
+        return [create_view(size * self.blocks_per_chunk) for size in page_sizes]
 
 
 # vLLM is not installed where types are checked.
 class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
     """Worker for KV tensors in CPU memory. ``submit_store`` and ``submit_load`` copy before they
-    return, because the engine computes on the same processors.
-
-    :param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk * page
-        bytes).
-    :param release: called by ``shutdown``, when the worker has no reference to the rows any more.
-    :param mappings: positions of the pages' bytes in rows of the canonical layout; None for the
-        direct layout.
-    """
+    return, because the engine computes on the same processors."""
 
     def __init__(
         self,
@@ -86,10 +96,19 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         release: Callable[[], None],
         mappings: Mappings | None = None,
     ) -> None:
+        """:param rows: for each tensor, its part of the rows: int8, shape (chunks, blocks_per_chunk
+            * page bytes).
+        :param release: called by ``shutdown``, when the worker has no reference to the rows any
+            more.
+        :param mappings: positions of the pages' bytes in rows of vLLM's canonical layout, which is
+            the same for all parallel sizes. None: the direct layout, in which a row has the pages'
+            bytes as they are.
+        """
         pages = []
         for canonical in kv_caches.tensors:
+            num_blocks = canonical.tensor.shape[0]
             # one line of bytes for each block, which may be longer than its page
-            blocks = canonical.tensor.view(canonical.tensor.shape[0], -1)
+            blocks = canonical.tensor.view(num_blocks, -1)
             pages.append(blocks[:, : canonical.page_size_bytes])
         memory = KVMemory(
             tuple(pages),
@@ -179,38 +198,48 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         """Copy the pages of one tensor, run by run: a run is a number of fragments that are equally
         far apart in the page, and, with another distance, in the row."""
         mapping = self._mappings[part.tensor_idx, part.page_bytes]
-        factor = self.memory.block_size_factor
-        pages = self.memory.pages[part.tensor_idx]
-        rows = self.memory.rows[part.tensor_idx]
-        stores = self.direction is Direction.STORE
-        used = np.ones(len(part.blocks), bool)
-        if stores:
+        part_blocks = part.blocks
+        part_pages = part.sub_blocks
+        if self.direction is Direction.STORE:
             # of several workers with the same bytes, one writes them
-            for place, block in enumerate(part.blocks.tolist()):
-                used[place] = mapping.is_writer(block)
-        blocks = torch.from_numpy(part.blocks[used])
-        # a sub-block is a row number and a page's place in the row
-        chunk_numbers, places = np.divmod(part.sub_blocks[used], factor)
-        chunks = torch.from_numpy(chunk_numbers)
-        positions = torch.from_numpy(places)
+            writes = [mapping.is_writer(block) for block in part_blocks.tolist()]
+            is_written = np.array(writes, bool)
+            part_blocks = part_blocks[is_written]
+            part_pages = part_pages[is_written]
+        blocks = torch.from_numpy(part_blocks)
+        # the pages of the rows are numbered row by row
+        row_numbers, places_in_row = np.divmod(
+            part_pages, self.memory.block_size_factor
+        )
+        in_rows = (torch.from_numpy(row_numbers), torch.from_numpy(places_in_row))
         for run in mapping.runs:
-            fragments = (run.num_fragments, run.fragment_size)
-            local = pages.as_strided(
-                (len(pages), *fragments),
-                (pages.stride(0), run.local_stride, 1),
-                pages.storage_offset() + run.local_offset,
-            )
-            # a row has ``factor`` pages of this size, one after the other
-            page_bytes = self._sizes[part.tensor_idx]
-            canonical = rows.as_strided(
-                (len(rows), factor, *fragments),
-                (rows.stride(0), page_bytes, run.canonical_stride, 1),
-                rows.storage_offset() + run.canonical_offset,
-            )
-            if stores:
-                canonical[chunks, positions] = local[blocks]
+            local = self._local_fragments(part.tensor_idx, run)
+            canonical = self._canonical_fragments(part.tensor_idx, run)
+            if self.direction is Direction.STORE:
+                canonical[in_rows] = local[blocks]
             else:
-                local[blocks] = canonical[chunks, positions]
+                local[blocks] = canonical[in_rows]
+
+    def _local_fragments(self, tensor: int, run: Any) -> torch.Tensor:
+        """Return the fragments of a run in all pages of a tensor: shape (blocks, fragments,
+        bytes)."""
+        pages = self.memory.pages[tensor]
+        return pages.as_strided(
+            (len(pages), run.num_fragments, run.fragment_size),
+            (pages.stride(0), run.local_stride, 1),
+            pages.storage_offset() + run.local_offset,
+        )
+
+    def _canonical_fragments(self, tensor: int, run: Any) -> torch.Tensor:
+        """Return the fragments of a run in all rows of a tensor: shape (rows, pages of a row,
+        fragments, bytes)."""
+        rows = self.memory.rows[tensor]
+        pages_per_row = self.memory.block_size_factor
+        return rows.as_strided(
+            (len(rows), pages_per_row, run.num_fragments, run.fragment_size),
+            (rows.stride(0), self._sizes[tensor], run.canonical_stride, 1),
+            rows.storage_offset() + run.canonical_offset,
+        )
 
 
 def _mappings(kv_caches: Any) -> Mappings:

@@ -43,9 +43,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from vllm.v1.request import Request
 
 from persistkv import base as ours
-from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
+from persistkv.config import GroupLayout, NumberLayout, OffloadingConfig, RowLayout
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.vllm.identity import (
+    SharedLayout,
     engine_facts,
     engine_identity,
     find_executor,
@@ -143,28 +144,19 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)
-        self._prefix_loads = StoreLoads(offloading, group_tokens, prefill)
+        self._store_loads = StoreLoads(offloading, group_tokens, prefill)
+        engine = find_vllm_config()
+        algorithm = engine.cache_config.prefix_caching_hash_algo
+        self._context_keys = partial(_context_keys, offloading, algorithm)
+        self._key_bytes = key_length()
+        """Length of vLLM's keys, which ``engine_key`` gets back from longer keys of a tenant."""
         self._region_fds: tuple[int, ...] = ()
         """Descriptors of the files behind the primary tier, for the store's process; closed by
         ``shutdown``."""
         if self.options.host == "process":
             self._region_fds = open_region(primary_kv_view)
         try:
-            engine = find_vllm_config()
-            algorithm = engine.cache_config.prefix_caching_hash_algo
-            self._context_keys = partial(_context_keys, offloading, algorithm)
-            # length of vLLM's own keys, to get them back from those of a tenant
-            self._key_bytes = key_length()
-            config = self._tier_config(engine, offloading_spec, primary_kv_view)
-            watch = attach_watch(
-                offloading_spec,
-                find_executor(),
-                self.options.weights,
-                is_only_source=is_only_source(engine),
-            )
-            # opens the store now, and another tier whenever a request names new weights
-            make_tier = partial(self._make_tier, config, primary_kv_view, watch)
-            self._guard = GuardedTier(make_tier, watch)
+            self._guard = self._open_store(engine, offloading_spec, primary_kv_view)
         except BaseException:
             close_region(self._region_fds)
             raise
@@ -175,6 +167,19 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests: dict[str, LiveRequest] = {}
         """Unfinished requests by id."""
         self._results = JobResults(self._metrics)
+
+    def _open_store(self, engine: Any, spec: Any, rows: memoryview) -> GuardedTier:
+        """Open the store under the identity of the engine, and watch the workers' weights."""
+        config = self._tier_config(engine, spec, rows)
+        watch = attach_watch(
+            spec,
+            find_executor(),
+            self.options.weights,
+            is_only_source=is_only_source(engine),
+        )
+        # called now, and again whenever a request names new weights
+        make_tier = partial(self._make_tier, config, rows, watch)
+        return GuardedTier(make_tier, watch)
 
     def _make_tier(
         self,
@@ -211,27 +216,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> OffloadingConfig:
         """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
-        group_tokens = _chunk_tokens(offloading)
-        if not self._tiers.all:  # the first of several stores
-            # of all groups the one with the most chunks; sliding windows need fewer
-            chunk_tokens = min(group_tokens)
-            _check_primary_size(engine.model_config.max_model_len, chunk_tokens, rows)
-        algorithm = engine.cache_config.prefix_caching_hash_algo
-        if has_random_hashes(algorithm):
-            logger.warning(
-                "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no "
-                "stored block will be found after a restart. Set PYTHONHASHSEED=0, or use the "
-                "algorithm sha256",
-                algorithm,
-            )
+        # once for several stores
+        if not self._tiers.all:
+            _check_primary_size(engine, offloading, rows)
         shared = shared_layout(spec)
-        if shared is None and offloading.parallel.world_size > 1:
-            logger.info(
-                "the layout of KV depends on the parallel sizes: engines with other sizes do "
-                "not share this one's contexts. If the model allows it, "
-                '"canonical_layout": true in kv_connector_extra_config of all of them makes it '
-                "independent"
-            )
+        _report_reuse(engine, offloading, shared)
         facts = engine_facts()
         identity = engine_identity(
             engine,
@@ -241,27 +230,21 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             weights=self.options.weights,
             adapters=self.options.adapters,
         )
-        blocks_per_chunk = offloading.cache.blocks_per_chunk
-        tokens = offloading.groups[0].tokens_per_block * blocks_per_chunk
-        # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses
-        # the whole row.
-        stride = rows.nbytes // len(rows)
-        used = stride if shared is None else shared.num_bytes
+        kv_cache = find_kv_cache_config()
         numbers = None
+        # the canary compares numbers with those of another release, if the engine computes them all
         if self.options.adopt == "canary" and is_only_source(engine):
-            numbers = number_layout(
-                engine, spec, find_kv_cache_config(), device=str(facts["device"])
-            )
-        group = GroupLayout.of_bytes(used)
-        layout = RowLayout(stride, (group,) * len(group_tokens), numbers)
+            device = str(facts["device"])
+            numbers = number_layout(engine, spec, kv_cache, device=device)
+        first_group = offloading.groups[0]
         return OffloadingConfig(
             identity,
-            tokens,
-            layout,
-            len(rows),
-            self._region_fds,
-            bool(offloading.enable_kv_cache_events),
-            group_windows(offloading, find_kv_cache_config()),
+            block_size=first_group.tokens_per_block * offloading.cache.blocks_per_chunk,
+            layout=_row_layout(offloading, rows, shared, numbers),
+            num_blocks=len(rows),
+            region_fds=self._region_fds,
+            enable_events=bool(offloading.enable_kv_cache_events),
+            windows=group_windows(offloading, kv_cache),
         )
 
     # Lookups and jobs
@@ -295,24 +278,27 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads = request.loads
         if loads.has_failed(key) or loads.are_declined:
             return False
-        if loads.decision is not None or self.options.load_policy == "always":
+        # the request loads what the store holds, as decided at an earlier chunk
+        is_decided = loads.decision is not None
+        if is_decided or self.options.load_policy == "always":
             return True
         end = request.position(key)
-        waiting = _find_request(request.context.req_id)
-        # prewarming has no request
-        if end is None or waiting is None:
+        engine_request = _find_request(request.req_id)
+        # a context that is prewarmed has neither, and is loaded
+        if end is None or engine_request is None:
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
             tenant = request.options.tenant
-            chunks = self._prefix_loads.chunks(waiting, tenant, key, end)
+            chunks = self._store_loads.chunks(engine_request, tenant, key, end)
             self._decide_load(request, chunks)
         return not loads.are_declined
 
     def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
         """Decide whether the request loads its chunks; report to the store if it does not."""
-        decision = self._prefix_loads.decide(self._tiers.all, self._tier, chunks)
+        decision = self._store_loads.decide(self._tiers.all, self._tier, chunks)
         # decided once: vLLM asks for each chunk, and again in each step
         request.loads.decision = decision
+        # no decision: a faster store of the engine loads the chunks
         request.loads.are_elsewhere = decision is None
         if not request.loads.are_declined:
             return
@@ -326,17 +312,20 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
         """Count the tokens that the engine has computed of a request whose chunks it stores."""
-        # of one KV cache group, whose index ends the keys: groups cover the same tokens
-        ends = [request.position(key) for key in keys if key[-1] == keys[0][-1]]
-        known = [end for end in ends if end is not None]
-        loads = request.loads
-        if not known or loads.first_computed is None:
+        start = request.loads.first_unmeasured
+        if start is None:
             return
-        end = max(known)
-        # not less: vLLM may offer chunks of found or counted tokens, too
-        if end > loads.first_computed:
-            self._meter.add(request.context.req_id, loads.first_computed, end)
-            loads.first_computed = end
+        stop = start
+        # the groups cover the same tokens: those of one group suffice
+        group = keys[0][-ours.GROUP_INDEX_BYTES :]
+        for key in keys:
+            end = request.position(key) if key.endswith(group) else None
+            if end is not None:
+                stop = max(stop, end)
+        # equal if vLLM offers chunks again, or chunks that it has found
+        if stop > start:
+            self._meter.add(request.req_id, start, stop)
+            request.loads.first_unmeasured = stop
 
     def _record_prefill(self, num_tokens: int, seconds: float) -> None:
         if not self._guard.is_opening:
@@ -362,7 +351,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if scheduler is None:
             return False
         for req_id, request in self._requests.items():
-            if request.loads.first_computed is None:
+            is_new = request.loads.first_unmeasured is None
+            if is_new:
                 continue
             running = scheduler.requests.get(req_id)
             if running is not None and not running.is_finished():
@@ -376,7 +366,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         running = _find_request(req_id)
         if request is None or running is None or running.prefill_stats is None:
             return
-        request.loads.first_computed = running.prefill_stats.num_cached_tokens
+        num_cached = running.prefill_stats.num_cached_tokens
+        request.loads.first_unmeasured = num_cached
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Store the chunks of a job, or report it as done without that if its request must not be
@@ -386,13 +377,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             if keys:
                 self._measure(request, keys)
-        if not self._guard.is_detached and request.wants(keys, self.options.min_tokens):
-            store_keys = request.store_keys(keys)
-            context = request.learn(keys, store_keys)
-            job = _job(job_metadata, store_keys, context)
-            self._guard.submit_store(job, request.epoch)
-        else:
+        is_detached = self._guard.follow_weights()
+        if is_detached or not request.must_store(keys, self.options.min_tokens):
             self._results.pass_over(job_metadata.job_id)
+            return
+        store_keys = request.store_keys(keys)
+        request.add_stored(keys, store_keys)
+        job = _job(job_metadata, store_keys, request.context)
+        self._guard.submit_store(job, request.epoch)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Load the chunks of a job into the primary tier."""
@@ -400,8 +392,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         keys = list(job_metadata.keys)
         store_keys = request.store_keys(keys)
         self._results.begin_load(job_metadata.job_id, request, keys)
-        # The other stores must not take these blocks for computed ones: a comparison with another
-        # release would compare stored bytes with stored bytes.
+        # The other stores must not take these blocks for computed ones: they compare computed
+        # blocks with stored ones of another release, to prove that both releases compute the same.
         for tier in self._tiers.all:
             if tier is not self._tier:
                 tier.loaded_elsewhere(store_keys)
@@ -433,14 +425,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def drain_jobs(self) -> None:
         """Wait until all jobs have ended. vLLM calls it when its caches are reset, often because
-        the weights change: then the workers are asked to compare them."""
+        the weights change: so the workers are asked to compare theirs with earlier samples."""
         while not self._guard.drain_jobs(_DRAIN_S):
             logger.warning("still waiting for jobs of the store to end")
-        self._guard.watch.suspect()
+        self._guard.watch.require_comparison()
         # No KV of earlier weights is left: vLLM's prefix cache is empty now, and its primary tier
         # after this call.
         if has_no_kv(find_scheduler()):
-            self._guard.watch.on_empty()
+            self._guard.watch.on_no_kv()
 
     # Requests
 
@@ -473,15 +465,17 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Return a new request, which may use the store as its options say; begin the prefetches
         that they ask for."""
         options = given.options
+        tenant = options.tenant
+        # no epoch: the weights have changed, or the request expects others
         epoch = self._guard.begin_request(options.weights)
-        is_refused = self._is_refused(context.req_id, given)
-        if is_refused or epoch is None:
-            tenant = options.tenant
-            options = RequestOptions(False, False, options.labels, tenant=tenant)
+        is_refused = self._report_if_refused(context.req_id, given)
+        uses_store = epoch is not None and not is_refused
+        if not uses_store:
+            options = RequestOptions(store=False, load=False, tenant=tenant)
         # of several stores, the first one takes the hints
-        elif self._tier is self._tiers.all[0]:
+        if uses_store and self._tier is self._tiers.all[0]:
             for prefetch in given.prefetches:
-                self._prefetch(prefetch, options.tenant or DEFAULT_TENANT)
+                self._prefetch(prefetch, tenant or DEFAULT_TENANT)
         request = self._new_request(
             context.req_id, options, context.get_offload_key_position
         )
@@ -490,31 +484,36 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request.epoch = epoch
         return request
 
-    def _is_refused(self, req_id: str, given: GivenOptions) -> bool:
+    def _report_if_refused(self, req_id: str, given: GivenOptions) -> bool:
         """Return whether a request that begins neither uses nor fills the store: its options are
-        invalid, or it names no tenant although one is required. Counts it, then."""
+        invalid, or it names no tenant although one is required. If so, count it."""
         context = ours.ReqContext(req_id, tenant=given.options.tenant)
-        if not (given.is_refused or self._tier.refuses(context)):
+        is_refused = given.is_refused or self._tier.refuses(context)
+        if not is_refused:
             return False
+        # while a tier is opened, there is none to count it
         if not self._guard.is_opening:
             why = _INVALID if given.is_refused else NO_TENANT
             self._tier.report_refused(context, why)
         return True
 
     def _prefetch(self, prefetch: Prefetch, tenant: str) -> None:
-        """Queue contexts of a tenant for the tier ``persistkv-prewarm`` to promote: those of the
-        first store that the filter includes, or, if token ids are given, the blocks of their
-        context that any store holds.
+        """Queue contexts of a tenant for the tier ``persistkv-prewarm`` to promote.
+
+        Token ids name one context: the blocks of it that any store holds are promoted. An id or
+        labels name contexts of this store, which searches for them.
         """
         if not prefetch.token_ids:
-            self._tier.prefetch(prefetch.choice(tenant))
+            choice = prefetch.choice(tenant)
+            self._tier.prefetch(choice)
             return
         with self._isolation.guard("prefetch", "the context is not promoted"):
             keys = self._context_keys(prefetch.token_ids, prefetch.cache_salt)
             own_keys = [tenant_key(tenant, key) for key in keys]
             held = [key for key in own_keys if self._is_stored(key)]
             if held:
-                self._tier.prefetch(ours.StoredContext(tenant, held))
+                context = ours.StoredContext(tenant, held)
+                self._tier.prefetch(context)
 
     def _is_stored(self, key: OffloadKey) -> bool:
         """Return whether any of the engine's stores holds a block."""
@@ -524,11 +523,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        # This may be the end of an earlier request with the same id, which another tenant's request
-        # has replaced here: the present one continues.
-        if request.source is not req_context and not request.is_of(
-            _options_of(req_context)
-        ):
+        is_same = request.source is req_context
+        if not is_same:
+            is_same = request.is_of(_options_of(req_context))
+        # The end of an earlier request, whose id another tenant's request has used again. The
+        # earlier one has ended here already, and the present one continues.
+        if not is_same:
             return
         del self._requests[req_context.req_id]
         self._end_request(request)
@@ -539,6 +539,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         restored = request.loads.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
+        # the end of a context also reports what was restored; without one, this is done here
         if request.has_stored:
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:
@@ -572,7 +573,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 event.removed,
                 self.locality,
                 self.tier_type,
-                # otherwise vLLM forgets the blocks of a chunk, and a removal names the last
+                # vLLM remembers which blocks a stored chunk has only if it is told to expect the
+                # removal. Otherwise the removal would name the last block alone, as the key does.
                 removal_expected=not event.removed,
             )
             events.append(translated)
@@ -699,9 +701,47 @@ def _chunk_tokens(offloading: Any) -> tuple[int, ...]:
     return by_group_index(tokens)
 
 
-def _check_primary_size(max_tokens: int, chunk_tokens: int, rows: memoryview) -> None:
+def _row_layout(
+    offloading: Any,
+    rows: memoryview,
+    shared: SharedLayout | None,
+    numbers: NumberLayout | None,
+) -> RowLayout:
+    """Return the layout of the primary tier's rows."""
+    stride = rows.nbytes // len(rows)
+    used_bytes = stride if shared is None else shared.num_bytes
+    # A tier does not know the offsets of workers' cells and groups' tensors, so each group uses the
+    # whole row.
+    group = GroupLayout.of_bytes(used_bytes)
+    num_groups = len(_chunk_tokens(offloading))
+    return RowLayout(stride, (group,) * num_groups, numbers)
+
+
+def _report_reuse(engine: Any, offloading: Any, shared: SharedLayout | None) -> None:
+    """Log which later engines will not find this engine's blocks."""
+    algorithm = engine.cache_config.prefix_caching_hash_algo
+    if has_random_hashes(algorithm):
+        logger.warning(
+            "block hashes are random (prefix_caching_hash_algo=%s, no PYTHONHASHSEED): no "
+            "stored block will be found after a restart. Set PYTHONHASHSEED=0, or use the "
+            "algorithm sha256",
+            algorithm,
+        )
+    if shared is None and offloading.parallel.world_size > 1:
+        logger.info(
+            "the layout of KV depends on the parallel sizes: engines with other sizes do "
+            "not share this one's contexts. If the model allows it, "
+            '"canonical_layout": true in kv_connector_extra_config of all of them makes it '
+            "independent"
+        )
+
+
+def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
     """Warn if the longest request does not fit the primary tier, through which all transfers
     pass."""
+    max_tokens = engine.model_config.max_model_len
+    # of the group with the most chunks; a sliding window needs fewer
+    chunk_tokens = min(_chunk_tokens(offloading))
     needed = max_tokens // chunk_tokens
     if len(rows) >= needed:
         return

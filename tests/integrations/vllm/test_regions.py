@@ -11,8 +11,8 @@ import pytest
 
 from persistkv.integrations.vllm.regions import (
     close_region,
+    map_huge_pages,
     open_region,
-    ready,
     remove_leftovers,
 )
 from persistkv.memory.libc import map_shared, memory_at, unmap
@@ -94,14 +94,14 @@ def test_open_region_segment_longer_than_mapping_returns_no_file(segments):
     assert open_region(rows) == ()
 
 
-def test_ready_keeps_bytes_and_avoids_page_faults():
+def test_map_huge_pages_keeps_bytes_and_avoids_page_faults():
     size = 8 << 20  # four huge pages
     fd = os.memfd_create("rows")
     os.posix_fallocate(fd, 0, size)
     pattern = np.random.default_rng(5).integers(0, 256, size, np.uint8)
     os.pwrite(fd, pattern, 0)
     rows = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    ready(memoryview(rows))
+    map_huge_pages(memoryview(rows))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     rows[:: mmap.PAGESIZE] ^= 1
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -111,10 +111,10 @@ def test_ready_keeps_bytes_and_avoids_page_faults():
     os.close(fd)
 
 
-def test_ready_anonymous_memory_is_unchanged():
+def test_map_huge_pages_anonymous_memory_is_unchanged():
     rows = np.random.default_rng(6).integers(0, 256, (ROWS, STRIDE), np.uint8)
     before = rows.copy()
-    ready(memoryview(rows))
+    map_huge_pages(memoryview(rows))
     assert (rows == before).all()
 
 

@@ -39,11 +39,11 @@ def positions_of(*groups):
     }
 
 
-def test_live_request_learned_keys_are_sorted_by_position():
+def test_live_request_stored_keys_are_sorted_by_position():
     full, window = keys_of(0, 4), keys_of(1, 4)
     live = request(positions_of(full, window))
     for keys in ([full[2], window[3]], [full[0], full[1], full[2], window[2]]):
-        live.learn(keys, keys)
+        live.add_stored(keys, keys)
     description = live.end().description
     assert list(description.group_keys) == [full[:3], window[2:]]
     assert description.num_tokens == 4 * CHUNK
@@ -54,23 +54,25 @@ def test_live_request_learned_keys_are_sorted_by_position():
 def test_live_request_key_without_position_drops_description():
     keys = keys_of(0, 2)
     live = request(positions_of(keys[:1]))
-    assert live.learn(keys[:1], keys[:1]).description is not None
-    assert live.learn(keys, keys).description is None
+    live.add_stored(keys[:1], keys[:1])
+    assert live.context.description is not None
+    live.add_stored(keys, keys)
+    assert live.context.description is None
     assert live.end().description is None
 
 
 def test_live_request_min_tokens_is_checked_for_first_keys_only():
     keys = keys_of(0, 4)
     short, long = request(positions_of(keys)), request(positions_of(keys))
-    assert not short.wants(keys[:1], 2 * CHUNK)
-    assert not short.wants(keys[1:], 2 * CHUNK)
-    assert long.wants(keys[:2], 2 * CHUNK)
-    assert long.wants(keys[:1], 2 * CHUNK)
+    assert not short.must_store(keys[:1], 2 * CHUNK)
+    assert not short.must_store(keys[1:], 2 * CHUNK)
+    assert long.must_store(keys[:2], 2 * CHUNK)
+    assert long.must_store(keys[:1], 2 * CHUNK)
 
 
-def test_live_request_opted_out_wants_no_keys():
+def test_live_request_opted_out_must_store_no_keys():
     keys = keys_of(0, 1)
-    assert not request(positions_of(keys), store=False).wants(keys, 0)
+    assert not request(positions_of(keys), store=False).must_store(keys, 0)
 
 
 @pytest.mark.parametrize(
@@ -284,13 +286,13 @@ def test_request_options_hint_names_tenant_and_overrides_parameters():
     assert request_options("a", parameters, silent).options.tenant == "berta"
 
 
-def test_live_request_of_tenant_learns_keys_of_tenant():
+def test_live_request_of_tenant_lists_keys_of_tenant():
     keys = keys_of(0, 3)
     live = request(positions_of(keys), tenant="anna")
     store_keys = live.store_keys(keys)
     assert store_keys == [tenant_key("anna", key) for key in keys]
-    context = live.learn(keys[::-1], store_keys[::-1])
-    assert context.tenant == "anna"
+    live.add_stored(keys[::-1], store_keys[::-1])
+    assert live.context.tenant == "anna"
     description = live.end().description
     assert description.group_keys[0] == store_keys
     assert [description.depth(key) for key in store_keys] == [0, 1, 2]

@@ -195,11 +195,11 @@ class Simulation:
 
     def reset(self):
         assert self.guard.drain_jobs(10)
-        self.workers.watch.suspect()
+        self.workers.watch.require_comparison()
         self.finish()
         assert not self.loads
         assert not self.stores
-        self.workers.watch.on_empty()
+        self.workers.watch.on_no_kv()
         self.cached.clear()
         self.free += [row for _, _, rows, _ in self.copied for row in rows]
         self.copied.clear()
@@ -272,7 +272,7 @@ class Simulation:
             self.random.choice(actions)()
         for _ in range(4):
             self.step()
-        self.counts["detached"] += self.guard.is_detached
+        self.counts["detached"] += self.guard.follow_weights()
         self.guard.drain_jobs(10)
         self.finish()
         self.guard.shutdown()
@@ -377,7 +377,7 @@ def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path
     (key,), context = [make_offload_key(bytes(32), 0)], ReqContext("running")
     earlier = guard.begin_request(None)
     workers.executor.collective_rpc("update_weights", None, ({},))
-    workers.watch.on_empty()  # the request was preempted, and will be computed anew
+    workers.watch.on_no_kv()  # the request was preempted, and will be computed anew
     assert guard.begin_request("new") is None
     while guard.is_opening:
         guard.get_finished_jobs()
@@ -407,7 +407,7 @@ def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_pa
     key, context = make_offload_key(bytes(32), 0), ReqContext("running")
     for name in ("one", "two"):
         workers.executor.collective_rpc("update_weights", None, ({},))
-        workers.watch.on_empty()
+        workers.watch.on_no_kv()
         assert guard.begin_request(name) is None
     deadline = time.monotonic() + 60
     while (epoch := guard.begin_request("two")) is None:
@@ -453,7 +453,7 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     assert guard.drain_jobs(10)
     assert not guard.has_pending_work()
     assert not guard.holds(key, workers.watch.epoch)
-    workers.watch.on_empty()
+    workers.watch.on_no_kv()
     deadline = time.monotonic() + 60
     while guard.begin_request("good") is None:
         assert time.monotonic() < deadline
@@ -555,7 +555,7 @@ def test_watch_function_is_unsure_until_all_workers_answer(tmp_path):
 def test_watch_answer_with_change_is_not_sure(tmp_path):
     word = WeightsWord.create("engine", 0, str(tmp_path))
     _, watch = watched([word])
-    watch.suspect()
+    watch.require_comparison()
     assert watch.change is None
     word.changed = watch.epoch + 1
     word.answered = word.asked
@@ -580,7 +580,7 @@ def test_watch_name_of_weights_after_request_is_refused_until_reset_and_another_
     watch = WeightsWatch([])
     watch.on_request()
     assert not watch.name_weights("early")
-    watch.on_empty()
+    watch.on_no_kv()
     assert not watch.name_weights("early")
     assert watch.name_weights("new")
     watch.on_request()

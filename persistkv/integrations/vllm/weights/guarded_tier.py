@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.integrations.vllm.weights.watch import WeightsWatch
@@ -17,6 +18,14 @@ from persistkv.tiering.persistent import PersistentTier
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0  # without a step: then earlier comparisons say nothing
+
+
+class _GuardedLoad(NamedTuple):
+    """A load job whose result waits for a comparison of the weights."""
+
+    ticket: int
+    """Ticket of the comparison (``WeightsWatch.ask``)."""
+    num_blocks: int
 
 
 class GuardedTier:
@@ -47,40 +56,42 @@ class GuardedTier:
         """The tier that the thread has opened."""
         self._clock = clock
         self._called = clock()
-        """Time at which ``is_detached`` was last read. If it is long ago, the engine has taken no
-        step since."""
+        """Time of the last ``follow_weights``. If it is long ago, the engine has taken no step
+        since."""
         self.dropped_blocks = 0
         """Blocks in flight that were not stored or not served, because the weights had changed or
         might have."""
         self._epoch = watch.epoch
         """Epoch of ``tier``, or of the one that is being opened."""
         self._held: deque[JobMetadata | ReqContext] = deque()
-        """Stores, and ends of requests among them, that wait until the weights are known."""
-        self._tickets: dict[int, tuple[int, int]] = {}
-        """By load job: ticket of the comparison to wait for, and its blocks."""
+        """Stores, and ends of requests (contexts) among them, that wait until the weights are
+        known."""
+        self._loads: dict[int, _GuardedLoad] = {}
+        """Load jobs that have not been reported to vLLM, by id."""
         self._loaded: list[JobResult] = []
         """Results of loads that wait for their comparisons."""
         self._finished: list[JobResult] = []
         """Results for the next ``get_finished_jobs``."""
         self._is_detached = False
-        """Whether ``tier`` is out of use: from a change of the weights until the tier of weights
-        that a request has named is open."""
+        """Whether ``tier`` is out of use. It begins with a change of the weights, and ends when a
+        request has named the new weights and their tier is open."""
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether the weights have changed: lookups miss, and all jobs fail.
+    def follow_weights(self) -> bool:
+        """Act on what the watch has noticed since the last call: detach the tier after a change,
+        and open or adopt the tier of newly named weights.
 
-        Reading it acts on what the watch has noticed since the last time: it detaches the tier
-        after a change, and opens or adopts the tier of newly named weights.
+        :returns: whether the tier is detached: lookups miss, and all jobs fail.
         """
         now = self._clock()
         # the engine took no step for a while, in which another process may have written the
         # parameters
         if now - self._called > _IDLE_S:
-            self.watch.suspect()
+            self.watch.require_comparison()
         self._called = now
-        if self._opening is not None or self._epoch != self.watch.epoch:
-            self._follow()
+        # first: a new name ends the change that the watch has noticed before
+        is_named_anew = self._epoch != self.watch.epoch
+        if is_named_anew or self._opening is not None:
+            self._follow_name()
         if not self._is_detached and self.watch.change is not None:
             self._detach(self.watch.change)
         return self._is_detached
@@ -91,19 +102,19 @@ class GuardedTier:
         self._is_detached = True
         self.tier.detach()
         # counted for the log line, before they are given up
-        stores = 0
+        stored_blocks = 0
         for entry in self._held:
             if isinstance(entry, JobMetadata):
-                stores += len(entry.keys)
-        loads = sum(num_blocks for _, num_blocks in self._tickets.values())
+                stored_blocks += len(entry.keys)
+        loaded_blocks = sum(load.num_blocks for load in self._loads.values())
         logger.error(
             "weights changed while the engine runs (%s): persistkv is detached. Lookups miss, "
             "and nothing is stored. In flight: %d blocks are not stored, %d are not served. To use "
             "the store again, restart the engine or name the new weights (docs/vllm.md, weights "
             "that change)",
             reason,
-            stores,
-            loads,
+            stored_blocks,
+            loaded_blocks,
         )
         self._give_up_held()
 
@@ -117,7 +128,7 @@ class GuardedTier:
         """Whether ``tier`` serves the present weights, as of the last call."""
         return not self._is_detached and not self.is_opening
 
-    def _follow(self) -> None:
+    def _follow_name(self) -> None:
         """Open the tier of the present epoch, and use it once it is open."""
         if self._opening is not None:
             if self._opening.is_alive():
@@ -133,20 +144,24 @@ class GuardedTier:
             return
         self.tier = self._opened
         self._opened = None
-        if self._epoch == self.watch.epoch:  # else the weights have another name by now
-            self._is_detached = False
-            logger.warning(
-                "persistkv continues with the weights %s, under their own identity",
-                self.watch.weights,
-            )
+        # The weights have another name by now. The tier stays detached, and is shut down when that
+        # of the present name is opened.
+        if self._epoch != self.watch.epoch:
+            return
+        self._is_detached = False
+        logger.warning(
+            "persistkv continues with the weights %s, under their own identity",
+            self.watch.weights,
+        )
 
     def _begin_opening(self) -> None:
-        """Detach the tier; once it has no jobs, start a thread that opens that of the new
-        weights."""
+        """Detach the tier; if it has no jobs, start a thread that opens that of the new weights. If
+        it has some, the next call tries again."""
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
-        # its jobs must end first: once it is shut down, their rows may be reused
-        if self.tier.has_pending_work() or self._loaded:
+        # its jobs must end first, and vLLM must have their results: a shutdown frees their rows
+        is_in_use = self.tier.has_pending_work() or self._loaded
+        if is_in_use:
             return
         self._epoch = self.watch.epoch
         arguments = (self.tier, self.watch.weights)
@@ -176,7 +191,7 @@ class GuardedTier:
         self.tier.shutdown()
 
     def _give_up_held(self) -> None:
-        """Fail the stores that wait for a comparison."""
+        """Fail the stores that wait for a comparison; pass on the ends of requests among them."""
         for entry in self._take_held():
             if isinstance(entry, JobMetadata):
                 self._drop(entry)
@@ -195,13 +210,16 @@ class GuardedTier:
             the engine.
         """
         watch = self.watch
-        # ``name_weights`` begins an epoch if the name is new
-        fits = watch.epoch == 0 if weights is None else watch.name_weights(weights)
-        # also for a request that does not fit: vLLM's own caches keep its KV
+        is_expected = watch.is_initial
+        if weights is not None:
+            # a new name begins an epoch
+            is_expected = watch.name_weights(weights)
+        # also for a request that expects others: vLLM's own caches keep its KV
         watch.on_request()
-        if not fits or self.is_detached:
+        if not is_expected:
             return None
-        return watch.epoch
+        is_detached = self.follow_weights()
+        return None if is_detached else watch.epoch
 
     def holds(self, key: OffloadKey, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
@@ -217,7 +235,8 @@ class GuardedTier:
 
     def submit_store(self, job: JobMetadata, epoch: int | None) -> None:
         """Submit a store, now or once the weights are known; fail it if they have changed."""
-        if self.is_detached or epoch != self.watch.epoch:
+        is_detached = self.follow_weights()
+        if is_detached or epoch != self.watch.epoch:
             self._drop(job)
         # behind other held jobs, too: the ends of requests must follow their stores
         elif self._held or not self.watch.is_sure:
@@ -228,12 +247,13 @@ class GuardedTier:
     def submit_load(self, job: JobMetadata, epoch: int | None) -> None:
         """Submit a load, whose result waits for a comparison that begins after this call; fail it
         if the weights have changed."""
-        if self.is_detached or epoch != self.watch.epoch:
+        is_detached = self.follow_weights()
+        if is_detached or epoch != self.watch.epoch:
             self._drop(job)
             return
         # asked now, so that the comparison and the load run at the same time
         ticket = self.watch.ask()
-        self._tickets[job.job_id] = (ticket, len(job.keys))
+        self._loads[job.job_id] = _GuardedLoad(ticket, len(job.keys))
         self.tier.submit_load(job)
 
     def on_restored(
@@ -247,6 +267,7 @@ class GuardedTier:
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         """Pass the end of a request on, after its stores that wait."""
+        # the tier that has stored its blocks is shut down, which ends its requests
         if epoch != self._epoch or self.is_opening:
             return
         if self._held:
@@ -263,32 +284,42 @@ class GuardedTier:
     def _advance(self) -> None:
         """Collect results. Submit held stores once the weights are known, and pass loads on whose
         comparison has ended."""
-        if not self.is_opening:
-            for result in self.tier.get_finished_jobs():
-                is_load = result.job_id in self._tickets
-                target = self._loaded if is_load else self._finished
-                target.append(result)
-        # read before the stores below: a change drops those that wait
-        detached = self.is_detached
+        self._collect()
+        # a change fails the stores that wait, so the others are of the present weights
+        is_detached = self.follow_weights()
         if self._held and self.watch.is_sure:
             self._submit_held()
-        # each load again waits if its comparison has not ended
         loaded = self._loaded
         self._loaded = []
         for result in loaded:
-            ticket, _ = self._tickets[result.job_id]
-            if detached:
+            if is_detached:
                 self._drop_load(result)
-            elif self.watch.is_answered(ticket) and self.watch.is_sure:
-                del self._tickets[result.job_id]
+            elif self._is_verified(result):
+                del self._loads[result.job_id]
                 self._finished.append(result)
             else:
                 self._loaded.append(result)
 
+    def _collect(self) -> None:
+        """Take the results of the tier: those of loads wait for their comparisons."""
+        # a thread uses the tier, which has no jobs
+        if self.is_opening:
+            return
+        for result in self.tier.get_finished_jobs():
+            if result.job_id in self._loads:
+                self._loaded.append(result)
+            else:
+                self._finished.append(result)
+
+    def _is_verified(self, result: JobResult) -> bool:
+        """Return whether the comparison that a load waits for has ended without a difference."""
+        load = self._loads[result.job_id]
+        return self.watch.is_answered(load.ticket) and self.watch.is_sure
+
     def _drop_load(self, result: JobResult) -> None:
         """Fail a load whose blocks may be KV of other weights."""
-        _, num_blocks = self._tickets.pop(result.job_id)
-        self.dropped_blocks += num_blocks
+        load = self._loads.pop(result.job_id)
+        self.dropped_blocks += load.num_blocks
         failed = JobResult(result.job_id, False, seconds=result.seconds)
         self._finished.append(failed)
 

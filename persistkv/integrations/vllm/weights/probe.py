@@ -20,7 +20,7 @@ _LONGEST_PAUSE_S = 1.0
 
 class WeightsProbe:
     """Compares a worker's parameters with those of the epoch's beginning, and publishes the result
-    in its word."""
+    in its ``WeightsWord``, the memory that it shares with the engine's process."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class WeightsProbe:
             self._epoch = epoch
             self._known = sample
         elif sample != self._known:
+            # one more than the epoch: 0 means that no change was ever published
             self._word.changed = epoch + 1
         # after ``changed``: the engine trusts the weights once it sees the answer
         self._word.answered = asked
@@ -68,7 +69,8 @@ class WeightsProbe:
     def check_if_due(self) -> None:
         """Compare, unless the last comparison is recent and the engine has not asked for
         another."""
-        if self._word.asked != self._word.answered or self._clock() >= self._next_due:
+        is_asked = self._word.asked != self._word.answered
+        if is_asked or self._clock() >= self._next_due:
             self.check()
 
 
@@ -116,9 +118,10 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             picked = _sample_of(parameter.data)
             if picked is None:
                 continue
-            place = (picked.device, picked.dtype)
-            samples.setdefault(place, []).append(picked)
-    # one copy from each device, not one for each parameter
+            # only tensors of one device and one dtype can be joined
+            kind = (picked.device, picked.dtype)
+            samples.setdefault(kind, []).append(picked)
+    # one copy of each kind, not one for each parameter
     digest = hashlib.blake2b(digest_size=16)
     for group in samples.values():
         joined = torch.cat(group).cpu()
@@ -136,15 +139,15 @@ def _sample_of(tensor: Any) -> Any:
     kind = integers.get(tensor.element_size())
     if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
         return None
-    count = min(_SAMPLES, tensor.numel())
-    # equally far apart over the whole tensor
-    step = (tensor.numel() - 1) // count or 1
+    # The sample ignores the strides of the tensor: it is taken from as many elements of the storage
+    # in a row. A tensor that repeats elements (stride 0) has fewer there.
+    num_elements = tensor.numel()
     if not tensor.is_contiguous():
-        # with gaps, so many elements in a row may end outside of the storage
         stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-        room = stored - tensor.storage_offset()
-        step = max(1, min(step, (room - 1) // count))
-        count = min(count, room)
+        num_elements = min(num_elements, stored - tensor.storage_offset())
+    # equally far apart, from the first element to one of the last
+    count = min(_SAMPLES, num_elements)
+    step = max(1, (num_elements - 1) // count)
     return tensor.as_strided((count,), (step,)).view(kind)
 
 

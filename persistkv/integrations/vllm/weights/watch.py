@@ -113,6 +113,11 @@ class WeightsWatch:
         return self._epoch
 
     @property
+    def is_initial(self) -> bool:
+        """Whether no request has named new weights: they have the name of the engine's start."""
+        return self._epoch == 0
+
+    @property
     def change(self) -> str | None:
         """Reason for which the weights count as changed in this epoch; None: they have not
         changed."""
@@ -153,7 +158,7 @@ class WeightsWatch:
         """Return whether each worker has ended a comparison that began after this ``ask``."""
         return all(word.answered >= ticket for word in self._words)
 
-    def suspect(self) -> None:
+    def require_comparison(self) -> None:
         """Be unsure of the weights until the workers have compared."""
         self._suspected = self.ask()
 
@@ -161,7 +166,7 @@ class WeightsWatch:
         """Note that a request begins, whose KV vLLM keeps in its own caches."""
         self._may_hold_kv = True
 
-    def on_empty(self) -> None:
+    def on_no_kv(self) -> None:
         """Note that neither vLLM's own caches nor a request hold any KV."""
         self._may_hold_kv = False
 
@@ -172,11 +177,14 @@ class WeightsWatch:
         :returns: whether this is the name of the present weights now. A name that was left or
             refused never is.
         """
-        # a name that was left or refused never becomes that of the present weights
-        if weights == self.weights or weights in self._left:
-            return weights == self.weights
-        if self._may_hold_kv or self._calls or not self._is_only_source:
-            # the weights may change again before vLLM holds no KV
+        if weights == self.weights:
+            return True
+        if weights in self._left:
+            return False
+        may_hold_old_kv = self._may_hold_kv or not self._is_only_source
+        if may_hold_old_kv or self._calls:
+            # Refused for good: the weights may change again before vLLM holds no KV of others.
+            # The name would then be that of others than the present weights.
             self._left.add(weights)
             others = ""
             if not self._is_only_source:
@@ -204,7 +212,8 @@ class WeightsWatch:
         self._reason = None
         for word in self._words:
             word.epoch = self._epoch
-        self.suspect()
+        # in it, each worker takes the sample with which it compares in this epoch
+        self.require_comparison()
 
     def watch_calls(self, executor: Any) -> None:
         """Observe all later calls of ``executor.collective_rpc``."""
@@ -225,7 +234,7 @@ class WeightsWatch:
             self._reason = self._reason_of(call)
         if call.method in _SLEEP:
             self.is_asleep = True
-        self.suspect()
+        self.require_comparison()
         self._calls += 1
         try:
             result = rpc(call.method, *call.args, **call.kwargs)
@@ -243,7 +252,10 @@ class WeightsWatch:
         """Return why the weights count as changed by a call; None: the comparison decides."""
         if call.changes_weights:
             return f"call of {call.name}"
-        if not self._words and call.method not in _SLEEP | _WAKE:
+        # no worker compares, so that an unknown method counts as a change. Workers that sleep and
+        # wake have the same weights, unless another call loads new ones meanwhile.
+        keeps_weights = call.method in _SLEEP or call.method in _WAKE
+        if not self._words and not keeps_weights:
             return f"call of {call.name}, with workers that report nothing"
         return None
 
@@ -253,7 +265,7 @@ class WeightsWatch:
         if call.wakes_weights:
             self.is_asleep = False
         # the comparison that was asked for before the call may have come too early
-        self.suspect()
+        self.require_comparison()
 
 
 class _Call(NamedTuple):
@@ -288,7 +300,8 @@ class _Call(NamedTuple):
         """Whether the parameters can be read after the call: vLLM can wake the KV cache alone."""
         if self.method not in _WAKE:
             return False
-        tags = self._worker_arguments()[1].get("tags")
+        _, named = self._worker_arguments()
+        tags = named.get("tags")
         return not tags or "weights" in tags
 
     @property
@@ -305,7 +318,8 @@ class _Call(NamedTuple):
     def _worker_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the positional and the named arguments of the worker's method."""
         # ``collective_rpc(method, timeout, args, kwargs)``, of which callers name some
-        given = dict(zip(("timeout", "args", "kwargs"), self.args, strict=False))
+        names = ("timeout", "args", "kwargs")
+        given = dict(zip(names, self.args, strict=False))
         given |= self.kwargs
         positional = tuple(given.get("args") or ())
         named = dict(given.get("kwargs") or {})
@@ -326,24 +340,31 @@ def attach_watch(
     :param weights: name of the weights at the start; None: those of the checkpoint.
     :param is_only_source: see ``WeightsWatch``.
     """
-    # a word can be attached once, and calls need one observer
+    # the memory of a worker can be attached once, and one observer of the calls suffices
     known = vars(spec).get("_persistkv_watch")
     if isinstance(known, WeightsWatch):
         return known
-    words: list[WeightsWord] = []
-    try:
-        for rank in range(spec.config.parallel.world_size):
-            words.append(WeightsWord.attach(spec.config.engine_id, rank))
-    # the words of some workers do not suffice: any of the others may change
-    except OSError:
-        words = []
-        logger.warning(
-            "not all workers report changes of their weights: calls of collective_rpc alone "
-            "are noticed. Install "
-            "persistkv in the environment of each worker, on this host"
-        )
+    words = _attach_words(spec)
     watch = WeightsWatch(words, weights, is_only_source=is_only_source)
     if executor is not None:
         watch.watch_calls(executor)
     vars(spec)["_persistkv_watch"] = watch
     return watch
+
+
+def _attach_words(spec: Any) -> list[WeightsWord]:
+    """Map the memory in which each worker publishes its comparisons; return none, with a warning,
+    if a worker has none."""
+    words: list[WeightsWord] = []
+    try:
+        for rank in range(spec.config.parallel.world_size):
+            word = WeightsWord.attach(spec.config.engine_id, rank)
+            words.append(word)
+    except OSError:
+        logger.warning(
+            "not all workers report changes of their weights: calls of collective_rpc alone "
+            "are noticed. Install persistkv in the environment of each worker, on this host"
+        )
+        # those of some workers do not suffice: the weights of any other may change
+        return []
+    return words

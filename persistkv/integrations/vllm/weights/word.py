@@ -11,7 +11,7 @@ from pathlib import Path
 from persistkv.cpu.region_file import SHARED_MEMORY_DIRECTORY
 from persistkv.integrations.vllm.regions import WEIGHTS_PREFIX
 
-_WORD_BYTES = 4 * 8
+_WORD_BYTES = 4 * 8  # four numbers of 8 bytes
 
 
 class WeightsWord:
@@ -64,7 +64,8 @@ class WeightsWord:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(file)
-            if status.st_uid != os.geteuid() or status.st_size != _WORD_BYTES:
+            is_own = status.st_uid == os.geteuid()
+            if not is_own or status.st_size != _WORD_BYTES:
                 raise PermissionError(f"{path} is not a file of this user's engine")
             word = cls(file)
         finally:

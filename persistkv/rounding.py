@@ -1,4 +1,4 @@
-"""Integer division that rounds up."""
+"""Rounding of integers to multiples."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def divide_up(number: int, divisor: int) -> int:
 def round_up(number: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return divide_up(number, multiple) * multiple
+
+
+def round_down(number: int, multiple: int) -> int:
+    """Return the largest multiple of ``multiple`` that is at most ``number``."""
+    return number // multiple * multiple

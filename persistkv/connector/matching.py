@@ -15,11 +15,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import takewhile
+from itertools import cycle, takewhile
 from typing import Any, NamedTuple
 
 from persistkv.connector.common import KVCacheGroupSpec
-from persistkv.rounding import divide_up
+from persistkv.rounding import divide_up, round_down
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ def longest_match(
     length = limit
     for group in groups:
         length = min(length, len(group.keys) * group.geometry.offloaded_tokens)
-    length -= length % unit
+    length = round_down(length, unit)
     # Searches of the windows. They run last, because they begin at the length that the
     # full-attention groups leave.
     searches = []
     for group in groups:
         if group.geometry.spec.sliding_window is None:
             # at once: its length bounds the lookups of all groups after it
-            length = min(length, _full_attention_match(group, start, length))
-            length -= length % unit
+            served = _full_attention_match(group, start, length)
+            length = round_down(min(length, served), unit)
         else:
             searches.append(_window_search(group, unit, start))
     length = _agreed_length(searches, length)
@@ -130,20 +130,22 @@ def _full_attention_match(group: GroupBlocks, start: int, limit: int) -> int:
 def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int:
     """Return the longest prefix of at most ``length`` tokens that all window groups can serve.
 
-    A group that cannot serve a length shortens it for all others, which may have been asked for the
-    longer one. The search ends when every group in a row has accepted the same length.
+    A group that cannot serve a length shortens it for all others, which may have accepted the
+    longer one. So the groups are asked in turn, until all of them have accepted the same length.
+
+    :param searches: for each window group, a function that returns the longest prefix, of at most
+        so many tokens, that it can serve.
     """
-    # groups in a row that can serve the present length
-    num_accepted = 0
-    while num_accepted < len(searches):
-        for longest in searches:
-            served = longest(length)
-            if served == length:
-                num_accepted += 1
-            else:
-                # a new length, which this group alone has accepted so far
-                num_accepted = 1
+    num_accepted = 0  # groups that can serve ``length``
+    for longest in cycle(searches):
+        served = longest(length)
+        # shorter: the other groups are asked again
+        if served < length:
             length = served
+            num_accepted = 0
+        num_accepted += 1
+        if num_accepted == len(searches):
+            break
     return length
 
 
@@ -154,9 +156,11 @@ def longest_that_fits(
     limit: int,
     max_blocks: int,
 ) -> int:
-    """Return the longest prefix of up to ``limit`` tokens that needs at most ``max_blocks``
-    offloaded blocks, of all groups together, from token ``start`` on: a multiple of ``unit``;
-    ``start`` rounded down to one if no longer one fits.
+    """Return the length of the longest prefix, of up to ``limit`` tokens, whose blocks from token
+    ``start`` on are at most ``max_blocks`` offloaded blocks of all groups together.
+
+    The length is a multiple of ``unit`` tokens. If no prefix above ``start`` fits, it is ``start``,
+    rounded down to such a multiple.
     """
 
     def num_blocks(units: int) -> int:
@@ -174,9 +178,11 @@ def longest_that_fits(
 
 
 def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int], int]:
-    """Return a function that finds the longest prefix of at most ``length`` tokens that a
-    sliding-window group can serve: ``length`` or a smaller multiple of ``unit``. A prefix of up to
-    ``start`` tokens needs no block.
+    """Return a function ``longest(length)`` that finds the longest prefix, of at most ``length``
+    tokens, that a sliding-window group can serve.
+
+    The result is ``length`` or a smaller multiple of ``unit``. At ``start`` or below, the group can
+    serve nothing beyond the tokens that need no block.
     """
     geometry = group.geometry
 
@@ -187,14 +193,15 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
 
     def longest(length: int) -> int:
         while length > start:
+            needed = geometry.offloaded_blocks(length, start)
             # from the end: the last missing block decides how far the length must shrink
-            needed = reversed(geometry.offloaded_blocks(length, start))
-            missing = next((block for block in needed if not is_found(block)), None)
-            if missing is None:
+            missing = (block for block in reversed(needed) if not is_found(block))
+            last_missing = next(missing, None)
+            if last_missing is None:
                 break
-            # every prefix of up to ``length`` tokens that ends after this block's start needs it
-            length = missing * geometry.offloaded_tokens
-            length -= length % unit
+            # Windows end at the end of a prefix. So all prefixes of up to ``length`` tokens that
+            # end after this block's start need the block.
+            length = round_down(last_missing * geometry.offloaded_tokens, unit)
         return length
 
     return longest

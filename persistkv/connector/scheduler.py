@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from persistkv.base import (
     GPULoadStoreSpec,
@@ -110,7 +110,7 @@ class _ScheduledRequest:
         needed: list[OffloadKey] = []
         groups = zip(self.description.group_keys, self.geometries, strict=True)
         for keys, geometry in groups:
-            blocks = geometry.offloaded_blocks(stop, start)
+            blocks = geometry.offloaded_blocks(stop, start=start)
             needed += keys[blocks.start : blocks.stop]
         return needed
 
@@ -134,7 +134,7 @@ class _ScheduledRequest:
         if any(stop % geometry.block_size for geometry in self.geometries):
             raise ValueError(f"a load up to token {stop} ends within a block")
         for group, geometry in enumerate(self.geometries):
-            needed = geometry.device_blocks(stop, self.num_local_tokens)
+            needed = geometry.device_blocks(stop, start=self.num_local_tokens)
             targets = tables[group][needed.start : needed.stop]
             if None in targets:
                 raise ValueError(
@@ -163,13 +163,13 @@ class _ScheduledRequest:
         groups = zip(self.block_tables, self.geometries, strict=True)
         for table, geometry in groups:
             needed = geometry.device_blocks(
-                self.num_matched_tokens, self.num_local_tokens
+                self.num_matched_tokens, start=self.num_local_tokens
             )
             tables.append(table[needed.start : needed.stop])
             starts.append(needed.start)
         return _device_blocks(tables, starts)
 
-    def filled_blocks(self) -> list[_Offer]:
+    def take_filled_blocks(self) -> list[_Offer]:
         """Return, by group, the blocks from ``next_store`` on that are full and that the group
         still has; move ``next_store`` after them, so that each block is returned once."""
         offers = []
@@ -197,7 +197,8 @@ class _ScheduledRequest:
 
     def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
         """Move ``next_store`` back to the first refused block of each group, so that the next call
-        of ``filled_blocks`` offers it again.
+        of ``take_filled_blocks`` offers it again. Set ``refused_ends``, with which ``num_lost``
+        finds the blocks that this call then lacks.
 
         :param num_accepted: for each group, the number of leading blocks of its offer that found
             room.
@@ -209,24 +210,23 @@ class _ScheduledRequest:
             if refused:
                 self.next_store[group] = refused[0]
 
-    def num_lost(self, firsts: Sequence[int], offers: Sequence[_Offer]) -> int:
+    def num_lost(self, first_refused: Sequence[int], offers: Sequence[_Offer]) -> int:
         """Return how many blocks of the last offer found no room (``refuse``) and are not in the
         new one, because they have left the sliding window meanwhile.
 
-        :param firsts: for each group, ``next_store`` before ``filled_blocks`` made the new offer:
-            the index of the first block that was refused, or the end of the last offer if none was.
+        :param first_refused: for each group, ``next_store`` before ``take_filled_blocks`` made the
+            new offer: the index of the first block that was refused, or the end of the last offer
+            if none was.
         :param offers: the new offer.
         """
         num_lost = 0
-        # Blocks from ``firsts`` to ``end`` were refused before: those of them that the new offers
-        # lack are lost. ``refused_ends`` is empty, and the loop does not run, if none was refused.
+        # empty if no block was refused
         for group, refused_end in enumerate(self.refused_ends):
+            # a shorter block table, or fewer computed tokens, may end the new offer before
             end = min(refused_end, self.next_store[group])
-            num_refused = max(0, end - firsts[group])
-            num_offered_again = 0
-            for at in offers[group].values():
-                if at < refused_end:
-                    num_offered_again += 1
+            num_refused = max(0, end - first_refused[group])
+            indices = offers[group].values()
+            num_offered_again = sum(1 for index in indices if index < end)
             num_lost += num_refused - num_offered_again
         return num_lost
 
@@ -238,8 +238,8 @@ class _ScheduledRequest:
             table = self.block_tables[group]
             factor = self.geometries[group].factor
             blocks: list[int | None] = []
-            for at in offer.values():
-                first = at * factor
+            for index in offer.values():
+                first = index * factor
                 blocks += table[first : first + factor]
             tables.append(blocks)
             # From the start, the worker computes how many device blocks to skip in the first row.
@@ -257,11 +257,11 @@ def _present_blocks(
 ) -> _Offer:
     """Return those of the offloaded blocks of which the group has all device blocks."""
     offer = {}
-    for at in candidates:
-        first = at * factor
+    for index in candidates:
+        first = index * factor
         device_blocks = table[first : first + factor]
         if None not in device_blocks:
-            offer[keys[at]] = at
+            offer[keys[index]] = index
     return offer
 
 
@@ -271,12 +271,12 @@ def _device_blocks(
 ) -> GPULoadStoreSpec:
     """Return a spec of device blocks.
 
-    :param tables: for each KV cache group, the blocks to transfer; None for those it has left.
+    :param tables: for each KV cache group, the blocks to transfer. None of them is None.
     :param starts: for each group, the index of the first of them among those of the request.
     """
     block_ids: list[int] = []
     for table in tables:
-        block_ids += [block for block in table if block is not None]
+        block_ids += cast(Sequence[int], table)
     sizes = [len(table) for table in tables]
     return GPULoadStoreSpec(block_ids, sizes, starts)
 
@@ -289,6 +289,45 @@ class _PlannedTransfer(NamedTuple):
     """Keys of its offloaded blocks."""
     is_load: bool
     """False: it is a store."""
+
+
+class _Lookups:
+    """Lookups of one request's blocks in the manager, for one match."""
+
+    def __init__(self, manager: OffloadingManager, request: _ScheduledRequest) -> None:
+        self._manager = manager
+        self._request = request
+        self.waiting: set[OffloadKey] = set()
+        """Keys of the blocks to wait for, which are being promoted or written. They count as
+        available."""
+
+    def groups(self) -> list[GroupBlocks]:
+        """Return the request's blocks with the functions that look them up."""
+        request = self._request
+        # ``lookup_prefix`` counts blocks to wait for as hits. A request that waits for none looks
+        # up each block by itself.
+        prefix = None if request.gave_up_waiting else self._prefix
+        groups = []
+        for geometry, keys in zip(
+            request.geometries, request.description.group_keys, strict=True
+        ):
+            groups.append(GroupBlocks(geometry, keys, self._is_available, prefix))
+        return groups
+
+    def _is_available(self, key: OffloadKey) -> bool:
+        answer = self._manager.lookup(key, self._request.context)
+        # the block will be there in a later step
+        if answer is None and not self._request.gave_up_waiting:
+            self.waiting.add(key)
+            return True
+        return answer or False
+
+    def _prefix(self, keys: Sequence[OffloadKey]) -> int:
+        answers = self._manager.lookup_prefix(keys, self._request.context)
+        for key, answer in zip(keys, answers, strict=False):
+            if answer is None:
+                self.waiting.add(key)
+        return len(answers)
 
 
 class OffloadingConnectorScheduler:
@@ -401,26 +440,17 @@ class OffloadingConnectorScheduler:
         of the request now, including those of an unfinished block.
         """
         request = self._requests[req_id]
+        if self._key_bytes is None:
+            keys = list(keys)
+            if keys:
+                self._key_bytes = len(keys[0])
         tenant = request.context.tenant
-        # keys without a tenant pass unchanged, except the first ones, which show their length
-        if tenant is not None or self._key_bytes is None:
-            keys = self._keys_of_tenant(tenant, list(keys))
+        # all tiers, the primary one too, know the blocks by the tenant's keys alone
+        if tenant is not None:
+            keys = [tenant_key(tenant, key) for key in keys]
         description = request.description
         description.extend(group_idx, keys)
         description.num_tokens = num_tokens
-
-    def _keys_of_tenant(
-        self,
-        tenant: str | None,
-        keys: Sequence[OffloadKey],
-    ) -> Sequence[OffloadKey]:
-        """Return the tenant's keys of the same blocks, and learn the length of the engine's keys.
-        All tiers, the primary one too, know the blocks by the tenant's keys alone."""
-        if keys:
-            self._key_bytes = len(keys[0])
-        if tenant is None:
-            return keys
-        return [tenant_key(tenant, key) for key in keys]
 
     def get_num_new_matched_tokens(
         self,
@@ -439,13 +469,17 @@ class OffloadingConnectorScheduler:
         request.num_local_tokens = num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
         request.num_external_tokens = 0
-        waiting = set[OffloadKey]()
-        groups = self._probed_groups(request, waiting)
+        lookups = _Lookups(self.manager, request)
         matched = longest_match(
-            groups, self._match_unit, num_computed_tokens, self._match_limit(request)
+            lookups.groups(),
+            self._match_unit,
+            start=num_computed_tokens,
+            limit=self._match_limit(request),
         )
+        # also with all blocks to wait for
         if not matched:
             return 0
+        waiting = lookups.waiting
         request.promoted |= waiting
         if waiting:
             # The search also looked up blocks that the match does not need, and these may be the
@@ -470,40 +504,6 @@ class OffloadingConnectorScheduler:
             self._max_load_blocks,
         )
 
-    def _probed_groups(
-        self,
-        request: _ScheduledRequest,
-        waiting: set[OffloadKey],
-    ) -> list[GroupBlocks]:
-        """Return the request's blocks with functions that look them up in the manager.
-
-        :param waiting: receives the keys of the blocks to wait for: these functions count them as
-            available.
-        """
-        manager = self.manager
-        context = request.context
-
-        def is_available(key: OffloadKey) -> bool:
-            answer = manager.lookup(key, context)
-            # None: the block is being promoted or written, and will be there in a later step
-            if answer is None and not request.gave_up_waiting:
-                waiting.add(key)
-                return True
-            return answer or False
-
-        def prefix(keys: Sequence[OffloadKey]) -> int:
-            answers = manager.lookup_prefix(keys, context)
-            for key, answer in zip(keys, answers, strict=False):
-                if answer is None:
-                    waiting.add(key)
-            return len(answers)
-
-        # ``lookup_prefix`` counts blocks to wait for as hits. A request that waits for none looks
-        # up each block by itself.
-        probe = None if request.gave_up_waiting else prefix
-        groups = zip(self._geometries, request.description.group_keys, strict=True)
-        return [GroupBlocks(*group, is_available, probe) for group in groups]
-
     def needed_device_blocks(
         self,
         req_id: str,
@@ -512,9 +512,9 @@ class OffloadingConnectorScheduler:
         """Return, by group, the indices of the request's device blocks that a load of so many
         tokens fills."""
         start = self._requests[req_id].num_local_tokens
+        stop = start + num_external_tokens
         return [
-            geometry.device_blocks(start + num_external_tokens, start)
-            for geometry in self._geometries
+            geometry.device_blocks(stop, start=start) for geometry in self._geometries
         ]
 
     def give_up_waiting(self, req_id: str) -> None:
@@ -530,23 +530,25 @@ class OffloadingConnectorScheduler:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or
         waited for while another request wrote them; 0 if the load failed.
 
-        One group is counted: the first with full attention, or else the first one. Loaded tokens
-        before its window, of which it has no blocks, count like its first block.
+        One group is counted: the first with full attention, or else the first one. If that has a
+        window, the loaded tokens before the window, of which it has no blocks, count as promoted if
+        its first block was promoted.
         """
         request = self._requests[req_id]
         group = self._first_full_attention()
         geometry = self._geometries[group]
         keys = request.description.group_keys[group]
         loaded = geometry.offloaded_blocks(
-            request.num_matched_tokens, request.num_local_tokens
+            request.num_matched_tokens, start=request.num_local_tokens
         )
-        promoted = [at for at in loaded if keys[at] in request.promoted]
+        promoted = [index for index in loaded if keys[index] in request.promoted]
         num_tokens = len(promoted) * geometry.offloaded_tokens
         if promoted and promoted[0] == loaded.start:
-            # Add the loaded tokens before the first block of a window. Without a window, subtract
-            # the tokens of the first block that were on the device already.
+            # With a window, the loaded tokens before its first block. Without one it is negative:
+            # the first block begins with tokens that were on the device already.
             first_token = loaded.start * geometry.offloaded_tokens
-            num_tokens += first_token - request.num_local_tokens
+            tokens_before_block = first_token - request.num_local_tokens
+            num_tokens += tokens_before_block
         # the load may end within the last block
         return min(num_tokens, request.num_external_tokens)
 
@@ -584,7 +586,8 @@ class OffloadingConnectorScheduler:
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-        # Blocks that were matched are in the primary tier already.
+        # The blocks to load are in the primary tier already. Those of local tokens were offered by
+        # the requests that computed them.
         request.skip_stores(request.num_matched_tokens)
         return request.num_external_tokens
 
@@ -691,24 +694,24 @@ class OffloadingConnectorScheduler:
         """
         if not request.context.store:
             return None
-        # where this offer begins; copied, because ``filled_blocks`` moves ``next_store``
-        firsts = list(request.next_store)
-        filled = request.filled_blocks()
-        # count blocks that were refused before and have left the sliding window since: they are in
-        # no offer any more
-        self.stats.dropped_blocks += request.num_lost(firsts, filled)
+        # copied, because ``take_filled_blocks`` moves ``next_store``
+        first_refused = list(request.next_store)
+        filled = request.take_filled_blocks()
+        # blocks that were refused before and have left the sliding window since are in no offer
+        self.stats.dropped_blocks += request.num_lost(first_refused, filled)
         request.refused_ends = []
 
         # The offer is halved until the manager accepts it: the manager reports that there is no
         # room, not how much room there is.
         offers = filled
+        was_cut = False
         output = self._prepare_store(request, offers)
         while output is None and any(offers):
             offers = [_first_half(offer) for offer in offers]
+            was_cut = True
             output = self._prepare_store(request, offers)
-        # another object only after halving: then the blocks that were cut off found no room
-        if offers is not filled:
-            self._refuse(request, filled, offers)
+        if was_cut:
+            self._refuse(request, filled, accepted=offers)
         if output is None or not output.keys_to_store:
             return None
         stored = _without_held(offers, output.keys_to_store)
@@ -804,8 +807,9 @@ class OffloadingConnectorScheduler:
             request.skip_stores(request.num_local_tokens)
             return LoadProgress(False, num_tokens, 0)
         self.stats.loaded_blocks += len(transfer.keys)
-        # Plan a store: a manager with a request-level policy, which stores whole contexts, is
-        # offered the loaded blocks, too. For others, offers begin after them.
+        # The KV of the loaded tokens is in the device blocks now. A manager with a request-level
+        # policy, which stores whole contexts, is offered their blocks, too: a store is planned. For
+        # another policy it is empty, because offers begin after these blocks (``skip_stores``).
         request.num_computed_tokens = request.num_matched_tokens
         self._to_plan[request.context.req_id] = request
         return LoadProgress(True, num_tokens, result.num_bytes)
@@ -838,7 +842,8 @@ def _without_held(
     wanted = set(keys_to_store)
     kept = []
     for offer in offers:
-        kept.append({key: at for key, at in offer.items() if key in wanted})
+        kept_offer = {key: index for key, index in offer.items() if key in wanted}
+        kept.append(kept_offer)
     return kept
 
 

@@ -115,6 +115,14 @@ class _Usual:
         return self.seconds * self.certain_share
 
 
+class _LoadInFlight(NamedTuple):
+    """A load that has not ended."""
+
+    num_bytes: int
+    bytes_before: int
+    """Bytes of the loads that were in flight when it began."""
+
+
 class LoadTimes:
     """Expected times of the loads of one store, from its own history. Latency, bandwidth, decoding
     and the queue before a load are included.
@@ -135,15 +143,15 @@ class LoadTimes:
         """The values of ``_by_class``, ascending."""
         self._slowdown = 1.0
         """Present factor of all usual times."""
-        self._in_flight: dict[int, tuple[int, int]] = {}
-        """By job: bytes in flight before it, and its own."""
-        self._queued_bytes = 0
+        self._in_flight: dict[int, _LoadInFlight] = {}
+        """By job id."""
+        self._bytes_in_flight = 0
         """Bytes of all loads in flight."""
 
     def begin(self, job_id: int, num_bytes: int) -> None:
         """Count a load that begins now, after those in flight."""
-        self._in_flight[job_id] = (self._queued_bytes, num_bytes)
-        self._queued_bytes += num_bytes
+        self._in_flight[job_id] = _LoadInFlight(num_bytes, self._bytes_in_flight)
+        self._bytes_in_flight += num_bytes
 
     def end(
         self,
@@ -158,20 +166,22 @@ class LoadTimes:
         :param loaded_bytes: bytes of the blocks that were loaded; fewer than all if some failed.
         :param is_late: whether its deadline had passed.
         """
-        queued_bytes, num_bytes = self._in_flight.pop(job_id)
-        self._queued_bytes -= num_bytes
+        load = self._in_flight.pop(job_id)
+        self._bytes_in_flight -= load.num_bytes
         # The time of a load includes that of the loads that were in flight before it, so their
         # bytes count, too. A load that brought nothing counts by its own size.
-        before_it = queued_bytes if loaded_bytes else 0
+        bytes_before = load.bytes_before if loaded_bytes else 0
+        num_bytes = load.num_bytes + bytes_before
+        loaded_bytes += bytes_before
         if is_late:
-            self.abandon(num_bytes + before_it, loaded_bytes + before_it, seconds)
+            self.abandon(num_bytes, loaded_bytes, seconds)
         elif loaded_bytes:
-            self.observe(loaded_bytes + before_it, seconds)
+            self.observe(loaded_bytes, seconds)
 
     def cancel(self, job_id: int) -> None:
         """Forget a load that was not run."""
-        _, num_bytes = self._in_flight.pop(job_id)
-        self._queued_bytes -= num_bytes
+        load = self._in_flight.pop(job_id)
+        self._bytes_in_flight -= load.num_bytes
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         """Add a load, or a probe, that ended.
@@ -320,7 +330,7 @@ class LoadTimes:
         if self.is_stalled:
             return math.inf
         # the load ends after those in flight
-        total_bytes = num_bytes + self._queued_bytes
+        total_bytes = num_bytes + self._bytes_in_flight
         expected_s = self._usual_s(total_bytes) * self._slowdown
         usual = self._by_class.get(total_bytes.bit_length())
         if usual is not None:

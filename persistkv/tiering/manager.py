@@ -46,7 +46,12 @@ from persistkv.tiering.base import JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
 from persistkv.tiering.isolated_tier import IsolatedTier
 from persistkv.tiering.jobs import JobsInFlight, TierJob
-from persistkv.tiering.load_cost import LoadChooser, PrefillSpeed, Reason
+from persistkv.tiering.load_cost import (
+    LoadChooser,
+    LoadDecision,
+    PrefillSpeed,
+    Reason,
+)
 from persistkv.tiering.load_runs import (
     GroupSize,
     TierRun,
@@ -287,8 +292,8 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         request = self._request(req_context)
 
-        # The block is being promoted: queued, or written to a row already, whose ``in_primary`` is
-        # None. The request joins the waiters, so that the block is held for it, too.
+        # The block is being promoted: it has waiters as soon as its promotion is queued, and
+        # ``in_primary`` is None once it has a row. It is held for all waiters at its end.
         waiters = self._promotions.waiters.get(key)
         if waiters is not None:
             waiters.add(req_context.req_id)
@@ -381,15 +386,13 @@ class TieringOffloadingManager(OffloadingManager):
         :param output: the rows, and the keys of their blocks.
         """
         context = promotion.context
-        request = self._requests.get(context.req_id)
-        decision = None if request is None else request.decision
         job = self._jobs.add_promotion(
             promotion.tier,
             output.keys_to_store,
             cast(CPULoadStoreSpec, output.store_spec),
             context,
             limit_s=self._load_limit_s(promotion.tier, context),
-            decision=decision,
+            decision=self._decision_of(context),
         )
         self._submit(job)
 
@@ -602,7 +605,7 @@ class TieringOffloadingManager(OffloadingManager):
         req_context: ReqContext,
     ) -> bool:
         """Submit readable blocks to a tier for storing, once the tier's share of the rows permits
-        it. Return False if the tier gets no jobs.
+        it. Return False if there is no block, or the tier gets no jobs.
         """
         if not readable or not tier.is_usable:
             return False
@@ -633,10 +636,11 @@ class TieringOffloadingManager(OffloadingManager):
                 return
 
     def _submit_cascade(self, tier: IsolatedTier, cascade: Cascade) -> None:
-        """Submit those blocks of a cascade that were not evicted while it waited."""
-        # a block without a reference may be evicted while its cascade waits
+        """Submit those blocks of a cascade that were not evicted while it waited: until now, it has
+        had no references on their rows."""
         keys = list(filter(self.primary_tier.is_ready, cascade.keys))
-        self.stats.dropped_cascades += len(cascade.keys) - len(keys)
+        num_evicted = len(cascade.keys) - len(keys)
+        self.stats.dropped_cascades += num_evicted
         if keys:
             rows = self.primary_tier.prepare_read(keys, cascade.context)
             self.stats.cascaded_blocks += len(keys)
@@ -668,10 +672,15 @@ class TieringOffloadingManager(OffloadingManager):
     def _load_limit_s(self, tier: IsolatedTier, context: ReqContext) -> float:
         """Return the seconds after which a load for this request is abandoned."""
         limit_s = tier.load_deadline_s
-        request = self._requests.get(context.req_id)
-        if request is not None and request.decision is not None:
-            limit_s = min(limit_s, request.decision.deadline_s)
+        decision = self._decision_of(context)
+        if decision is not None:
+            limit_s = min(limit_s, decision.deadline_s)
         return limit_s
+
+    def _decision_of(self, context: ReqContext) -> LoadDecision | None:
+        """Return what was decided for a request; None: nothing, or the request is not known."""
+        request = self._requests.get(context.req_id)
+        return None if request is None else request.decision
 
     def _give_up(self, job: TierJob) -> None:
         """Make the blocks of a promotion misses, although its end has not been reported. Its tier
@@ -713,8 +722,8 @@ class TieringOffloadingManager(OffloadingManager):
             )
             return
         keys = job.data.keys
-        # without success, all of them
-        failed = set(result.failed_keys if result.success else keys)
+        failed_keys = result.failed_keys if result.success else keys
+        failed = set(failed_keys)
         if job.data.is_promotion:
             reason = Reason.DEADLINE if result.is_late else Reason.LOADED
             self._set_load_reason(job, reason)

@@ -29,10 +29,9 @@ class OffloadingConnectorWorker:
         self._isolations: dict[OffloadingHandler, Isolation] = {}
         """By handler: logs its exceptions; the worker calls it through this only."""
         for source, target, handler in handlers:
-            from_medium = source.medium()
-            to_medium = target.medium()
-            self._handlers[from_medium, to_medium] = handler
-            name = f"transfer handler {from_medium} to {to_medium}"
+            direction = (source.medium(), target.medium())
+            self._handlers[direction] = handler
+            name = f"transfer handler {source.medium()} to {target.medium()}"
             self._isolations[handler] = Isolation(name)
         self._owners: dict[int, OffloadingHandler] = {}
         """By job id: the handler of each transfer in flight."""
@@ -50,7 +49,8 @@ class OffloadingConnectorWorker:
         handlers = []
         for job in jobs:
             source, target = job.spec
-            handlers.append(self._handlers[source.medium(), target.medium()])
+            direction = (source.medium(), target.medium())
+            handlers.append(self._handlers[direction])
         for job, handler in zip(jobs, handlers, strict=True):
             started = self._isolations[handler].attempt(
                 "transfer_async",
@@ -81,9 +81,10 @@ class OffloadingConnectorWorker:
             if guarded.raised:
                 results += self._fail_transfers(handler)
             for result in results:
+                owner = self._owners.pop(result.job_id, None)
                 # Each transfer is reported once: a handler may have returned its result before it
                 # raised, and then the failure that was made up here is dropped.
-                if self._owners.pop(result.job_id, None) is not None:
+                if owner is not None:
                     finished.append(result)
         return finished
 

@@ -184,14 +184,14 @@ def _head_sharded_memory(
     rows = []
     # by KV tensor, references to its slices, each of which is a tensor of the returned memory
     refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
-    for number, part in enumerate(slices):
-        tensor = kv_caches.tensors[part.tensor_idx].tensor
-        page_end = part.page_offset + part.num_bytes
-        pages.append(tensor[:, part.page_offset : page_end])
-        row_bytes = part.num_bytes * block_size_factor
-        rows.append(region.create_row_view(part.row_offset, row_bytes))
-        slice_ref = CanonicalKVCacheRef(number, part.num_bytes)
-        refs_of.setdefault(part.tensor_idx, []).append(slice_ref)
+    for number, heads in enumerate(slices):
+        tensor = kv_caches.tensors[heads.tensor_idx].tensor
+        page_end = heads.page_offset + heads.num_bytes
+        pages.append(tensor[:, heads.page_offset : page_end])
+        row_bytes = heads.num_bytes * block_size_factor
+        rows.append(region.create_row_view(heads.row_offset, row_bytes))
+        slice_ref = CanonicalKVCacheRef(number, heads.num_bytes)
+        refs_of.setdefault(heads.tensor_idx, []).append(slice_ref)
     # a group uses all slices of each of its tensors
     groups = []
     for refs in kv_caches.group_data_refs:

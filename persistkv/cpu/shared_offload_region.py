@@ -119,24 +119,29 @@ class SharedOffloadRegion:
         self._mmap: mmap.mmap | None = None
         self._rows: torch.Tensor | None = None
         try:
-            self._file = RegionFile.open(self.mmap_path, size, timeout_s)
-            self._mmap = mmap.mmap(self._file.fd, size)
-            # torch references the object passed to it, but not its buffer. A private memoryview
-            # keeps the buffer exported, so that the mapping outlives the last tensor.
-            exported = memoryview(self._mmap)
-            flat = torch.frombuffer(exported, dtype=torch.int8)
-            self._rows = flat.view(num_blocks, self.row_stride)
-            # the bytes of each row that this process touches: its cell, or all for the scheduler
-            first = 0
-            length = self.row_stride
-            if rank is not None:
-                first = rank * cpu_page_size
-                length = cpu_page_size
-            with memoryview(self._mmap) as memory:
-                prefault(memory, first, length, self.row_stride)
+            self._open(timeout_s)
         except BaseException:
             self.cleanup()
             raise
+
+    def _open(self, timeout_s: float) -> None:
+        """Open the file, map it, and touch the bytes of each row that this process uses."""
+        size = self.total_size_bytes
+        self._file = RegionFile.open(self.mmap_path, size, timeout_s)
+        self._mmap = mmap.mmap(self._file.fd, size)
+        # torch references the object passed to it, but not its buffer. A private memoryview keeps
+        # the buffer exported, so that the mapping outlives the last tensor.
+        exported = memoryview(self._mmap)
+        flat = torch.frombuffer(exported, dtype=torch.int8)
+        self._rows = flat.view(self.num_blocks, self.row_stride)
+        # the scheduler uses all cells, a worker its own
+        first = 0
+        length = self.row_stride
+        if self.rank is not None:
+            first = self.rank * self.cpu_page_size
+            length = self.cpu_page_size
+        with memoryview(self._mmap) as memory:
+            prefault(memory, first, length, self.row_stride)
 
     @property
     def fd(self) -> int:

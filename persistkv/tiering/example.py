@@ -114,7 +114,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
         for job in pending:
             run = self._load if job.is_promotion else self._store
             failed = run(job)
-            self.completed_jobs.append(JobResult(job.job_id, True, failed))
+            result = JobResult(job.job_id, success=True, failed_keys=failed)
+            self.completed_jobs.append(result)
 
     def _store(self, job: JobMetadata) -> list[OffloadKey]:
         """Copy the blocks that are not held yet, and return the keys of those for which there was
@@ -130,7 +131,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
             if is_full and not self._evict(own):
                 declined.append(key)
                 continue
-            self.blocks[key] = b"".join(self._ranges(key, row))
+            ranges = self._ranges(key, row)
+            self.blocks[key] = b"".join(ranges)
         return declined
 
     def _evict(self, spared: set[OffloadKey]) -> bool:
@@ -152,17 +154,19 @@ class ExampleSecondaryTier(SecondaryTierManager):
                 continue
             self.blocks.move_to_end(key)
             start = 0  # within the block, which has no gaps between its ranges
-            for place in self._ranges(key, row):
-                place[:] = block[start : start + len(place)]
-                start += len(place)
+            for view in self._ranges(key, row):
+                end = start + len(view)
+                view[:] = block[start:end]
+                start = end
         return failed
 
     def _ranges(self, key: OffloadKey, row: int) -> list[memoryview]:
         """Return writable views of the bytes that the block uses in its row."""
         layout = self.config.layout
-        base = row * layout.row_stride
+        group = layout.groups[get_offload_group_idx(key)]
+        row_start = row * layout.row_stride
         views = []
-        for offset, size in layout.groups[get_offload_group_idx(key)].ranges:
-            start = base + offset
+        for offset, size in group.ranges:
+            start = row_start + offset
             views.append(self._flat[start : start + size])
         return views

@@ -112,8 +112,8 @@ class CPUCopyEngine(CopyEngine):
 
         blocks = part.blocks
         sub_blocks = part.sub_blocks
-        is_sorted = (sub_blocks[1:] > sub_blocks[:-1]).all()
-        if not is_sorted:
+        ascends = sub_blocks[1:] > sub_blocks[:-1]
+        if not ascends.all():
             order = np.argsort(sub_blocks, kind="stable")
             blocks = blocks[order]
             sub_blocks = sub_blocks[order]
@@ -121,21 +121,21 @@ class CPUCopyEngine(CopyEngine):
         # the buffer takes two calls for each part
         buffered_calls = 2 * divide_up(part.num_bytes, BUFFER_BYTES)
         max_runs = max(FEW_RUNS, buffered_calls)
-        runs = consecutive_runs(sub_blocks)
-        if len(runs) <= max_runs:
-            for run in runs:
+        row_runs = consecutive_runs(sub_blocks)
+        if len(row_runs) <= max_runs:
+            for run in row_runs:
                 self._copy_row_run(pages, rows, blocks[run], sub_blocks[run])
             return
         # An engine that allocates fresh blocks gets consecutive pages, although the rows are
         # fragmented: then runs of pages are longer.
-        order = np.argsort(blocks, kind="stable")
-        ordered_blocks = blocks[order]
-        their_sub_blocks = sub_blocks[order]
-        runs = consecutive_runs(ordered_blocks)
-        if len(runs) <= max_runs:
-            for run in runs:
-                page_run = ordered_blocks[run]
-                self._copy_page_run(pages, rows, page_run, their_sub_blocks[run])
+        page_order = np.argsort(blocks, kind="stable")
+        ordered_blocks = blocks[page_order]
+        their_places = sub_blocks[page_order]
+        page_runs = consecutive_runs(ordered_blocks)
+        if len(page_runs) <= max_runs:
+            for run in page_runs:
+                places = their_places[run]
+                self._copy_page_run(pages, rows, ordered_blocks[run], places)
             return
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
@@ -147,11 +147,11 @@ class CPUCopyEngine(CopyEngine):
         sub_blocks: IntArray,
     ) -> None:
         """Copy between any pages and consecutive places in rows."""
-        stores = self.direction is Direction.STORE
+        is_store = self.direction is Direction.STORE
         for begin, end, rectangle in _rectangles(sub_blocks, rows):
             index = torch.from_numpy(blocks[begin:end])
             index = index.view(rectangle.shape[:2])
-            _move(pages, (index,), rectangle, gathers=stores)
+            _move(pages, (index,), rectangle, gathers=is_store)
 
     def _copy_page_run(
         self,
@@ -161,11 +161,11 @@ class CPUCopyEngine(CopyEngine):
         sub_blocks: IntArray,
     ) -> None:
         """Copy between consecutive pages and any places in rows."""
-        loads = self.direction is Direction.LOAD
+        is_load = self.direction is Direction.LOAD
         first = int(blocks[0])
         run = pages[first : first + len(blocks)]
         index = _row_index(sub_blocks, rows)
-        _move(rows, index, run, gathers=loads)
+        _move(rows, index, run, gathers=is_load)
 
     def _copy_buffered(
         self,

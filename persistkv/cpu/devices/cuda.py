@@ -77,7 +77,8 @@ class CUDACopyEngine(CopyEngine):
         """Enqueue the copies on this direction's stream, behind the caller's current stream, and
         return without waiting."""
         batches = [self._batch(part) for part in copies]
-        begin, end = _timing_event(), _timing_event()
+        begin = _timing_event()
+        end = _timing_event()
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with (
@@ -345,7 +346,8 @@ def _try(copier: PageCopier, device: torch.device) -> None:
     received = torch.zeros(shape, dtype=torch.int8).pin_memory()
     with torch.cuda.device(device), torch.cuda.stream(stream):
         on_device = torch.zeros(shape, dtype=torch.int8, device=device)
-        for source, target in ((sent, on_device), (on_device, received)):
+        there_and_back = ((sent, on_device), (on_device, received))
+        for source, target in there_and_back:
             targets = np.array([target.data_ptr()], np.int64)
             sources = np.array([source.data_ptr()], np.int64)
             batch = CopyBatch.of_pages(targets, sources, num_bytes, target, source)

@@ -136,7 +136,8 @@ class LmdbOptions(KeyOptions, frozen=True):
 
         :raises ConfigurationError: capacity is not a valid size, or ttl not a valid duration.
         """
-        capacity, ttl_s = None, None
+        capacity = None
+        ttl_s = None
         if self.capacity is not None:
             capacity = parse_size(self.capacity, name="lmdb option capacity")
         if self.ttl is not None:
@@ -409,9 +410,12 @@ class LmdbBackend(Backend):
     def note_names(self, namespace: bytes) -> list[str]:
         """Return the names of the notes about a namespace."""
         prefix = note_row(namespace, "")
+        names: list[str] = []
         with self.rows() as rows:
-            found = rows.starting_with(META, prefix)
-            return [bytes(key[len(prefix) :]).decode() for key, _ in found]
+            for key, _ in rows.starting_with(META, prefix):
+                name = bytes(key[len(prefix) :])
+                names.append(name.decode())
+        return names
 
     def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
         """Write a note about a namespace, durably and sealed if the store has a key; None: delete

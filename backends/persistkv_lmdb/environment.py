@@ -426,8 +426,11 @@ class Environment:
             return
         with suppress(StoreError, OSError), self._guard.lock.held(_FORGET_PATIENCE_S):
             # with the writer lock, none of them can begin again until its files are deleted
+            ended: list[bytes] = []
             with self.transaction() as rows:
-                ended = [name for name in namespaces if rows.get(STATES, name) is None]
+                for name in namespaces:
+                    if rows.get(STATES, name) is None:
+                        ended.append(name)
             self.recovery.forget(ended)
             for name in ended:
                 self.index_file(name).unlink(missing_ok=True)

@@ -175,9 +175,12 @@ class LmdbForgetting:
         start = b""
         while True:
             with self._environment.transaction() as rows:
-                page = list(islice(self._rows(rows, table, start), _ROWS_AT_ONCE))
+                following = self._rows(rows, table, start)
+                page = list(islice(following, _ROWS_AT_ONCE))
             # after the transaction, which holds no snapshot while the caller deletes
-            yield from (key for key, is_own in page if is_own)
+            for key, is_own in page:
+                if is_own:
+                    yield key
             if len(page) < _ROWS_AT_ONCE:
                 return
             last_key, _ = page[-1]

@@ -35,8 +35,9 @@ class InlinePayloads:
 
     def delete(self, name: bytes) -> None:
         """Delete a pack's payload, if it is inline."""
+        pieces = self._rows.starting_with(PIECES, name)
         # a list: rows must not change during the iteration
-        keys = [bytes(key) for key, _ in self._rows.starting_with(PIECES, name)]
+        keys = [bytes(key) for key, _ in pieces]
         for key in keys:
             self._rows.delete(PIECES, key)
 

@@ -162,7 +162,8 @@ class KeyFile:
             added.append(TenantKey(key.id, sealed))
         if not added:
             return
-        self._write(StoredKeys(stored.wrapped, (*stored.tenants, *added)))
+        all_tenants = (*stored.tenants, *added)
+        self._write(StoredKeys(stored.wrapped, all_tenants))
         self._add(added)
 
     def _known(self) -> Keyring:
@@ -275,9 +276,11 @@ class KeyFile:
         """
         with self._lock:
             known = self._known()
-            new = [key for key in tenants if key.id not in known.keys]
+            opened: list[DataKey] = []
             try:
-                opened = [self._records.opened_key(key.id, key.sealed) for key in new]
+                for key in tenants:
+                    if key.id not in known.keys:
+                        opened.append(self._records.opened_key(key.id, key.sealed))
             except CorruptPackError as error:
                 raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
             self._keyring = known.extended(opened)

@@ -109,7 +109,9 @@ def create_databases(
     """
     if txn.stat()["entries"]:
         return open_databases(env, txn)
-    databases = {name: env.open_db(name.encode(), txn=txn) for name in DATABASES}
+    databases = {}
+    for name in DATABASES:
+        databases[name] = env.open_db(name.encode(), txn=txn)
     transaction = TableRows(txn, databases)
     transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
     write_policy(transaction, policy)
@@ -131,8 +133,8 @@ def open_databases(
     try:
         # the format first: another one may have other databases
         meta = env.open_db(META.encode(), txn=txn, create=False)
-        # the caller's transaction stays open
         with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
+            # ``nullcontext``: the caller's transaction stays open
             _check_format(reading.get(_FORMAT_ROW, db=meta))
         for name in DATABASES:
             databases[name] = env.open_db(name.encode(), txn=txn, create=False)
@@ -172,7 +174,10 @@ def read_policy(rows: TableRows) -> Policy:
     :raises CorruptStoreError: the recorded placement is missing or unknown.
     """
     return Policy(
-        read_capacity(rows), read_ttl(rows), read_placement(rows), read_quotas(rows)
+        capacity=read_capacity(rows),
+        ttl_s=read_ttl(rows),
+        placement=read_placement(rows),
+        quotas=read_quotas(rows),
     )
 
 
@@ -206,7 +211,8 @@ def read_placement(rows: TableRows) -> str:
 
 def read_keyring(rows: TableRows) -> str:
     """Return the id of the keyring whose keys seal the store; empty: it has no key."""
-    return bytes(rows.get(META, _KEYRING_ROW) or b"").decode("ascii", "replace")
+    row = bytes(rows.get(META, _KEYRING_ROW) or b"")
+    return row.decode("ascii", "replace")
 
 
 def write_keyring(rows: TableRows, keyring_id: str) -> None:

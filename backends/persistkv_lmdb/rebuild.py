@@ -515,7 +515,8 @@ def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> Non
     frame_seal = seal.of_pack(table)
     for placed in table.placed_frames():
         frame = placed.frame
-        stored = _read(fd, extent.offset + frame.offset, align(frame.stored_length))
+        start = extent.offset + frame.offset
+        stored = _read(fd, start, align(frame.stored_length))
         # a copy that may be changed: frames are decrypted in place
         content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]

@@ -135,7 +135,8 @@ class RecoveryFiles:
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be written.
         """
-        records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
+        own = [_RECORD.pack(number, _checksum(name)) for name in names]
+        records = b"".join(own)
         # without a directory of segments, there is nothing to erase
         with translated_io(self._store), suppress(FileNotFoundError):
             try:

@@ -59,19 +59,17 @@ class S3Options(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
-        for name, value in (
-            ("sse_kms_key_id", self.sse_kms_key_id),
-            ("sse_bucket_key", self.sse_bucket_key),
-        ):
+        of_kms = {
+            "sse_kms_key_id": self.sse_kms_key_id,
+            "sse_bucket_key": self.sse_bucket_key,
+        }
+        for name, value in of_kms.items():
             if value is not None and self.sse != "aws:kms":
                 raise MissingOptionError(f"s3 option {name}", "sse=aws:kms")
-        if self.expected_bucket_owner is not None and not _ACCOUNT.fullmatch(
-            self.expected_bucket_owner
-        ):
+        owner = self.expected_bucket_owner
+        if owner is not None and not _ACCOUNT.fullmatch(owner):
             raise ConfigurationError(
-                "s3 option expected_bucket_owner",
-                self.expected_bucket_owner,
-                "12 digits",
+                "s3 option expected_bucket_owner", owner, "12 digits"
             )
         if not 1 <= self.connections <= 64:
             raise ConfigurationError(
@@ -102,8 +100,9 @@ def parse_url(
     given = url.options if own is None else own
     _check_names(given)
     values: dict[str, str | int | float] = {**given}
-    for name in values.keys() & set(_DURATIONS):
-        values[name] = parse_duration(given[name], name=f"s3 option {name}")
+    for name in _DURATIONS:
+        if name in given:
+            values[name] = parse_duration(given[name], name=f"s3 option {name}")
     options = convert_options(S3Options, values, where="s3", others=SHARED_NAMES)
     return _place(url.location), options
 
@@ -140,19 +139,15 @@ def _check_endpoint(endpoint: str) -> None:
     # the errors do not show an endpoint that may contain a password
     try:
         parts = urlsplit(endpoint)
-        # the access checks the port
-        host, _ = parts.hostname, parts.port
+        host = parts.hostname
+        _ = parts.port  # the access checks it
     except ValueError:
         raise ConfigurationError("s3 option endpoint_url", "…", _ENDPOINT) from None
     if "@" in parts.netloc:
         raise ConfigurationError(
             "s3 option endpoint_url", f"{parts.scheme}://…", _ENDPOINT
         )
-    if (
-        parts.scheme not in ("http", "https")
-        or not host
-        or parts.path.strip("/")
-        or parts.query
-        or parts.fragment
-    ):
+    is_host = parts.scheme in ("http", "https") and bool(host)
+    has_more = bool(parts.path.strip("/") or parts.query or parts.fragment)
+    if not is_host or has_more:
         raise ConfigurationError("s3 option endpoint_url", endpoint, _ENDPOINT)

@@ -47,9 +47,10 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
         "s3:GetLifecycleConfiguration",
     )
     rules = _rules(lifecycle.content.get("Rules", ()), prefix)
-    yield from _Setting(
+    versioning = _Setting(
         bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning"
-    ).outcomes(lambda found: _versioning(found, rules, prefix))
+    )
+    yield from versioning.outcomes(lambda found: _versioning(found, rules, prefix))
     yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
     # a permission that is not needed is not asked for: no rule moves objects to this class
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
@@ -67,6 +68,15 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
         "s3:GetBucketObjectLockConfiguration",
     )
     yield from lock.outcomes(_object_lock)
+
+
+class _Effect(NamedTuple):
+    """What a setting means for the store."""
+
+    level: Level
+    found: str
+    todo: str = ""
+    """The remedy; empty if none is needed."""
 
 
 class _Setting:
@@ -93,74 +103,68 @@ class _Setting:
         try:
             self.content = bucket.setting(operation)
         except RequestRefusedError as error:
-            is_denied = error.code in _DENIED
-            self._reason = (
-                f"needs {permission}"
-                if is_denied
-                else f"the server does not tell ({error.code or error})"
-            )
+            if error.code in _DENIED:
+                self._reason = f"needs {permission}"
+            else:
+                self._reason = f"the server does not tell ({error.code or error})"
         except S3Error as error:
             self._reason = str(error)
 
     def outcomes(
         self,
-        evaluate: Callable[[Mapping[str, Any]], Iterable[tuple[Level, str, str]]],
+        evaluate: Callable[[Mapping[str, Any]], Iterable[_Effect]],
     ) -> Iterator[Check]:
-        """Yield an outcome for each finding of ``evaluate``, or one that the setting was not read.
+        """Yield an outcome for each effect that the setting has, or one that it was not read.
 
-        :param evaluate: called with ``content``; its findings are (level, finding, remedy).
+        :param evaluate: returns the effects of ``content``.
         """
         if self._reason:
             todo = f"compare the bucket with {_RULES}, or let an administrator run this check"
             yield Check(self._check, Level.NOTE, f"not checked: {self._reason}", todo)
             return
-        for level, found, todo in evaluate(self.content):
-            yield Check(self._check, level, found, todo)
+        for effect in evaluate(self.content):
+            yield Check(self._check, effect.level, effect.found, effect.todo)
 
 
 def _versioning(
     found: Mapping[str, Any],
     rules: Sequence[Rule],
     prefix: str,
-) -> Iterator[tuple[Level, str, str]]:
+) -> Iterator[_Effect]:
     """Yield whether the bucket keeps old versions of deleted objects for ever."""
     status = found.get("Status", "")
     if status != "Enabled":
         # The versions that a suspended bucket already has are few: nothing adds to them.
-        yield Level.OK, "off" if not status else status.lower(), ""
+        yield _Effect(Level.OK, status.lower() or "off")
         return
     # such a rule helps only if it applies to all objects of the store
     expiring = [rule for rule in rules if "NoncurrentVersionExpiration" in rule.content]
     whole = [rule for rule in expiring if prefix.startswith(rule.prefix)]
     if whole:
-        days = (
-            whole[0].content["NoncurrentVersionExpiration"].get("NoncurrentDays", "?")
-        )
-        yield Level.OK, f"on; {whole[0]} expires old versions after {days} days", ""
+        rule = whole[0]
+        days = rule.content["NoncurrentVersionExpiration"].get("NoncurrentDays", "?")
+        yield _Effect(Level.OK, f"on; {rule} expires old versions after {days} days")
         return
-    text = (
-        "on: each deleted object stays as an old version, which takes space and is paid"
-    )
-    yield (
+    yield _Effect(
         Level.WARNING,
-        text,
+        "on: each deleted object stays as an old version, which takes space and is paid",
         f"expire noncurrent versions after a day ({_RULES}), or use another bucket",
     )
 
 
-def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[tuple[Level, str, str]]:
+def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[_Effect]:
     """Yield the effects of the bucket's lifecycle rules."""
-    outcomes: list[tuple[Level, str, str]] = []
+    effects: list[_Effect] = []
     for rule in rules:
-        outcomes += _expiry(rule, prefix)
-        outcomes += _transitions(rule)
-    if outcomes:
-        yield from outcomes
+        effects += _expiry(rule, prefix)
+        effects += _transitions(rule)
+    if effects:
+        yield from effects
     else:
-        yield Level.OK, "no rule expires or moves objects of the store", ""
+        yield _Effect(Level.OK, "no rule expires or moves objects of the store")
 
 
-def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
+def _expiry(rule: Rule, prefix: str) -> Iterator[_Effect]:
     """Yield the effect of a rule that expires objects of the store."""
     expiration = rule.content.get("Expiration", {})
     when = expiration.get("Days", expiration.get("Date"))
@@ -170,21 +174,21 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[tuple[Level, str, str]]:
     after = f"after {when} days" if "Days" in expiration else f"on {when}"
     # expired packs are misses; a rule for other objects expires those of the index, too
     if "/packs/" in rule.prefix.removeprefix(prefix):
-        yield (
+        yield _Effect(
             Level.NOTE,
             f"{rule} expires packs {after}: they are misses then",
             "the option ttl counts from the last use",
         )
         return
     text = f"{rule} expires objects {after}, those of the index among them: content is lost"
-    yield (
+    yield _Effect(
         Level.PROBLEM,
         text,
         "exclude the store's prefix from the rule, and use the options ttl and capacity",
     )
 
 
-def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
+def _transitions(rule: Rule) -> Iterator[_Effect]:
     """Yield the effects of a rule that moves objects to other storage classes."""
     classes = _storage_classes(rule)
     archives = sorted(_ARCHIVES.intersection(classes))
@@ -193,11 +197,11 @@ def _transitions(rule: Rule) -> Iterator[tuple[Level, str, str]]:
             f"{rule} moves objects to {', '.join(archives)}, where they cannot be read: "
             f"content is lost"
         )
-        yield Level.PROBLEM, text, "exclude the store's prefix from the rule"
+        yield _Effect(Level.PROBLEM, text, "exclude the store's prefix from the rule")
     others = sorted(classes.difference(_ARCHIVES))
     if others:
         text = f"{rule} moves objects to {', '.join(others)}"
-        yield (
+        yield _Effect(
             Level.NOTE,
             text,
             "each read is charged, and 30 days or more of storage: worth it for rarely read stores",
@@ -212,7 +216,7 @@ def _storage_classes(rule: Rule) -> set[str]:
     }
 
 
-def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str, str]]:
+def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[_Effect]:
     """Yield the effects of Intelligent-Tiering: archived objects cannot be read."""
     configurations = found.get("IntelligentTieringConfigurationList", ())
     archiving = [
@@ -223,38 +227,34 @@ def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[tuple[Level, str
             f"{rule} archives objects without reads: they cannot be read then, and content "
             f"is lost"
         )
-        yield (
+        yield _Effect(
             Level.PROBLEM,
             text,
             "remove the archive access tiers for the store's prefix",
         )
     if not archiving:
-        yield Level.OK, "no archive access in Intelligent-Tiering", ""
+        yield _Effect(Level.OK, "no archive access in Intelligent-Tiering")
 
 
-def _object_lock(found: Mapping[str, Any]) -> Iterator[tuple[Level, str, str]]:
+def _object_lock(found: Mapping[str, Any]) -> Iterator[_Effect]:
     """Yield whether objects can be deleted: a lock keeps the space of deleted ones."""
     configuration = found.get("ObjectLockConfiguration", {})
     retention = configuration.get("Rule", {}).get("DefaultRetention", {})
     if retention:
-        days = (
-            f"{retention['Days']} days"
-            if "Days" in retention
-            else f"{retention.get('Years', '?')} years"
-        )
-        text = (
-            f"on, {retention.get('Mode', '').lower()} retention of {days}: nothing that is "
-            f"deleted frees space"
-        )
-        yield Level.WARNING, text, "use a bucket without object lock"
+        period = f"{retention.get('Years', '?')} years"
+        if "Days" in retention:
+            period = f"{retention['Days']} days"
+        mode = retention.get("Mode", "").lower()
+        text = f"on, {mode} retention of {period}: nothing that is deleted frees space"
+        yield _Effect(Level.WARNING, text, "use a bucket without object lock")
     elif configuration.get("ObjectLockEnabled") == "Enabled":
-        yield (
+        yield _Effect(
             Level.NOTE,
             "on, without a default retention",
             "set none, and place no legal hold on the store's objects",
         )
     else:
-        yield Level.OK, "off", ""
+        yield _Effect(Level.OK, "off")
 
 
 def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
@@ -266,14 +266,16 @@ def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
     for content in contents:
         # a filter of several conditions has them in ``And``; old rules have a prefix and no filter
         scope = content.get("Filter", {})
-        both = scope.get("And", scope)
+        conditions = scope.get("And", scope)
         # objects of a store have no tags, so a rule for tagged objects does not apply
-        has_tags = bool(both.get("Tag") or both.get("Tags"))
-        start = str(both.get("Prefix", content.get("Prefix", "")))
+        has_tags = bool(conditions.get("Tag") or conditions.get("Tags"))
+        old_prefix = content.get("Prefix", "")
+        start = str(conditions.get("Prefix", old_prefix))
         # one prefix contains the other: the rule applies to all of the store or to a part of it
         overlaps = start.startswith(prefix) or prefix.startswith(start)
-        if content.get("Status") == "Enabled" and overlaps and not has_tags:
-            rules.append(
-                Rule(str(content.get("ID", content.get("Id", ""))), start, content)
-            )
+        is_enabled = content.get("Status") == "Enabled"
+        if is_enabled and overlaps and not has_tags:
+            # rules of Intelligent-Tiering spell it ``Id``
+            name = content.get("ID", content.get("Id", ""))
+            rules.append(Rule(str(name), start, content))
     return rules

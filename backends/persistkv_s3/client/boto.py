@@ -171,7 +171,8 @@ class BotoClient(Transport):
             answer = self._client.get_object(**self._target, Key=key, Range=wanted)
         with closing(answer["Body"]) as body:
             self._check_range(answer, key, start, stop)
-            sink.expect(answer["ContentLength"], str(answer.get("ETag", "")))
+            etag = str(answer.get("ETag", ""))
+            sink.expect(answer["ContentLength"], etag)
             with _cut_off(body, deadline):
                 _receive(body, f"{self._where}: GET {key}", sink, deadline)
 
@@ -239,9 +240,11 @@ class BotoClient(Transport):
             ):
                 self._client.delete_object(**self._target, Key=keys[0])
             return
+        objects = [{"Key": key} for key in keys]
         # quiet: the answer lists only the failures
-        wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-        with self._request("DELETE", f"{keys[0]} and {len(keys) - 1} more", deadline):
+        wanted = {"Objects": objects, "Quiet": True}
+        what = f"{keys[0]} and {len(keys) - 1} more"
+        with self._request("DELETE", what, deadline):
             answer = self._client.delete_objects(**self._target, Delete=wanted)
         self._check_deleted(answer.get("Errors", ()))
 
@@ -259,8 +262,10 @@ class BotoClient(Transport):
             answer = self._client.list_object_versions(
                 **self._target, Prefix=prefix, **more
             )
-        entries = [*answer.get("Versions", ()), *answer.get("DeleteMarkers", ())]
-        found = [ObjectVersion(entry["Key"], entry["VersionId"]) for entry in entries]
+        found: list[ObjectVersion] = []
+        for kind in ("Versions", "DeleteMarkers"):
+            for entry in answer.get(kind, ()):
+                found.append(ObjectVersion(entry["Key"], entry["VersionId"]))
         last = None
         if answer.get("IsTruncated"):
             last = ObjectVersion(answer["NextKeyMarker"], answer["NextVersionIdMarker"])
@@ -417,7 +422,8 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
 def _date_of(answer: Any) -> float | None:
     """Return the ``Date`` of an answer in seconds since the epoch; None if it has none that is
     valid."""
-    date = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    date = headers.get("date")
     try:
         return parsedate_to_datetime(date).timestamp()
     except (TypeError, ValueError, OverflowError):
@@ -515,7 +521,8 @@ def _error_of(answer: Any, what: str) -> S3Error:
 def _new_error(answer: Any, what: str, code: str) -> S3Error:
     """Return the error of an answer: its type decides whether the request is repeated, and whether
     the breaker counts it."""
-    status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    metadata = answer.get("ResponseMetadata", {})
+    status = int(metadata.get("HTTPStatusCode", 0))
     text = f"{what}: {status} {code}"
     if code in _MISSING:
         return ObjectMissingError(text)
@@ -523,7 +530,7 @@ def _new_error(answer: Any, what: str, code: str) -> S3Error:
         return RangeError(text)
     if code in _THROTTLES or status in (429, 503):
         throttled = ThrottledError(text)
-        headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+        headers = metadata.get("HTTPHeaders", {})
         asked = str(headers.get("retry-after", ""))
         # the header may hold a date instead
         if asked.isdigit():

@@ -326,13 +326,7 @@ class BatchCommit:
         # the extents that this pack takes, which its trailer names: the size is known now
         pack_bytes = pack.table.payload_length + len(tail)
         own, _rest = split(extents, pages_for(pack_bytes))
-        # A rebuild ignores copies of a pack that name an earlier erasure than its last one. For a
-        # pack that is deleted and written again, this commit will record the next erasure, which
-        # must concern the copy that is held now, and not the new one.
-        erasures = self._erasures
-        if pack.pack_id in self._packs_to_delete:
-            erasures += 1
-        encode_tail(tail, encoded, own, erasures)
+        encode_tail(tail, encoded, own, self._erasures)
         yield tail
 
     def _commit_within_quotas(self) -> CommitResult:
@@ -381,7 +375,8 @@ class BatchCommit:
             # first the deletions, so that a pack that is rewritten is added like a new one
             commit.remove(batch)
             if self._packs_to_delete:
-                self._erase(transaction, commit, self._packs_to_delete)
+                names = self._deleted_names(commit)
+                environment.erase(transaction, names)
             commit.add(batch)
             # after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), at_most=self._most_evicted)
@@ -425,19 +420,16 @@ class BatchCommit:
         if self._read_reserved(rows) != self._reserved:
             raise NotPlacedError
 
-    def _erase(
-        self,
-        transaction: TableRows,
-        commit: CatalogTransaction,
-        pack_ids: Iterable[bytes] = (),
-    ) -> None:
-        """Record that a rebuild must not find the packs that this transaction has deleted so far,
-        nor these ones."""
-        # ``evicted`` lists deleted packs by their tables, so it lacks those with damaged tables:
-        # ``pack_ids`` covers them
-        names = {self._namespace + pack_id for pack_id in pack_ids}
-        names.update(table.namespace + table.pack_id for table in commit.evicted)
-        self._environment.erase(transaction, names)
+    def _deleted_names(self, commit: CatalogTransaction) -> set[bytes]:
+        """Return the names of the packs that the batch deletes and does not add again, after
+        ``commit`` has deleted them. A rebuild must not find these."""
+        names = _names_of(commit.evicted)
+        # packs with damaged tables are not in ``evicted``
+        names.update(self._namespace + pack_id for pack_id in self._packs_to_delete)
+        names.difference_update(
+            self._namespace + pack.pack_id for pack in self._lacking
+        )
+        return names
 
     def _fit_quotas(self, commit: CatalogTransaction) -> None:
         """Evict content of the tenants of which the batch has added packs until none of them is
@@ -713,12 +705,10 @@ class BatchCommit:
         transaction.
         """
         for pack_id in self._shared(self._batch.deletions, shared_by):
-            drop = partial(self._drop_some, pack_id, keep_later=False)
-            self._repeat(drop, at_once=_DROPPED_AT_ONCE)
+            self._drop_manifests_of(pack_id, keep_later=False)
+        # engines store the blocks of a damaged pack again, and then find those after it
         for pack_id in self._shared(self._batch.bad, shared_by):
-            # engines store the blocks of a damaged pack again, and then find those after it
-            drop = partial(self._drop_some, pack_id, keep_later=True)
-            self._repeat(drop, at_once=_DROPPED_AT_ONCE)
+            self._drop_manifests_of(pack_id, keep_later=True)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the packs that more than ``shared_by`` manifests name."""
@@ -735,13 +725,20 @@ class BatchCommit:
                     shared.append(pack_id)
         return shared
 
+    def _drop_manifests_of(self, pack_id: bytes, *, keep_later: bool) -> None:
+        """Delete all manifests that name a pack, in short transactions; parameters as in
+        ``CatalogTransaction.drop_manifests_of``."""
+        drop = partial(self._drop_some, pack_id, keep_later=keep_later)
+        self._repeat(drop, at_once=_DROPPED_AT_ONCE)
+
     def _drop_some(self, pack_id: bytes, at_most: int, *, keep_later: bool) -> bool:
         """Delete manifests that name a pack in one transaction; return whether more name it.
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
             # with the manifests, their later packs may have been deleted
-            self._erase(room.transaction, commit)
+            names = _names_of(commit.evicted)
+            self._environment.erase(room.transaction, names)
         return more
 
     def _evict_some(self, extra: int, used_bytes: int, at_most: int) -> bool:
@@ -791,6 +788,11 @@ class BatchCommit:
             digest = room.transaction.tenant_digest(tenant)
             end = commit.fit_quota(digest, at_most)
         return end is EvictionEnd.LIMIT_REACHED
+
+
+def _names_of(tables: Iterable[PackTable]) -> set[bytes]:
+    """Return the names of packs: namespace and pack id."""
+    return {table.namespace + table.pack_id for table in tables}
 
 
 def _let_others_run() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.errors import StoreBusyError, StoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.storage.stats import Rebuilt
@@ -281,6 +283,58 @@ def test_rebuild_pack_repaired_by_one_commit_is_found(
     (path / "data.mdb").unlink()
     assert rebuild(path).packs == 1
     assert held(open_store(), [pack]) == [pack]
+
+
+DELETE_ONE = """
+import sys
+from persistkv.config import StoreUrl
+from persistkv.storage.backend import CommitBatch
+from persistkv_lmdb import LmdbBackend
+
+url, namespace, pack_id = sys.argv[1:]
+backend = LmdbBackend.open(StoreUrl.parse(url))
+batch = CommitBatch(deletions=[bytes.fromhex(pack_id)])
+backend.commit(bytes.fromhex(namespace), batch)
+backend.close()
+"""
+
+
+def test_rebuild_pack_repaired_while_another_is_deleted_is_found(
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process deletes another pack while the repaired one is written."""
+    damaged, other = add_samples(store, 2)
+    namespace = damaged.namespace
+    again = sample_pack(namespace, 0)
+    stream = again.stream
+    commands = [
+        [
+            sys.executable,
+            "-c",
+            DELETE_ONE,
+            f"lmdb://{path}",
+            namespace.hex(),
+            other.pack_id.hex(),
+        ]
+    ]
+
+    def late() -> Iterator[Buffer]:
+        yield from stream()
+        # only the first attempt: a second one finds nothing more to delete
+        if commands:
+            forked.run(commands.pop(), check=True)
+
+    monkeypatch.setattr(again, "stream", late)
+    store.commit(namespace, CommitBatch([again], bad=[damaged.pack_id]))
+    assert held(store, [again, other]) == [again]
+    lose_catalogue(store, path)
+
+    rebuild(path)
+
+    assert held(open_store(), [again, other]) == [again]
 
 
 def test_rebuild_after_a_lost_list_of_erasures_keeps_later_deletions(

@@ -543,9 +543,9 @@ class ExtentPayloads:
         for number in sorted(segments):
             end = segments[number]
             if end < full_pages:
-                return Extent(number, end, full_pages - end)
+                return Extent(number, page=end, pages=full_pages - end)
         new_number = max(segments, default=-1) + 1
-        return Extent(new_number, 0, full_pages)
+        return Extent(new_number, page=0, pages=full_pages)
 
 
 def _extent_at(item: Sequence[Buffer]) -> Extent:

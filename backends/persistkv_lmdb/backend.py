@@ -603,10 +603,10 @@ class LmdbBackend(Backend):
             allocator = Allocator(transaction)
             unused = environment.database.file_bytes() - transaction.used_bytes()
             return FreeSpace(
-                max(0, unused),
-                allocator.free * PAGE_BYTES,
-                allocator.pieces(),
-                allocator.largest() * PAGE_BYTES,
+                catalogue_bytes=max(0, unused),
+                payload_bytes=allocator.free * PAGE_BYTES,
+                pieces=allocator.pieces(),
+                largest_bytes=allocator.largest() * PAGE_BYTES,
             )
 
     def release_free(self) -> int:

@@ -392,7 +392,7 @@ def rewrite_meta_pages(directory: Path) -> None:
         if meta is not None:
             file.seek(0)
             both_pages = file.read(2 * meta.page_bytes)
-    write_durably(directory / DATA_FILE, both_pages, 0)
+    write_durably(directory / DATA_FILE, both_pages, offset=0)
 
 
 class _MetaPage(NamedTuple):
@@ -502,7 +502,8 @@ class WriterLock:
         """Record for all processes, unsynced, that a commit starts or has completed. The caller
         must hold the lock."""
         with translated_io(self._file.parent):
-            os.pwrite(self._fd, _BEGUN if begun else _ENDED, 0)
+            mark = _BEGUN if begun else _ENDED
+            os.pwrite(self._fd, mark, 0)
 
     def close(self) -> None:
         """Close the file; idempotent. In a forked child, the parent keeps its lock."""

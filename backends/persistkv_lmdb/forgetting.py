@@ -86,12 +86,12 @@ class LmdbForgetting:
         if not self._has_key:
             release_free(environment)
         return Forgotten(
-            self._tenant,
-            time.time(),
-            tuple(key_id.hex() for key_id in key_ids),
-            self._packs,
-            self._requests,
-            self._stored_bytes,
+            tenant=self._tenant,
+            time=time.time(),
+            key_ids=tuple(key_id.hex() for key_id in key_ids),
+            packs=self._packs,
+            requests=self._requests,
+            stored_bytes=self._stored_bytes,
         )
 
     @contextmanager

@@ -153,7 +153,8 @@ class RecoveryFiles:
 
         :raises OSError: it cannot be written; ``FileNotFoundError``: there is no list.
         """
-        write_durably(self._erased, _RECORD.pack(number, _ALL), 0)
+        record = _RECORD.pack(number, _ALL)
+        write_durably(self._erased, record, offset=0)
         # it covers all that the other records cover
         os.truncate(self._erased, _RECORD.size)
 
@@ -175,7 +176,7 @@ class RecoveryFiles:
                 last_of[name] = max(before, number)
         last = max(last_of.values(), default=0)
         of_all = last_of.get(_ALL, 0)
-        return Erasures(last, of_all, last_of)
+        return Erasures(last, of_all, by_name=last_of)
 
     def _identity_path(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
@@ -200,7 +201,7 @@ class RecoveryFiles:
         end = num_records * _RECORD.size
         if end + len(records) > _MOST_ERASED_BYTES:
             return False
-        write_durably(self._erased, records, end)
+        write_durably(self._erased, records, offset=end)
         return True
 
 

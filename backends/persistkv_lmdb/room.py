@@ -83,7 +83,7 @@ class Room:
         catalogue_bytes = environment.database.limit_bytes(as_it_is=as_it_is)
         self.limit = Amount(catalogue_bytes, payload_bytes)
         """Upper bound on the bytes in use after a commit that adds content."""
-        self.need = Amount(0, 0)
+        self.need = Amount(catalogue=0, payload=0)
         """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for
         deletions."""
 
@@ -122,10 +122,10 @@ class Room:
         """
         if self.is_inline:
             payload_bytes = sum(page_bytes(pack.payload_bound) for pack in packs)
-            self.need = Amount(rows + payload_bytes, 0)
+            self.need = Amount(catalogue=rows + payload_bytes, payload=0)
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
-        self.need = Amount(rows, payload_bytes)
+        self.need = Amount(catalogue=rows, payload=payload_bytes)
         # The limit of the segments leaves ``growth_bytes`` to the catalogue: half for the rows of a
         # batch, and half because pages may be half full, or be rewritten for other rows.
         usual_rows = self._environment.database.shares.growth_bytes // 2

@@ -433,7 +433,7 @@ class SegmentFiles:
         fds = self._descriptors(run.segment)
         if fds.direct is not None and self._direct:
             try:
-                write_all(fds.direct, buffers, run.offset, PAGE_BYTES)
+                write_all(fds.direct, buffers, run.offset, unit=PAGE_BYTES)
                 return
             except OSError as error:
                 if not self._is_refusal(error, buffers):
@@ -454,7 +454,7 @@ class SegmentFiles:
         goes_direct = direct and self._direct and run.length % PAGE_BYTES == 0
         if fds.direct is not None and goes_direct:
             try:
-                if read_all(fds.direct, buffers, run.offset, PAGE_BYTES):
+                if read_all(fds.direct, buffers, run.offset, unit=PAGE_BYTES):
                     return True
             except OSError as error:
                 if not self._is_refusal(error, buffers):

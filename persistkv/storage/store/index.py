@@ -56,7 +56,11 @@ _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 # each slice.
 _KEYS_PER_SLICE = 4096
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
+# slots of a new table whose memory is allocated per step: 3 MiB, because each takes 12 bytes, 8 for
+# its fingerprint and 4 for its pack number
+_PREFAULTED_SLOTS = 1 << 18
 _ADOPTED = 0xFFFFFFFF  # in the place of a pack number
+_MOST_NUMBER = _ADOPTED - 1  # largest number of a pack
 _FEW = 12  # keys; for fewer, NumPy is slower
 # dicts over which packs are spread: with a million packs, one grows in 0.1 ms
 _PARTS = 256
@@ -116,8 +120,7 @@ class LookupTable:
         """See ``set_collisions``; an ordered set."""
         self._memory: mmap.mmap | None = None
         """The mapped table; None: empty."""
-        # an empty table: one empty slot, then a number of entries of 0
-        self._table: tuple[memoryview, int] = (memoryview(bytes(16)).cast("Q"), 1)
+        self._table = _empty_table()
         """The slots with the number of entries behind them, and the number of slots. One value,
         because other threads read it."""
 
@@ -128,11 +131,13 @@ class LookupTable:
         :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous
             table stays in use.
         """
-        num_bytes = (slots + 1) * _SLOT_BYTES
+        num_bytes = _table_bytes(slots)
         try:
             # without the seals, the host could shrink the file, and a lookup would end in SIGBUS
-            is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if not is_sealed or slots <= 0 or num_bytes > os.fstat(fd).st_size:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            is_sealed = seals & _SEALS == _SEALS
+            has_size = slots > 0 and os.fstat(fd).st_size >= num_bytes
+            if not is_sealed or not has_size:
                 raise StoreError(
                     f"the lookup table of {slots} slots is not sealed, or too small"
                 )
@@ -148,8 +153,7 @@ class LookupTable:
 
     def clear(self) -> None:
         """Find no keys until the next ``map``, because the host process is down."""
-        # as in ``__init__``
-        self._table = (memoryview(bytes(16)).cast("Q"), 1)
+        self._table = _empty_table()
         self._collisions.clear()
         self._retire()
 
@@ -183,6 +187,7 @@ class LookupTable:
         slot = fingerprint % slots
         while found := table[slot]:  # 0 is an empty slot
             if found == fingerprint:
+                # a known collision is absent: the fingerprint is that of another key
                 return not self._collisions or key not in self._collisions
             slot += 1
             if slot == slots:
@@ -205,15 +210,18 @@ class LookupTable:
         found, _ = _matches(table, slots, _stored_fingerprints(keys))
         held: list[bool] = found.tolist()
         if self._collisions:
-            for at, key in enumerate(keys):
+            for place, key in enumerate(keys):
+                # its fingerprint is that of another key
                 if key in self._collisions:
-                    held[at] = False
+                    held[place] = False
         return held
 
     def prefix(self, keys: Sequence[bytes]) -> int:
         """Return the number of keys before the first one for which ``contains`` returns False."""
         held = self.held(keys)
-        return held.index(False) if False in held else len(held)
+        if False in held:
+            return held.index(False)
+        return len(held)
 
     def set_collisions(self, keys: Mapping[bytes, bool]) -> None:
         """Remember (True) or forget (False) that keys are not held although other keys have their
@@ -222,16 +230,30 @@ class LookupTable:
         set_bounded(self._collisions, keys)
 
 
-def set_bounded(some: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
+def set_bounded(members: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
     """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
     removed."""
-    for key, present in changes.items():
+    for key, is_member in changes.items():
         # also before it is added: it becomes the newest
-        some.pop(key, None)
-        if present:
-            some[key] = None
-    while len(some) > _MAX_COLLISIONS:
-        some.pop(next(iter(some)), None)
+        members.pop(key, None)
+        if is_member:
+            members[key] = None
+    while len(members) > _MAX_COLLISIONS:
+        oldest = next(iter(members))
+        members.pop(oldest, None)
+
+
+def _table_bytes(slots: int) -> int:
+    """Return the size in bytes of the shared memory of a table: its slots, then the number of
+    entries."""
+    return (slots + 1) * _SLOT_BYTES
+
+
+def _empty_table() -> tuple[memoryview, int]:
+    """Return ``LookupTable._table`` without entries: one empty slot, and 0 entries."""
+    slots = 1
+    words = memoryview(bytes(_table_bytes(slots))).cast("Q")
+    return words, slots
 
 
 def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
@@ -245,9 +267,10 @@ def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_]
     left = np.arange(len(wanted))
     while len(left):
         values = table[probed[left]]
-        hit = values == wanted[left]
-        found[left[hit]] = True
-        left = left[~hit & (values != _EMPTY)]
+        is_hit = values == wanted[left]
+        found[left[is_hit]] = True
+        is_other = ~is_hit & (values != _EMPTY)
+        left = left[is_other]
         _advance(probed, left, slots)
     return found, probed
 
@@ -270,16 +293,20 @@ class _FingerprintTable:
 
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
-        self.slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL) | 1
-        num_bytes = (self.slots + 1) * _SLOT_BYTES
+        slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL)
+        # odd: all bits of a fingerprint take part in the choice of its slot
+        self.slots = slots | 1
+        num_bytes = _table_bytes(self.slots)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.fd = os.memfd_create("persistkv-lookup", flags)
         os.ftruncate(self.fd, num_bytes)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         self._memory = mmap.mmap(self.fd, num_bytes)
         words = np.frombuffer(self._memory, np.uint64)
-        # views of the shared memory: one element for each slot, and one with the number of entries
-        self.fingerprints, self._header = np.split(words, [self.slots])
+        self.fingerprints = words[: self.slots]
+        """View of the shared memory: the fingerprint in each slot, ``_EMPTY`` or ``_GONE``."""
+        self._num_entries = words[self.slots :]
+        """View of the shared memory: one element, the number of entries."""
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
@@ -290,7 +317,7 @@ class _FingerprintTable:
     @property
     def live(self) -> int:
         """Number of entries."""
-        return int(self._header[0])
+        return int(self._num_entries[0])
 
     def prefault(self, start: int, stop: int) -> None:
         """Allocate the memory of slots of a new table. Allocation during insertions would be much
@@ -303,29 +330,34 @@ class _FingerprintTable:
         larger already."""
         return int(self.slots * fill) - self.used
 
-    def insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> Ints:
-        """Add an entry for each pair; return their slots."""
+    def insert(
+        self,
+        fingerprints: Fps,
+        pack_numbers: npt.NDArray[np.uint32],
+    ) -> Ints:
+        """Add an entry for each fingerprint and pack number; return their slots."""
         probed = _first_slots(fingerprints, self.slots)
         # indices of the entries that have no slot yet
         left = np.arange(len(fingerprints))
         while len(left):
             slots = probed[left]
-            held = self.fingerprints[slots]
-            free = held <= _GONE
-            # Several entries may have reached one free slot. Each writes its index there; the one
-            # that is read back gets the slot, and the others continue.
-            self.packs[slots[free]] = left[free]
-            won = free & (self.packs[slots] == left)
+            values = self.fingerprints[slots]
+            is_free = values <= _GONE  # or _EMPTY
+            # Several entries may have reached one free slot. Each writes its index in the place of
+            # the pack number; the one that is read back gets the slot, and the others continue.
+            self.packs[slots[is_free]] = left[is_free]
+            has_won = is_free & (self.packs[slots] == left)
 
-            at = slots[won]
-            winners = left[won]
-            self.used += int(np.count_nonzero(held[won] == _EMPTY))
+            at = slots[has_won]
+            winners = left[has_won]
+            was_empty = values[has_won] == _EMPTY
+            self.used += int(np.count_nonzero(was_empty))
             # the fingerprint last, because it makes the entry visible to the engine
-            self.packs[at] = packs[winners]
+            self.packs[at] = pack_numbers[winners]
             self.fingerprints[at] = fingerprints[winners]
-            left = left[~won]
+            left = left[~has_won]
             _advance(probed, left, self.slots)
-        self._header[0] += np.uint64(len(probed))
+        self._num_entries[0] += np.uint64(len(probed))
         return probed
 
     def find(self, fingerprints: Fps, pack: int) -> Ints:
@@ -356,15 +388,21 @@ class _FingerprintTable:
         """Remove the entries in these slots, which must be distinct."""
         self.fingerprints[at] = _GONE
         self.packs[at] = 0
-        self._header[0] -= np.uint64(len(at))
-        # No probe needs a _GONE before an empty slot: from each such slot backwards, they become
-        # empty. Otherwise, a table whose packs are evicted and replaced would fill up with _GONE.
+        self._num_entries[0] -= np.uint64(len(at))
+        self._empty(at)
+
+    def _empty(self, at: Ints) -> None:
+        """Empty those of these slots, and of the slots before them, that are _GONE and that no
+        probe must pass, because an empty slot follows. Otherwise, a table whose packs are evicted
+        and replaced would fill up with _GONE."""
         while len(at):
             is_gone = self.fingerprints[at] == _GONE
             following = (at + 1) % self.slots
-            at = at[is_gone & (self.fingerprints[following] == _EMPTY)]
+            ends_probes = self.fingerprints[following] == _EMPTY
+            at = at[is_gone & ends_probes]
             self.fingerprints[at] = _EMPTY
             self.used -= len(at)
+            # the slots before them, which an empty slot follows now
             at = (at - 1) % self.slots
 
     def packs_of(self, fingerprint: int) -> Iterator[int]:
@@ -524,17 +562,18 @@ class Index:
         found, slots = _matches(table.fingerprints, table.slots, wanted)
         if not found.any():
             return [None] * len(keys)
-        # 0, which no pack has, becomes None below; so does _ADOPTED
+        # for each key, the number of the first pack that has its fingerprint; 0: there is none
         numbers = np.where(found, table.packs[slots], 0)
         number_of_each = numbers.tolist()
         # consecutive keys are mostly in one pack
         distinct = set(number_of_each)
-        ids = {number: self._packs.id(number) for number in distinct}
-        first = [ids[number] for number in number_of_each]
+        # None for 0 and _ADOPTED, which are numbers of no pack
+        id_of = {number: self._packs.id(number) for number in distinct}
+        first = [id_of[number] for number in number_of_each]
         if self._num_adopted:
+            # None so far; but an entry with a pack may follow the adopted one
             adopted = np.flatnonzero(numbers == _ADOPTED)
             for position in adopted.tolist():
-                # an entry with a pack may follow the adopted one
                 first[position] = self._first_candidate(keys[position])
         return first
 
@@ -585,7 +624,8 @@ class Index:
         for table in tables:
             if self._packs.number(table.pack_id):
                 continue
-            batch[self._number(table.pack_id)] = table.keys
+            number = self._assign_number(table.pack_id)
+            batch[number] = table.keys
             num_keys += len(table.keys)
             if num_keys >= _AT_ONCE:
                 self._insert_all(batch)
@@ -602,37 +642,40 @@ class Index:
         keys = PackedKeys.unpack_all(keys_of_packs)
         self._insert(_stored_fingerprints(keys), packs)
 
-    def _number(self, pack_id: bytes) -> int:
+    def _assign_number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
         that a caller notices when a pack was removed and added again."""
-        # 1 to 2^32 - 2, in a circle: the others mean no pack (0) and an adopted key
-        self._last = self._last % (_ADOPTED - 1) + 1
-        while self._packs.id(self._last) is not None:  # after four billion packs
-            self._last = self._last % (_ADOPTED - 1) + 1
+        number = _next_number(self._last)
+        while self._packs.id(number) is not None:  # after four billion packs
+            number = _next_number(number)
+        self._last = number
         # A copy in memory of its own: the original is among short-lived objects of the parser,
         # whose memory could not be returned to the system.
-        self._packs.put(bytes(bytearray(pack_id)), self._last)
-        return self._last
+        own_id = bytes(bytearray(pack_id))
+        self._packs.put(own_id, number)
+        return number
 
     def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
         """Insert entries; begin to replace a table that becomes too full, and continue the
         replacement."""
         # no time for a replacement in slices: the entries do not fit into this table
         if len(packs) > self._table.room(_MOST_FILL):
-            self._begin_replacement(len(packs))
+            self._begin_replacement(more=len(packs))
             while self._new is not None:
                 self.replace_some()
         at = self._table.insert(fingerprints, packs)
+        is_too_full = self._table.room(_FILL) < 0
         if self._new is not None:
-            # entries in slots whose turn is past; the others are copied with their slots
-            copied = at < self._copied
-            self._new.insert(fingerprints[copied], packs[copied])
+            # the slots before ``_copied`` are not copied again; entries in later ones are copied
+            # with their slots
+            is_before = at < self._copied
+            self._new.insert(fingerprints[is_before], packs[is_before])
             # The committer replaces a slice in each of its rounds. Commits of many blocks need more
             # slices, so that the new table is complete before this one is full.
             for _ in range(len(packs) // _KEYS_PER_SLICE):
                 self.replace_some()
-        elif self._table.room(_FILL) < 0:
-            self._begin_replacement(0)
+        elif is_too_full:
+            self._begin_replacement(more=0)
 
     def remove(self, packs: Mapping[bytes, bytes]) -> None:
         """Remove packs, given as pack id → ``PackedKeys.fingerprints``; unknown ids are ignored. If
@@ -642,15 +685,17 @@ class Index:
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():
             number = self._packs.pop(pack_id)
-            if not number:
+            if not number:  # unknown
                 continue
             wanted = _unpack_fingerprints(fingerprints)
-            found = [table.find(wanted, number) for table in self._tables]
-            # not one entry in the table in use for each fingerprint: they are wrong
-            if not len(wanted) or len(found[0]) != len(wanted):
+            slots_of = [table.find(wanted, number) for table in self._tables]
+            # right fingerprints find as many entries in the table in use, which is the first one
+            num_found = len(slots_of[0])
+            are_right = len(wanted) > 0 and num_found == len(wanted)
+            if not are_right:
                 searched.append(number)
                 continue
-            for table, slots in zip(self._tables, found, strict=True):
+            for table, slots in zip(self._tables, slots_of, strict=True):
                 table.remove(slots)
         if searched:
             numbers = np.array(searched, np.uint32)
@@ -727,7 +772,7 @@ class Index:
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
             packs = table.packs[start : start + _AT_ONCE]
-            at = start + np.flatnonzero(packs)
+            at = start + np.flatnonzero(packs)  # slots with an entry
             entries = np.empty(len(at), _ENTRY)
             entries["fingerprint"] = table.fingerprints[at]
             entries["pack"] = table.packs[at]
@@ -746,22 +791,22 @@ class Index:
             return None
         if len(data) < _HEADER.size:
             return None
-        magic, bits, cursor_bytes, packs, entries = _HEADER.unpack_from(data)
-        if (magic, bits) != (_MAGIC, _BITS):
+        magic, bits, cursor_bytes, num_packs, num_entries = _HEADER.unpack_from(data)
+        if magic != _MAGIC or bits != _BITS:
             return None
         # the seal has verified the content, so its lengths are those that ``_pieces`` wrote
         numbers_at = _HEADER.size + cursor_bytes
-        ids_at = numbers_at + _PACK_NUMBER.itemsize * packs
-        entries_at = ids_at + ID_BYTES * packs
+        ids_at = numbers_at + _PACK_NUMBER.itemsize * num_packs
+        entries_at = ids_at + ID_BYTES * num_packs
         numbers = np.frombuffer(data[numbers_at:ids_at], _PACK_NUMBER).tolist()
         ids = PackedKeys(data[ids_at:entries_at], ID_BYTES).unpack()
         for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
 
-        table = _FingerprintTable(self._size_for(entries))
+        table = _FingerprintTable(self._size_for(num_entries))
         table.prefault(0, table.slots)
         saved = np.frombuffer(data, _ENTRY, offset=entries_at)
-        for start in range(0, entries, _AT_ONCE):
+        for start in range(0, num_entries, _AT_ONCE):
             some = saved[start : start + _AT_ONCE]
             fingerprints = some["fingerprint"].copy()
             pack_numbers = some["pack"].copy()
@@ -782,13 +827,15 @@ class Index:
         """Make the table that replaces this one, with room for ``more`` keys; ``replace_some``
         fills it. One that is being filled is kept, unless it is too small."""
         keys = self._table.live + more
-        if self._new is None or self._new.room(_FILL) < keys:
-            # before any change, because memory can be short
-            new = _FingerprintTable(self._size_for(keys))
-            self._abandon_replacement()
-            self._new = new
-            self._prefaulted = 0
-            self._copied = 0
+        is_large_enough = self._new is not None and self._new.room(_FILL) >= keys
+        if is_large_enough:
+            return
+        # before any change, because memory can be short
+        new = _FingerprintTable(self._size_for(keys))
+        self._abandon_replacement()
+        self._new = new
+        self._prefaulted = 0
+        self._copied = 0
 
     def _abandon_replacement(self) -> None:
         """Release the table that is being filled, if there is one."""
@@ -800,15 +847,26 @@ class Index:
         """Work a few ms on the replacement of a table that is too full: allocate the new one, copy
         entries, or release the old one. Call it again while ``replacing``.
         """
-        if self._new is not None and self._prefaulted < self._new.slots:
-            # in slots: each takes 12 bytes, 8 for its fingerprint and 4 for its pack number
-            stop = self._prefaulted + _SLICE_BYTES // 16
-            self._new.prefault(self._prefaulted, stop)
-            self._prefaulted = stop
-        elif self._new is not None:
-            self._copy_some(self._new)
-        elif self._unmapped and not self._unmapped[0].release_some():
-            del self._unmapped[0]
+        new = self._new
+        if new is None:
+            self._release_unmapped()
+        elif self._prefaulted < new.slots:
+            self._prefault_some(new)
+        else:
+            self._copy_some(new)
+
+    def _release_unmapped(self) -> None:
+        """Release a slice of the old tables that no reader maps."""
+        if self._unmapped:
+            is_left = self._unmapped[0].release_some()
+            if not is_left:
+                del self._unmapped[0]
+
+    def _prefault_some(self, new: _FingerprintTable) -> None:
+        """Allocate the memory of a slice of the new table."""
+        stop = self._prefaulted + _PREFAULTED_SLOTS
+        new.prefault(self._prefaulted, stop)
+        self._prefaulted = stop
 
     def _copy_some(self, new: _FingerprintTable) -> None:
         """Copy a slice of the entries to the new table; after the last one, use it."""
@@ -837,8 +895,10 @@ class Index:
             self._release(old)
 
     def _release(self, table: _FingerprintTable) -> None:
-        """Release a table that no reader maps; a large one in slices."""
-        if table.release_some():
+        """Release a table that no reader maps: the first slice now, the others in calls of
+        ``replace_some``."""
+        is_left = table.release_some()
+        if is_left:
             self._unmapped.append(table)
 
     def share(self) -> tuple[int, int]:
@@ -851,12 +911,12 @@ class Index:
         return fd, self._table.slots
 
     def release_retired(self) -> None:
-        """Release replaced tables, large ones in calls of ``replace_some``: the reader has mapped
-        the one that was shared last."""
+        """Release replaced tables, because the reader has mapped the one that was shared last,
+        which is kept. Large tables are only queued; ``replace_some`` releases them in slices."""
         retired = self._retired
         self._retired = []
         for table in retired:
-            # replaced since it was shared, and mapped by the reader
+            # replaced since it was shared, but still mapped by the reader
             if table is self._shared:
                 self._retired.append(table)
             else:
@@ -866,9 +926,15 @@ class Index:
         """Close all descriptors; idempotent. Mappings of readers stay valid."""
         for table in (*self._tables, *self._retired, *self._unmapped):
             table.close()
+        # only ``_table`` stays: its memory still answers lookups
+        self._new = None
         self._retired = []
         self._unmapped = []
-        self._new = None
+
+
+def _next_number(number: int) -> int:
+    """Return the pack number after this one; the first one, 1, follows the last one."""
+    return number % _MOST_NUMBER + 1
 
 
 def _read_saved(path: Path) -> bytes:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -161,6 +162,15 @@ class FrameRead(PlacedFrame):
         return wanted
 
 
+class ReadPlan(NamedTuple):
+    """Division of a load job."""
+
+    parts: list[list[FrameRead]]
+    """Frames that hold the keys, in parts to be read concurrently."""
+    missing: list[bytes]
+    """Keys that no pack holds, or whose blocks have another size than those of the rows."""
+
+
 def plan_reads(
     holders: Sequence[HeldPack | None],
     rows: BlockMemory,
@@ -171,10 +181,8 @@ def plan_reads(
     *,
     remote: bool = False,
     is_timed: bool = False,
-) -> tuple[list[list[FrameRead]], list[bytes]]:
-    """Return the frames that hold ``keys``, divided into parts, and the missing keys.
-
-    A key is missing if no pack holds it, or if the size of its block is not that of ``rows``.
+) -> ReadPlan:
+    """Divide the frames that hold ``keys`` into parts.
 
     :param holders: for each key, a pack that holds it; None if it is not held.
     :param part_bytes: bound on the stored bytes of a part. Each pack starts a new part, unless the
@@ -184,45 +192,40 @@ def plan_reads(
         their own, without the bound ``scratch_bytes``: they pass through a buffer for one frame.
     :param is_timed: whether the load has a deadline: then a remote store streams all frames.
     """
-    wanted: dict[HeldPack, dict[bytes, int]] = {}
-    missing: dict[bytes, None] = {}
+    rows_of: dict[HeldPack, dict[bytes, int]] = {}
+    missing: list[bytes] = []
     for pack, key, row in zip(holders, keys, block_ids, strict=True):
         if pack is None:
-            missing[key] = None
+            missing.append(key)
         else:
-            wanted.setdefault(pack, {})[key] = row
-    # frames whose parts are read with one call, straight into rows or scratch memory
-    gathered: list[FrameRead] = []
-    # parts whose frames pass through a buffer, one after the other
-    streamed: list[list[FrameRead]] = []
+            rows_of.setdefault(pack, {})[key] = row
     # bytes of a block, by KV cache group
     sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
-    for pack, row_of in wanted.items():
-        reads = []
+    reads: list[FrameRead] = []
+    for pack, row_of in rows_of.items():
         for read in _frames(pack, row_of):
-            # a group or size that the rows lack: the bytes would not fit
+            # otherwise a group or size that the rows lack: the bytes would not fit
             if sizes.get(read.frame.group) == read.frame.block_bytes:
                 reads.append(read)
             else:
-                missing.update(dict.fromkeys(read.wanted))
-        if remote:
-            runs, reads = _streamed_runs(reads, is_timed=is_timed)
-            for run in runs:
-                streamed += _cut(run, part_bytes)
-        gathered += reads
-    parts = [*streamed, *_parts(gathered, part_bytes, scratch_bytes)]
-    return parts, list(missing)
+                missing += read.wanted
+    if remote:
+        parts = _remote_parts(reads, part_bytes, scratch_bytes, is_timed=is_timed)
+    else:
+        parts = list(_parts(reads, part_bytes, scratch_bytes))
+    return ReadPlan(parts, missing)
 
 
-def _streamed_runs(
+def _remote_parts(
     reads: Iterable[FrameRead],
+    part_bytes: int,
+    scratch_bytes: int,
     *,
     is_timed: bool,
-) -> tuple[list[list[FrameRead]], list[FrameRead]]:
-    """Divide the frames of one pack of a remote store into runs of neighbours. Return the runs to
-    stream, and the frames of the other runs.
+) -> list[list[FrameRead]]:
+    """Divide the frames of a remote store into parts: first those to stream, then the others.
 
-    A streamed run is read with one call. Its frames pass one after the other through a buffer for
+    A streamed part is read with one call. Its frames pass one after the other through a buffer for
     one frame, and are copied or decoded from there into rows. This is done for two kinds of runs:
     those with encoded frames, which must be decoded anyway, and those of a load with a deadline
     (``is_timed``). A streamed read can be abandoned at the deadline, because the driver that still
@@ -233,10 +236,10 @@ def _streamed_runs(
     others: list[FrameRead] = []
     for run in _runs(reads, _MOST_GAP_BYTES):
         if is_timed or _any_encoded(run):
-            streamed.append(run)
+            streamed += _cut(run, part_bytes)
         else:
             others += run
-    return streamed, others
+    return [*streamed, *_parts(others, part_bytes, scratch_bytes)]
 
 
 def _any_encoded(reads: Iterable[FrameRead]) -> bool:
@@ -248,18 +251,21 @@ def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[Fram
     at most ``most_gap_bytes`` between two of them. Padding up to the next page does not count."""
     run: list[FrameRead] = []
     for read in reads:
-        if run:
-            before = run[-1].frame
-            end = align(before.offset + before.stored_length)
-            gap_bytes = read.frame.offset - end
-            # a negative gap: the next frame is in another pack, at a lower offset
-            is_near = 0 <= gap_bytes <= most_gap_bytes
-            if not is_near or read.pack is not run[-1].pack:
-                yield run
-                run = []
+        if run and not _follows(run[-1], read, most_gap_bytes):
+            yield run
+            run = []
         run.append(read)
     if run:
         yield run
+
+
+def _follows(before: FrameRead, read: FrameRead, most_gap_bytes: int) -> bool:
+    """Return whether a frame continues the run that another one ends; see ``_runs``."""
+    if read.pack is not before.pack:
+        return False
+    end = align(before.frame.offset + before.frame.stored_length)
+    gap_bytes = read.frame.offset - end
+    return 0 <= gap_bytes <= most_gap_bytes
 
 
 def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
@@ -279,18 +285,19 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
 
     :param row_of: wanted key → row that receives its block.
     """
-    rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
+    all_rows = [row_of.get(key, _UNWANTED) for key in pack.keys]
     start = 0  # index of the frame's first key among those of the pack
     for number, frame in enumerate(pack.table.frames):
         stop = start + frame.block_count
-        of_frame = rows[start:stop]
+        rows = all_rows[start:stop]
         keys = pack.keys[start:stop]
-        num_unwanted = of_frame.count(_UNWANTED)
-        if num_unwanted < len(of_frame):
-            whole = not num_unwanted
-            direct = whole and not frame.encoded
-            yield FrameRead(number, frame, keys, pack, of_frame, whole, direct)
         start = stop
+        num_unwanted = rows.count(_UNWANTED)
+        if num_unwanted == len(rows):
+            continue
+        whole = num_unwanted == 0
+        direct = whole and not frame.encoded
+        yield FrameRead(number, frame, keys, pack, rows, whole, direct)
 
 
 def _parts(
@@ -300,16 +307,16 @@ def _parts(
 ) -> Iterator[list[FrameRead]]:
     """Divide frames that are not streamed into parts; parameters as in ``plan_reads``."""
     part: list[FrameRead] = []
-    size = 0
-    indirect = 0  # bytes that are not read straight into rows
+    size = 0  # bytes of the part
+    indirect = 0  # those of them that are not read straight into rows
     for read in reads:
         length = align(read.frame.stored_length)
         scratch = 0 if read.direct else length
-        is_full = size + length > part_bytes or indirect + scratch > scratch_bytes
-        if part and not is_full:
-            # another pack: a part of its own, unless this one is too small for a call of its own
-            is_full = size >= scratch_bytes and part[-1].pack is not read.pack
-        if part and is_full:
+        fits = size + length <= part_bytes and indirect + scratch <= scratch_bytes
+        # the part is large enough for a call of its own
+        is_worth_a_call = size >= scratch_bytes
+        is_other_pack = bool(part) and read.pack is not part[-1].pack
+        if part and (not fits or (is_other_pack and is_worth_a_call)):
             yield part
             part = []
             size = 0
@@ -335,7 +342,8 @@ class PartRead:
         is_timed: bool = False,
         is_private: bool = False,
     ) -> None:
-        """:param is_timed: as for ``plan_reads``, which has made the part.
+        """:param part: frames that ``plan_reads`` has put into one part.
+        :param is_timed: whether the load has a deadline, as for ``plan_reads``.
         :param is_private: whether the rows have no other use, also after the call.
         """
         self._backend = backend
@@ -345,7 +353,7 @@ class PartRead:
         is_remote = backend.capabilities.remote
         self._streams = is_remote and (is_timed or _any_encoded(part))
         """Whether frames pass through a buffer (``_stream``), so that only this object writes rows;
-        otherwise the backend may (``_gather``)."""
+        otherwise the backend may (``_gather``). The reasons are those of ``_remote_parts``."""
         self._may_abandon = self._streams or is_private
         """Whether a running read may be abandoned: the call of the backend, which continues, then
         writes no rows that have another use."""
@@ -372,8 +380,8 @@ class PartRead:
             # ``drop`` has returned it to the caller already
             return self._outcome
         except Exception as error:
-            # not after the end: the read was abandoned, and its result is not used
-            if self._rows is not None:
+            was_abandoned = self._rows is None
+            if not was_abandoned:
                 # as text: the exception keeps references to the rows
                 why = str(error) if isinstance(error, StoreError) else repr(error)
                 logger.warning(
@@ -381,9 +389,9 @@ class PartRead:
                     len(self._unread),
                     why,
                 )
-            return self._end(is_lost=False)
-        # the medium has answered: packs of frames that are unread now are absent or too short
-        return self._end(is_lost=True)
+            return self._end(unread_are_absent=False)
+        # the medium has answered, so the frames that are unread now are not on it
+        return self._end(unread_are_absent=True)
 
     def abandon(self) -> ReadOutcome | None:
         """See ``AbandonableCall``. Frames that are not verified yet have failed. Waits until the
@@ -393,7 +401,7 @@ class PartRead:
     def drop(self) -> ReadOutcome:
         """End a read at its deadline that has not begun, or that is abandoned; return the
         result."""
-        return self._end(is_lost=False, is_late=True)
+        return self._end(unread_are_absent=False, is_late=True)
 
     def _stream(self, take: Take) -> None:
         """Read frames of one pack through one buffer; verify each as it arrives, and copy or decode
@@ -417,24 +425,25 @@ class PartRead:
         raw = self._take_raw(take)
         # receives the padding between frames, which is ignored
         padding = take(PAGE_BYTES)
+        # for each frame of the part: the views of memory to read it into
+        buffers = [self._buffers(read, take) for read in self._part]
         spans: list[ReadSpan] = []
-        # for each span, and each of its frames: the views of memory to read it into
-        buffers: list[list[list[memoryview]]] = []
-        # 0: only frames without other bytes between them form one span
-        for run in _runs(self._part, 0):
-            of_run: list[list[memoryview]] = []
-            for read in run:
-                of_run.append(self._buffers(read, take))
-            buffers.append(of_run)
-            spans.append(_span(run, of_run, padding))
-        number = 0  # of the frame in the part
+        numbers_of_spans: list[range] = []  # of the frames in the part
+        start = 0
+        # no gap: only frames without other bytes between them form one span
+        for run in _runs(self._part, most_gap_bytes=0):
+            stop = start + len(run)
+            span = _span(run, buffers[start:stop], padding)
+            spans.append(span)
+            numbers_of_spans.append(range(start, stop))
+            start = stop
         answers = self._backend.read(self._namespace, spans)
-        for is_filled, of_run in zip(answers, buffers, strict=True):
-            for stored in of_run:
-                if is_filled:
-                    in_rows = self._part[number].direct
-                    self._finish(number, stored, raw, in_rows=in_rows)
-                number += 1
+        for is_filled, numbers in zip(answers, numbers_of_spans, strict=True):
+            if not is_filled:
+                continue
+            for number in numbers:
+                in_rows = self._part[number].direct
+                self._finish(number, buffers[number], raw, in_rows=in_rows)
 
     def _buffers(self, read: FrameRead, take: Take) -> list[memoryview]:
         """Return the memory into which the frame's stored bytes are read, in their order."""
@@ -512,20 +521,23 @@ class PartRead:
             self._outcome.bad_frames[read.pack.pack_id] += 1
             self._outcome.suspects[read.pack.pack_id] = read.pack
 
-    def _end(self, *, is_lost: bool, is_late: bool = False) -> ReadOutcome:
+    def _end(self, *, unread_are_absent: bool, is_late: bool = False) -> ReadOutcome:
         """Return the result; frames that were not read have failed. Rows are not written any more.
+        A second call changes nothing.
 
-        :param is_lost: whether the medium lacks those frames: then their packs are suspects.
-        :param is_late: whether the deadline has passed.
+        :param unread_are_absent: whether the medium lacks the unread frames: their packs are absent
+            or too short, and become suspects.
+        :param is_late: whether they are unread because the deadline has passed.
         """
         outcome = self._outcome
         # the lock: a thread that is writing a frame into its rows finishes it first
         with self._lock:
             self._rows = None
+            if self._unread:
+                outcome.is_late = is_late
             for read in self._unread.values():
                 outcome.failed += read.wanted
-                outcome.is_late = is_late
-                if is_lost:
+                if unread_are_absent:
                     outcome.suspects[read.pack.pack_id] = read.pack
             self._unread.clear()
         return outcome
@@ -558,15 +570,17 @@ def _span(
     :param buffers_of: for each frame, the memory to read it into.
     """
     start = run[0].frame.offset
-    end = start
+    end = start  # of the bytes that the buffers so far receive
     buffers: list[memoryview] = []
     for read, of_frame in zip(run, buffers_of, strict=True):
-        gap = read.frame.offset - end
-        if gap:
-            buffers.append(padding[:gap])
+        gap_bytes = read.frame.offset - end
+        if gap_bytes:
+            buffers.append(padding[:gap_bytes])
         buffers += of_frame
-        # a buffer outside of the rows also takes the padding behind its frame
-        end = read.frame.offset + sum(map(len, of_frame))
+        # rows receive the frame; a buffer outside of them has whole pages, and receives also the
+        # padding behind the frame, so that no gap follows
+        received_bytes = sum(map(len, of_frame))
+        end = read.frame.offset + received_bytes
     return ReadSpan(run[0].pack.pack_id, start, buffers)
 
 

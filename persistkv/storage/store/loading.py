@@ -143,7 +143,7 @@ class Loader:
                 source.log_failure(error)
                 continue
             rows = [row_of[key] for key in missing]
-            parts, missing = plan_reads(
+            plan = plan_reads(
                 holders,
                 wanted.rows,
                 missing,
@@ -153,9 +153,10 @@ class Loader:
                 remote=self._remote,
                 is_timed=is_timed,
             )
+            missing = plan.missing
             if not is_probe:
-                self._record_uses(source, parts)
-            for part in parts:
+                self._record_uses(source, plan.parts)
+            for part in plan.parts:
                 read = PartRead(
                     source.backend,
                     source.namespace,

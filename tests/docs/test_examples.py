@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+Adapt = Callable[[str], str]
+
+
 @pytest.fixture
-def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def adapt(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Adapt:
     """Return a function that adapts an example to this machine: its model, its store, less memory,
     longer deadlines."""
     monkeypatch.chdir(tmp_path)
@@ -87,7 +91,7 @@ def examples(page: str, language: str) -> list[str]:
 )
 def test_quick_start_example_restores_blocks_and_commands_succeed(
     page: str,
-    adapt: Any,
+    adapt: Adapt,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,7 +128,7 @@ def test_quick_start_example_restores_blocks_and_commands_succeed(
 
 
 @pytest.mark.slow
-def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
+def test_transformers_page_engine_options_generate_tokens(adapt: Adapt) -> None:
     example, _ = examples("docs/transformers.md", "python")
     namespace: dict[str, Any] = {"token_ids": PROMPT}
     exec(compile(adapt(example), "docs/transformers.md", "exec"), namespace)
@@ -133,7 +137,7 @@ def test_transformers_page_engine_options_generate_tokens(adapt: Any) -> None:
 
 
 def test_transformers_page_generate_second_run_restores_blocks(
-    adapt: Any,
+    adapt: Adapt,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, example = examples("docs/transformers.md", "python")
@@ -146,7 +150,7 @@ def test_transformers_page_generate_second_run_restores_blocks(
 
 
 def test_operating_page_store_example_finds_no_problems(
-    adapt: Any,
+    adapt: Adapt,
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

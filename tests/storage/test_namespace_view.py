@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import pytest
 
@@ -94,7 +94,7 @@ def test_read_damaged_pack_unreadable_catalogue_deletes_nothing(
 def test_read_damaged_pack_replaced_before_deletion_is_kept(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
@@ -122,7 +122,7 @@ def test_read_damaged_pack_replaced_before_deletion_is_kept(
 def test_read_deleted_pack_misses_and_counts_no_damage(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
@@ -145,7 +145,7 @@ def test_read_deleted_pack_misses_and_counts_no_damage(
 def test_commit_without_cursor_refresh_finds_blocks_of_others(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """A commit without a cursor succeeds regardless of other commits; the handle must still apply
     them."""

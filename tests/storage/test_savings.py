@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ Open = Callable[[], Backend]
 
 
 @pytest.fixture(params=["lmdb", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+def store(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[[], Backend]]:
     opened: list[Backend] = []
 
     def open_one() -> Backend:

@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -249,7 +249,7 @@ def test_put_and_read_invalid_arguments_raise_and_stage_nothing(
 def test_store_reopened_finds_all_blocks(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     first = open_store(url)
@@ -268,7 +268,7 @@ def test_store_reopened_finds_all_blocks(
 def test_tick_applies_stores_and_deletions_of_other_handles(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     writer = open_store(url)
@@ -302,7 +302,7 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
 def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
@@ -335,7 +335,7 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
 def test_commit_blocks_stored_by_others_are_not_written_again(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     one, two = open_store(url), open_store(url)
@@ -352,7 +352,7 @@ def test_commit_blocks_stored_by_others_are_not_written_again(
 def test_commit_after_commits_of_others_finds_their_blocks(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """The last retry commits regardless of other commits, so its cursor may be newer than commits
     not yet applied."""
@@ -395,7 +395,7 @@ def test_put_full_staging_leaves_blocks_in_their_rows(
 def test_store_of_another_model_notice_is_one_short_line(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     config = {f"field{number}": number for number in range(50)}
@@ -419,7 +419,7 @@ def test_store_of_another_model_notice_is_one_short_line(
 def test_store_other_identity_misses_and_notice_names_difference(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     store = open_store(url)
@@ -444,7 +444,7 @@ def test_store_other_identity_misses_and_notice_names_difference(
 
 def test_store_unknown_codec_raises_and_creates_no_namespace(
     open_store: OpenStore,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     with pytest.raises(ConfigurationError, match="codec: 'lz5'"):

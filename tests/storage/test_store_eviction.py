@@ -19,7 +19,7 @@ OpenStore = Callable[..., BlockingStore]
 
 
 def small_store(
-    tmp_path: Any,
+    tmp_path: Path,
     open_store: OpenStore,
     make_rows: Callable[..., Rows],
     **options: Any,
@@ -47,7 +47,7 @@ def test_store_full_evicts_oldest_requests_first(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
     requests = [keys(16) for _ in range(20)]
@@ -77,7 +77,7 @@ def test_store_full_keeps_used_blocks(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
     use: str,
 ) -> None:
     store = small_store(tmp_path, open_store, make_rows)
@@ -101,7 +101,7 @@ def test_store_full_growing_context_keeps_its_prefix(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """Each manifest touches the whole chain, so a prefix is never evicted before the blocks that
     depend on it."""
@@ -127,7 +127,7 @@ def test_store_full_growing_context_keeps_its_prefix(
 def test_touch_without_stores_is_committed_when_due(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store", refresh_s=1e6)
@@ -175,7 +175,7 @@ def test_tick_blocks_evicted_by_another_handle_are_removed(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     one = small_store(tmp_path, open_store, make_rows)
     two = small_store(tmp_path, open_store, make_rows, refresh_s=0.0)
@@ -195,7 +195,7 @@ def test_store_full_request_larger_than_store_drops_only_its_blocks(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     store = open_store(f"lmdb://{tmp_path}/store?capacity=2MiB", make_rows(64))

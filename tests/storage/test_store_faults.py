@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def test_read_flipped_byte_misses_and_deletes_pack(
 def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
     open_store: OpenStore,
     keys: Keys,
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     """Equal keys give equal pack IDs; only the pack's table shows that the bytes differ."""
     url = f"lmdb://{tmp_path}/store"
@@ -222,7 +223,7 @@ def test_read_pack_of_other_block_size_misses(
     open_store: OpenStore,
     keys: Keys,
     make_rows: Callable[..., Rows],
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
     store = open_store(url)

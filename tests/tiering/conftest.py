@@ -64,6 +64,16 @@ class Stack:
         self.fill(output.keys_to_store, output.store_spec)
         self.manager.complete_store(output.keys_to_store, req)
 
+    def new_keys(
+        self,
+        keys: Sequence[OffloadKey],
+        req: ReqContext,
+    ) -> Sequence[OffloadKey]:
+        """Prepare to store blocks; return the keys of those that the primary tier lacks."""
+        output = self.manager.prepare_store(keys, req)
+        assert output is not None
+        return output.keys_to_store
+
     def fill(self, keys: Sequence[OffloadKey], spec: Any) -> None:
         for key, row in zip(keys, spec.block_ids, strict=True):
             self.rows[row] = content(key)
@@ -97,7 +107,11 @@ class Stack:
         raise AssertionError("promotion does not end")
 
 
+Keys = Callable[..., list[OffloadKey]]
+"""Type of the fixture ``keys``."""
 MakeStack = Callable[..., Stack]
+Described = Callable[..., ReqContext]
+"""Type of the fixture ``described``."""
 
 
 @pytest.fixture

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 
-from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import OffloadingConfig
 from persistkv.errors import ConfigurationError
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.example import ExampleSecondaryTier
+from tests.tiering.conftest import Described, Keys, MakeStack
 
 
 class TestExampleTier(SecondaryTierConformance):
@@ -36,9 +34,9 @@ class TestExampleTierAsynchronous(SecondaryTierConformance):
 
 
 def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
-    make_stack: Callable[..., Any],
-    keys: Callable[..., list[OffloadKey]],
-    described: Callable[..., ReqContext],
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(16, partial(ExampleSecondaryTier, max_blocks=4))
     (tier,) = stack.tiers
@@ -60,9 +58,9 @@ def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
 
 
 def test_example_tier_simulate_async_runs_jobs_on_poll(
-    make_stack: Callable[..., Any],
-    keys: Callable[..., list[OffloadKey]],
-    described: Callable[..., ReqContext],
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=True))
     (tier,) = stack.tiers
@@ -74,7 +72,7 @@ def test_example_tier_simulate_async_runs_jobs_on_poll(
     assert (len(tier.pending_jobs), len(tier.blocks)) == (0, 2)
 
 
-def test_example_tier_defaults_to_1000_blocks(make_stack: Callable[..., Any]) -> None:
+def test_example_tier_defaults_to_1000_blocks(make_stack: MakeStack) -> None:
     stack = make_stack(4, ExampleSecondaryTier)
     assert stack.tiers[0].max_blocks == 1000
 
@@ -82,9 +80,9 @@ def test_example_tier_defaults_to_1000_blocks(make_stack: Callable[..., Any]) ->
 @pytest.mark.parametrize("simulate_async", [False, True])
 @pytest.mark.parametrize("is_promotion", [False, True])
 def test_example_tier_lengths_differ_raises_without_side_effects(
-    make_stack: Callable[..., Any],
-    keys: Callable[..., list[OffloadKey]],
-    described: Callable[..., ReqContext],
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
     simulate_async: bool,
     is_promotion: bool,
 ) -> None:
@@ -99,9 +97,9 @@ def test_example_tier_lengths_differ_raises_without_side_effects(
 
 
 def test_example_tier_held_key_is_not_copied_again(
-    make_stack: Callable[..., Any],
-    keys: Callable[..., list[OffloadKey]],
-    described: Callable[..., ReqContext],
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, max_blocks=2))
     (tier,) = stack.tiers
@@ -119,7 +117,7 @@ def test_example_tier_held_key_is_not_copied_again(
 
 
 def test_example_tier_max_blocks_below_one_raises(
-    make_stack: Callable[..., Any],
+    make_stack: MakeStack,
 ) -> None:
     with pytest.raises(ConfigurationError, match="max_blocks"):
         make_stack(8, partial(ExampleSecondaryTier, max_blocks=0))

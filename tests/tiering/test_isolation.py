@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
+from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.prewarming import RecentContexts
+from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 from tests.tiering.tiers import RaisingTier, RecordingTier
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
 
 raising_tier = partial(RaisingTier, simulate_async=True)
 recording_tier = partial(RecordingTier, simulate_async=True)
 
 
-def announce(stack: Any, req: ReqContext) -> ReqContext:
+def announce(stack: Stack, req: ReqContext) -> ReqContext:
     stack.manager.on_new_request(req)
     return req
 
 
-def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(stack: Stack, names: list[OffloadKey], req: ReqContext) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.store(names, announce(stack, req))
     stack.step()
@@ -63,7 +60,7 @@ def test_complete_store_submit_store_raises_other_tier_stores(
     keys: Keys,
     described: Described,
     caplog: pytest.LogCaptureFixture,
-    order: tuple[Any, Any],
+    order: Sequence[Callable[..., SecondaryTierManager]],
 ) -> None:
     stack = make_stack(8, *order)
     faulty = next(tier for tier in stack.tiers if isinstance(tier, RaisingTier))
@@ -161,7 +158,7 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     stack.step()
     faulty.withholds_results = True  # the promotion stays in flight
     offering = announce(stack, described("c", names))
-    assert stack.manager.prepare_store(names, offering).keys_to_store == []
+    assert stack.new_keys(names, offering) == []
     faulty.failing.add("get_finished_jobs")
     assert stack.promote(names, req) == [False] * 3
     assert stack.promote(names, announce(stack, described("d", names))) == [False] * 3

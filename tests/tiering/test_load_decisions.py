@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,8 @@ from persistkv.tiering.persistent import PersistentTier
 from persistkv_dir.blobs import DirBlobs
 from persistkv_lmdb import LmdbBackend
 from tests.host_processes import host_processes
-from tests.tiering.conftest import GROUPS, context
+from tests.tiering.conftest import GROUPS, Described, Keys, MakeStack, Stack, context
 from tests.tiering.tiers import RecordingTier
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
 
 BLOCK_BYTES = GROUPS[0].block_bytes
 TOKENS_PER_S = 160.0  # ten blocks
@@ -86,7 +82,7 @@ def warm_stack(
     return stack
 
 
-def lookup(stack: Any, req: ReqContext, keys: Sequence[OffloadKey]) -> list[Any]:
+def lookup(stack: Stack, req: ReqContext, keys: Sequence[OffloadKey]) -> list[Any]:
     answers: list[Any] = stack.manager.lookup_prefix(keys, req)
     return answers
 

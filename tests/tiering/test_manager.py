@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobResult
+from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 from tests.tiering.tiers import BlockLevelTier, RecordingTier
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
-
 
 recording = partial(RecordingTier, simulate_async=True)
 block_level = partial(BlockLevelTier, simulate_async=True)
 
 
-def announce(stack: Any, req: ReqContext) -> ReqContext:
+def announce(stack: Stack, req: ReqContext) -> ReqContext:
     stack.manager.on_new_request(req)
     return req
 
 
 def store_only_in_tiers(
-    stack: Any,
+    stack: Stack,
     names: Sequence[OffloadKey],
     req: ReqContext,
 ) -> None:
@@ -69,6 +64,7 @@ def test_complete_store_failure_cascades_nothing(
     req = announce(stack, described("r"))
     names = keys(3)
     output = stack.manager.prepare_store(names, req)
+    assert output is not None
     stack.manager.complete_store(output.keys_to_store, req, success=False)
     assert stack.tiers[0].stores == []
     assert stack.manager.lookup(names[0], req) is False
@@ -227,6 +223,7 @@ def test_promotion_full_primary_waits_for_free_rows(
     for _ in range(5):
         assert [stack.manager.lookup(key, req) for key in names] == [None, None]
         stack.step()
+    assert blocking is not None
     stack.primary.complete_store(blocking.keys_to_store, busy, success=False)
     assert stack.promote(names, req) == [True, True]
 
@@ -423,6 +420,7 @@ def test_on_request_finished_tiers_are_notified_after_last_store(
     output = stack.manager.prepare_store(keys(2), req)
     stack.manager.on_request_finished(req)
     assert ("finished", "r") not in stack.tiers[0].calls
+    assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
     assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
     stack.manager.on_request_finished(req)
@@ -443,9 +441,10 @@ def test_on_request_finished_waits_for_blocks_of_another_writer(
         announce(stack, described("b", names)),
     )
     output = stack.manager.prepare_store(names, writer)
-    assert stack.manager.prepare_store(names, other).keys_to_store == []
+    assert stack.new_keys(names, other) == []
     stack.manager.on_request_finished(other)
     assert ("finished", "b") not in stack.tiers[0].calls
+    assert output is not None
     stack.manager.complete_store(output.keys_to_store, writer)
     assert stack.tiers[0].calls[-1] == ("finished", "b")
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
@@ -479,6 +478,7 @@ def test_complete_store_readable_keys_are_ignored(
     assert ("finished", "r") not in stack.tiers[0].calls, (
         "its second store is still in flight"
     )
+    assert output is not None
     stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
     assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], (
         "each block cascades once"
@@ -637,6 +637,7 @@ def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
         stack.promote(names + others, announce(stack, described("b", names)))
         == [False] * 5
     )
+    assert writing is not None
     stack.manager.complete_store(writing.keys_to_store, req)
     assert [list(job.keys) for job in tier.stores] == [names], (
         "blocks computed before the reset are not cascaded"

@@ -26,10 +26,7 @@ from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 from tests.host_processes import host_processes
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
+from tests.tiering.conftest import Described, Keys, MakeStack
 
 
 class TestPersistentTierInline(SecondaryTierConformance):

@@ -6,18 +6,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from persistkv.base import OffloadKey, ReqContext, StoredContext
+from persistkv.base import OffloadKey, StoredContext
 from persistkv.errors import ConfigurationError
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
+from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 
 
 class FakeTier:
@@ -100,7 +96,9 @@ def test_next_context_tier_not_ready_ends_after_timeout(
     assert prewarming.ended
 
 
-def fill(stack: Any, described: Described, name: str, chain: list[OffloadKey]) -> None:
+def fill(
+    stack: Stack, described: Described, name: str, chain: list[OffloadKey]
+) -> None:
     req = described(name, chain)
     stack.manager.on_new_request(req)
     stack.store(chain, req)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
+from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 from tests.tiering.tiers import BlockLevelTier, RecordingTier
-
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Any]
-Described = Callable[..., ReqContext]
 
 recording = partial(RecordingTier, simulate_async=True)
 block_level = partial(BlockLevelTier, simulate_async=True)
 
 
-def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+def store_only_in_tiers(stack: Stack, names: list[OffloadKey], req: ReqContext) -> None:
     """Store blocks, wait until the tiers have them, and empty the primary tier."""
     stack.manager.on_new_request(req)
     stack.store(names, req)
@@ -29,7 +24,7 @@ def store_only_in_tiers(stack: Any, names: list[OffloadKey], req: ReqContext) ->
     stack.clear_primary()
 
 
-def load(stack: Any, names: list[OffloadKey], req: ReqContext) -> None:
+def load(stack: Stack, names: list[OffloadKey], req: ReqContext) -> None:
     stack.check(names, stack.manager.prepare_load(names, req))
     stack.manager.complete_load(names, req)
 
@@ -100,6 +95,7 @@ def test_unannounced_request_that_stores_ends_after_its_last_store(
     output = stack.manager.prepare_store(names, req)
     stack.manager.on_request_finished(req)
     assert ("finished", "r") not in stack.tiers[0].calls
+    assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
     assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
     assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
@@ -182,6 +178,7 @@ def test_on_new_request_reused_id_during_stores_ends_once(
     stack.manager.on_request_finished(req)
     again = described("r", second)
     stack.manager.on_new_request(again)
+    assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
     assert ("finished", "r") not in stack.tiers[0].calls, (
         "the second request has not ended"
@@ -217,7 +214,7 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
     ]
     assert far.stores == [], "it is the source"
     load(stack, names, req)
-    assert stack.manager.prepare_store(names, req).keys_to_store == []
+    assert stack.new_keys(names, req) == []
     assert len(near.stores) == 1, "not submitted again"
     assert [list(job.keys) for job in far.stores] == [names], (
         "it receives every block that the request offers"
@@ -250,7 +247,7 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     far.withholds_results = True
     offering = described("c", names)
     stack.manager.on_new_request(offering)
-    assert stack.manager.prepare_store(names, offering).keys_to_store == []
+    assert stack.new_keys(names, offering) == []
     stack.manager.on_request_finished(waiting)
     stack.manager.on_request_finished(offering)
     assert ("finished", "c") not in near.calls

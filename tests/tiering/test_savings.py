@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,8 @@ from persistkv.storage import open_backend
 from persistkv.storage.store.savings import read_savings
 from persistkv.tiering.base import JobResult
 from persistkv.tiering.persistent import PersistentTier
-from tests.tiering.conftest import Stack
+from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Stack]
-Described = Callable[..., ReqContext]
 BLOCK_TOKENS = 16
 
 

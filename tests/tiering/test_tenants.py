@@ -38,11 +38,9 @@ from persistkv.storage.records import Choice
 from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.persistent import PersistentTier
-from tests.tiering.conftest import GROUPS, STRIDE, Stack
+from tests.tiering.conftest import GROUPS, STRIDE, Keys, MakeStack, Stack
 from tests.tiering.tiers import RecordingTier
 
-Keys = Callable[..., list[OffloadKey]]
-MakeStack = Callable[..., Stack]
 TOKENS = 16  # of a block
 WINDOW = 32
 GROUP_SPECS = [

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from persistkv import (
     open_store,
 )
 from persistkv.storage import open_backend
+from persistkv.storage.inspection.handle import StoreHandle
 from persistkv.storage.inspection.requests import NotFoundError
 from persistkv_tools.maintain.deletion import plan_prune
 from persistkv_tools.maintain.verify import (
@@ -25,6 +27,7 @@ from persistkv_tools.maintain.verify import (
     repair_packs,
 )
 from persistkv_tools.transfer.copy import copy_content
+from tests.tools.conftest import Run
 from tests.tools.contexts import BLOCK_BYTES, Contexts
 from tests.tools.damage import Damage
 
@@ -100,7 +103,9 @@ def test_stats_and_namespaces_return_totals(filled: str) -> None:
         lambda store: plan_prune(store, Selection()).run(),
     ],
 )
-def test_read_only_store_refuses_changes(filled: str, change: Any) -> None:
+def test_read_only_store_refuses_changes(
+    filled: str, change: Callable[[StoreHandle], object]
+) -> None:
     with open_store(filled) as store:
         with pytest.raises(StoreError, match="read_only=False"):
             change(store)
@@ -162,7 +167,7 @@ def test_copy_content_copies_the_selected_requests(filled: str, tmp_path: Path) 
         assert ids(store) == ["anna-2", "anna-1"]
 
 
-def test_requests_match_ls_command(filled: str, run: Any) -> None:
+def test_requests_match_ls_command(filled: str, run: Run) -> None:
     with open_store(filled) as store:
         listed = json.loads(run("ls", filled, "--json").stdout)["requests"]
         assert [request["id"] for request in listed] == ids(store)

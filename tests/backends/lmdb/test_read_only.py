@@ -17,7 +17,8 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
 from persistkv_lmdb import LmdbBackend
 from tests.backends.lmdb.conftest import Opener
-from tests.storage.host.conftest import Hosted, hosted  # noqa: F401
+from tests.storage.host.conftest import hosted  # noqa: F401
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, make_keys
 
 

@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -25,6 +25,9 @@ from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import BucketPlace, S3Options, parse_url
 from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.conftest import hosted  # noqa: F401
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 ACCESS = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -84,7 +87,7 @@ def parsed_models() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def raw_client(endpoint: str) -> Iterator[Any]:
+def raw_client(endpoint: str) -> Iterator[S3Client]:
     """boto3 client that bypasses the driver."""
     with mock.patch.dict(os.environ, ACCESS):
         client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
@@ -93,7 +96,7 @@ def raw_client(endpoint: str) -> Iterator[Any]:
 
 
 @pytest.fixture
-def bucket(raw_client: Any) -> str:
+def bucket(raw_client: S3Client) -> str:
     """A new bucket for this test."""
     name = f"test-{uuid.uuid4().hex}"
     raw_client.create_bucket(Bucket=name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -19,6 +19,9 @@ from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import CountingClient
 from tests.backends.s3.faults import FaultProxy
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 _MIB = 1 << 20
 _YEAR_S = 365 * 86_400.0
@@ -124,7 +127,7 @@ def read(
 
 def test_put_writes_object_below_prefix(
     open_blobs: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     open_blobs().put("packs/a-1", [b"one", memoryview(b"two")])
@@ -451,7 +454,7 @@ def test_read_missing_blobs_keep_breaker_closed(open_blobs: Opener) -> None:
 
 def test_delete_sends_requests_of_1000_names(
     open_blobs: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     blobs = open_blobs("deadline=60s")
@@ -531,7 +534,7 @@ def test_delete_without_permission_stops_early(script: Script) -> None:
 
 def test_list_after_name_begins_there(
     open_blobs: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     names = [f"index/{number:04}" for number in range(30)]
@@ -548,7 +551,7 @@ def test_list_after_name_begins_there(
 
 def test_list_objects_without_name_are_skipped(
     open_blobs: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     for key in (
@@ -650,7 +653,7 @@ def test_failing_server_opens_breaker(script: Script, status: int) -> None:
 
 def test_deleted_bucket_raises_refused_instead_of_missing(
     open_blobs: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     blobs = open_blobs()

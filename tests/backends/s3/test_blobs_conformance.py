@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,9 @@ from persistkv.testing.conformance.blobs import BlobsConformance, RawBlobs
 from persistkv_s3.blobs import S3Blobs
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import PAGE_OF_MOTO
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 _PREFIX = "some/store/"
 
@@ -56,5 +59,5 @@ class TestS3Blobs(BlobsConformance):
         )
 
     @pytest.fixture
-    def raw(self, raw_client: Any, bucket: str) -> RawBucket:
+    def raw(self, raw_client: S3Client, bucket: str) -> RawBucket:
         return RawBucket(raw_client, bucket)

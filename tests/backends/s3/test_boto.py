@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -18,6 +18,10 @@ from persistkv_s3 import S3Backend
 from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.options import parse_url
 from tests.backends.s3.conftest import Opener
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
+    from types_boto3_s3.literals import BucketVersioningStatusType
 
 NAMESPACE = sample_identity().digest
 
@@ -68,7 +72,7 @@ def test_expected_bucket_owner_unset_sends_no_header(open_store: Opener) -> None
 @moto_only
 def test_kms_options_encrypt_every_object_with_key(
     open_store: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     backend, _ = open_store(
@@ -91,9 +95,9 @@ def test_kms_options_encrypt_every_object_with_key(
 @pytest.mark.parametrize("status", ["Enabled", "Suspended"])
 def test_versioned_bucket_warns_only_while_versioning_enabled(
     open_store: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
-    status: str,
+    status: BucketVersioningStatusType,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     raw_client.put_bucket_versioning(

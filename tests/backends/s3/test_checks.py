@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,6 +16,13 @@ from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.client.transport import Deadline
 from persistkv_s3.options import parse_url
 from tests.backends.s3.faults import FaultProxy
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
+    from types_boto3_s3.type_defs import (
+        LifecycleRuleTypeDef,
+        ObjectLockConfigurationTypeDef,
+    )
 
 Examine = Callable[..., dict[str, Check]]
 
@@ -46,7 +53,7 @@ def examine(endpoint: str, bucket: str) -> Examine:
     return examine
 
 
-def left(raw_client: Any, bucket: str) -> list[str]:
+def left(raw_client: S3Client, bucket: str) -> list[str]:
     """Return the keys of all objects, old versions included."""
     return [
         entry["Key"]
@@ -56,7 +63,7 @@ def left(raw_client: Any, bucket: str) -> list[str]:
 
 def test_check_intact_bucket_is_ok_and_leaves_nothing(
     examine: Examine,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     found = examine()
@@ -105,7 +112,7 @@ def test_check_refused_call_names_permission(
 def test_check_refused_delete_names_the_object_that_is_left(
     examine: Examine,
     proxy: FaultProxy,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     proxy.set("forbid ^DELETE.")
@@ -192,8 +199,8 @@ def test_check_setting_without_permission_is_not_checked_and_no_error(
 # Settings
 
 
-def expire_versions(raw_client: Any, bucket: str, prefix: str) -> None:
-    rule = {
+def expire_versions(raw_client: S3Client, bucket: str, prefix: str) -> None:
+    rule: LifecycleRuleTypeDef = {
         "ID": "old",
         "Status": "Enabled",
         "Filter": {"Prefix": prefix},
@@ -216,7 +223,7 @@ def expire_versions(raw_client: Any, bucket: str, prefix: str) -> None:
 )
 def test_check_versioning_is_warning_unless_rule_expires_old_versions(
     examine: Examine,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     prefix: str | None,
     level: Level,
@@ -231,19 +238,27 @@ def test_check_versioning_is_warning_unless_rule_expires_old_versions(
     assert found["lifecycle"].level is Level.OK
 
 
-def rule(prefix: str, **content: Any) -> dict[str, Any]:
-    return {
-        "ID": "rule-1",
-        "Status": "Enabled",
-        "Filter": {"Prefix": prefix},
-        **content,
-    }
+def rule(prefix: str, content: LifecycleRuleTypeDef) -> LifecycleRuleTypeDef:
+    """Return an enabled rule for names with this prefix, which does what ``content`` says."""
+    return {**content, "ID": "rule-1", "Filter": {"Prefix": prefix}}
 
 
-ARCHIVE = {"Transitions": [{"Days": 30, "StorageClass": "GLACIER"}]}
-DEEP = {"Transitions": [{"Days": 180, "StorageClass": "DEEP_ARCHIVE"}]}
-INFREQUENT = {"Transitions": [{"Days": 30, "StorageClass": "STANDARD_IA"}]}
-EXPIRY = {"Expiration": {"Days": 7}}
+ARCHIVE: LifecycleRuleTypeDef = {
+    "Status": "Enabled",
+    "Transitions": [{"Days": 30, "StorageClass": "GLACIER"}],
+}
+DEEP: LifecycleRuleTypeDef = {
+    "Status": "Enabled",
+    "Transitions": [{"Days": 180, "StorageClass": "DEEP_ARCHIVE"}],
+}
+INFREQUENT: LifecycleRuleTypeDef = {
+    "Status": "Enabled",
+    "Transitions": [{"Days": 30, "StorageClass": "STANDARD_IA"}],
+}
+EXPIRY: LifecycleRuleTypeDef = {
+    "Status": "Enabled",
+    "Expiration": {"Days": 7},
+}
 PACKS = "team/kv/0123456789abcdef0123456789abcdef-plain/packs/"
 TAGGED = {"And": {"Prefix": "team/", "Tags": [{"Key": "a", "Value": "b"}]}}
 
@@ -251,24 +266,24 @@ TAGGED = {"And": {"Prefix": "team/", "Tags": [{"Key": "a", "Value": "b"}]}}
 @pytest.mark.parametrize(
     ("found", "level", "part"),
     [
-        (rule("team/", **EXPIRY), Level.PROBLEM, "after 7 days"),
-        (rule("", **EXPIRY), Level.PROBLEM, "on all objects"),
-        (rule("team/kv/plain/", **EXPIRY), Level.PROBLEM, "rule-1"),
-        (rule(PACKS, **EXPIRY), Level.NOTE, "expires packs"),
-        (rule("team/kv/", **ARCHIVE), Level.PROBLEM, "GLACIER"),
-        (rule(PACKS, **DEEP), Level.PROBLEM, "DEEP_ARCHIVE"),
-        (rule("team/", **INFREQUENT), Level.NOTE, "STANDARD_IA"),
-        (rule("others/", **EXPIRY), Level.OK, "no rule"),
-        (rule("team/kv-old/", **ARCHIVE), Level.OK, "no rule"),
-        ({**rule("", **EXPIRY), "Status": "Disabled"}, Level.OK, "no rule"),
-        ({**rule("", **EXPIRY), "Filter": TAGGED}, Level.OK, "no rule"),
+        (rule("team/", EXPIRY), Level.PROBLEM, "after 7 days"),
+        (rule("", EXPIRY), Level.PROBLEM, "on all objects"),
+        (rule("team/kv/plain/", EXPIRY), Level.PROBLEM, "rule-1"),
+        (rule(PACKS, EXPIRY), Level.NOTE, "expires packs"),
+        (rule("team/kv/", ARCHIVE), Level.PROBLEM, "GLACIER"),
+        (rule(PACKS, DEEP), Level.PROBLEM, "DEEP_ARCHIVE"),
+        (rule("team/", INFREQUENT), Level.NOTE, "STANDARD_IA"),
+        (rule("others/", EXPIRY), Level.OK, "no rule"),
+        (rule("team/kv-old/", ARCHIVE), Level.OK, "no rule"),
+        ({**rule("", EXPIRY), "Status": "Disabled"}, Level.OK, "no rule"),
+        ({**rule("", EXPIRY), "Filter": TAGGED}, Level.OK, "no rule"),
     ],
 )
 def test_check_lifecycle_rule_that_expires_or_moves_objects_is_found(
     examine: Examine,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
-    found: dict[str, Any],
+    found: LifecycleRuleTypeDef,
     level: Level,
     part: str,
 ) -> None:
@@ -295,11 +310,17 @@ class TieringClient(BotoClient):
 @pytest.mark.parametrize("archives", [True, False])
 def test_check_intelligent_tiering_with_archive_access_is_problem(
     endpoint: str,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     archives: bool,
 ) -> None:
-    moving = rule("", Transitions=[{"Days": 1, "StorageClass": "INTELLIGENT_TIERING"}])
+    moving = rule(
+        "",
+        {
+            "Status": "Enabled",
+            "Transitions": [{"Days": 1, "StorageClass": "INTELLIGENT_TIERING"}],
+        },
+    )
     raw_client.put_bucket_lifecycle_configuration(
         Bucket=bucket, LifecycleConfiguration={"Rules": [moving]}
     )
@@ -322,14 +343,14 @@ def test_check_intelligent_tiering_with_archive_access_is_problem(
 @pytest.mark.parametrize("retains", [True, False])
 def test_check_object_lock_is_found(
     examine: Examine,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     retains: bool,
 ) -> None:
     raw_client.delete_bucket(Bucket=bucket)
     raw_client.create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     if retains:
-        configuration = {
+        configuration: ObjectLockConfigurationTypeDef = {
             "ObjectLockEnabled": "Enabled",
             "Rule": {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 3}},
         }

@@ -6,7 +6,7 @@ Slow on a simulated server, and the store is the same on each medium: the short 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,6 +21,9 @@ from persistkv.testing.conformance import (
 from persistkv_s3 import S3Backend
 from tests.backends.catalogue_rules import CatalogueRules
 from tests.backends.eviction_rules import EvictionRules
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 
 class RawS3(RawStore):
@@ -94,7 +97,7 @@ class TestS3Backend(BackendConformance, CatalogueRules, EvictionRules):
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s"
 
     @pytest.fixture
-    def raw(self, raw_client: Any, bucket: str, backend: S3Backend) -> RawS3:
+    def raw(self, raw_client: S3Client, bucket: str, backend: S3Backend) -> RawS3:
         return RawS3(raw_client, bucket, backend)
 
 
@@ -113,5 +116,5 @@ class TestS3BackendWithKey(BackendConformance):
         return f"s3://{bucket}/store?endpoint_url={endpoint}&refresh=0s&key_env=PERSISTKV_TEST_KEY"
 
     @pytest.fixture
-    def raw(self, raw_client: Any, bucket: str, backend: S3Backend) -> RawS3:
+    def raw(self, raw_client: S3Client, bucket: str, backend: S3Backend) -> RawS3:
         return RawS3(raw_client, bucket, backend)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -27,6 +27,9 @@ from persistkv.testing.conformance.suite import (
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +186,7 @@ def test_breaker_open_fails_operations_without_delay(
 
 def test_backend_deleted_bucket_raises_instead_of_missing(
     open_store: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     backend, _ = open_store("refresh=1h")

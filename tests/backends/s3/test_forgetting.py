@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
@@ -21,6 +21,10 @@ from persistkv_s3.client.boto import BotoClient
 from persistkv_s3.client.transport import RequestRefusedError
 from tests.storage.shared.disclosure import Reader, Version
 
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
+    from types_boto3_s3.literals import BucketVersioningStatusType
+
 NAMESPACE = sample_identity().digest
 SECRET = "0123456789abcdef" * 4
 KEY = "PERSISTKV_TEST_KEY"
@@ -34,14 +38,16 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=["Enabled", "Suspended", ""])
-def versioned(request: pytest.FixtureRequest, raw_client: Any, bucket: str) -> str:
+def versioned(request: pytest.FixtureRequest, raw_client: S3Client, bucket: str) -> str:
     """A bucket that keeps all versions, those of some time, or none."""
     if request.param:
         set_versioning(raw_client, bucket, "Enabled")
     return bucket
 
 
-def set_versioning(raw_client: Any, bucket: str, status: str) -> None:
+def set_versioning(
+    raw_client: S3Client, bucket: str, status: BucketVersioningStatusType
+) -> None:
     raw_client.put_bucket_versioning(
         Bucket=bucket, VersioningConfiguration={"Status": status}
     )
@@ -69,7 +75,7 @@ def store_one(backend: Backend, tenant: str, seed: int) -> set[bytes]:
     return {*planted, *pack.keys.unpack(), name.encode()}
 
 
-def all_versions(raw_client: Any, bucket: str) -> Iterator[Version]:
+def all_versions(raw_client: S3Client, bucket: str) -> Iterator[Version]:
     """Yield all versions of all objects."""
     pages = raw_client.get_paginator("list_object_versions").paginate(Bucket=bucket)
     for page in pages:
@@ -91,7 +97,7 @@ def reader(keys: Collection[Version]) -> Reader:
 
 def test_forget_leaves_nothing_of_1000_plaintexts_in_all_versions(
     url: str,
-    raw_client: Any,
+    raw_client: S3Client,
     versioned: str,
     request: pytest.FixtureRequest,
 ) -> None:
@@ -129,10 +135,10 @@ def test_forget_leaves_nothing_of_1000_plaintexts_in_all_versions(
 @pytest.mark.parametrize("action", ["ListBucketVersions", "DeleteObjectVersion"])
 def test_forget_names_versions_that_it_must_not_delete(
     url: str,
-    raw_client: Any,
+    raw_client: S3Client,
     versioned: str,
     action: str,
-    request: Any,
+    request: pytest.FixtureRequest,
 ) -> None:
     if "Enabled" not in request.node.name:
         pytest.skip("the bucket keeps no versions")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -46,6 +46,10 @@ from persistkv_s3.options import parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
+    from types_boto3_s3.type_defs import LifecycleRuleTypeDef
 
 NAMESPACE = sample_identity().digest
 DOCS = Path(__file__).parents[3] / "docs" / "s3.md"
@@ -152,7 +156,7 @@ def test_read_only_engine_promotes_and_writes_nothing(
 def test_read_only_engine_corrupt_pack_is_dropped_locally(
     open_store: Opener,
     proxy: FaultProxy,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -296,7 +300,7 @@ def check_policy(calls: set[Call], *documents: str) -> None:
 
 
 @pytest.fixture
-def policy_url(endpoint: str, raw_client: Any) -> Iterator[StoreUrl]:
+def policy_url(endpoint: str, raw_client: S3Client) -> Iterator[StoreUrl]:
     """URL of a store at the place of which the policies speak, in an empty bucket."""
     raw_client.create_bucket(Bucket="my-bucket")
     yield StoreUrl.parse(
@@ -323,7 +327,7 @@ def open_recorded(
     ), client
 
 
-def merge_all(backend: S3Backend, raw_client: Any) -> None:
+def merge_all(backend: S3Backend, raw_client: S3Client) -> None:
     """Work in the background until the inbox is empty."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
@@ -337,7 +341,7 @@ def merge_all(backend: S3Backend, raw_client: Any) -> None:
     raise TimeoutError("commits remain in the inbox")
 
 
-def live_as_writer(backend: S3Backend, raw_client: Any) -> None:
+def live_as_writer(backend: S3Backend, raw_client: S3Client) -> None:
     """Do all that an engine does with a store."""
     fill(backend)
     gone = sample_pack(NAMESPACE, 3)
@@ -355,7 +359,7 @@ def live_as_writer(backend: S3Backend, raw_client: Any) -> None:
 
 def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
     policy_url: StoreUrl,
-    raw_client: Any,
+    raw_client: S3Client,
 ) -> None:
     policies = documented_policies()
     writer, calls = open_recorded(policy_url)
@@ -371,7 +375,7 @@ def test_documented_policies_allow_exactly_the_calls_of_writer_and_reader(
 
 def test_documented_policy_of_forget_allows_exactly_its_other_calls(
     policy_url: StoreUrl,
-    raw_client: Any,
+    raw_client: S3Client,
 ) -> None:
     raw_client.put_bucket_versioning(
         Bucket="my-bucket", VersioningConfiguration={"Status": "Enabled"}
@@ -386,9 +390,9 @@ def test_documented_policy_of_forget_allows_exactly_its_other_calls(
 
 def test_documented_policy_of_doctor_allows_exactly_its_other_calls(
     policy_url: StoreUrl,
-    raw_client: Any,
+    raw_client: S3Client,
 ) -> None:
-    rule = {
+    rule: LifecycleRuleTypeDef = {
         "ID": "cold",
         "Status": "Enabled",
         "Filter": {"Prefix": ""},
@@ -454,7 +458,7 @@ class Users:
 )
 def test_documented_policies_grant_exactly_needed_permissions(
     endpoint: str,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,9 @@ from persistkv.testing.conformance.suite import (
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_s3 import S3Backend
 from tests.backends.s3.conftest import Opener
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 NAMESPACE = sample_identity().digest
 WRITERS = 4
@@ -39,7 +42,7 @@ def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
 @pytest.mark.parametrize("left", [0, 5000])
 def test_read_truncated_pack_misses_and_drops_it(
     open_store: Opener,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
     left: int,
 ) -> None:
@@ -126,7 +129,7 @@ def write_requests(url: str, writer: int, done: Any) -> None:
 def test_concurrent_writers_store_shared_packs_once(
     open_store: Opener,
     endpoint: str,
-    raw_client: Any,
+    raw_client: S3Client,
     bucket: str,
 ) -> None:
     reader, _ = open_store()

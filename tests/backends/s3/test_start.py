@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
 from persistkv.storage.host.supervisor import State
 from tests.backends.s3.faults import FaultProxy
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, make_keys, wait_for
 
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
-def works(hosted: Any, client: Any) -> bool:
+
+def works(hosted: Hosted, client: Any) -> bool:
     """Store four blocks; return whether lookups find them."""
     keys = make_keys(4)
     client.submit_store(1, "a", keys, range(4), None, 4 * BLOCK)
@@ -23,9 +27,9 @@ def works(hosted: Any, client: Any) -> bool:
 
 
 def test_open_not_required_missing_bucket_attaches_when_it_exists(
-    hosted: Any,
+    hosted: Hosted,
     endpoint: str,
-    raw_client: Any,
+    raw_client: S3Client,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = f"s3://test-absent-bucket/store?endpoint_url={endpoint}"
@@ -41,7 +45,7 @@ def test_open_not_required_missing_bucket_attaches_when_it_exists(
 
 
 def test_open_not_required_refused_requests_attach_when_allowed(
-    hosted: Any,
+    hosted: Hosted,
     bucket: str,
     proxy: FaultProxy,
     caplog: pytest.LogCaptureFixture,
@@ -60,7 +64,7 @@ def test_open_not_required_refused_requests_attach_when_allowed(
 
 
 def test_open_not_required_without_credentials_attaches_with_them(
-    hosted: Any,
+    hosted: Hosted,
     bucket: str,
     endpoint: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -84,7 +88,7 @@ def test_open_not_required_without_credentials_attaches_with_them(
     ["endpoint_url=nope", "connections=0", "key_file=/absent", "secret=x", "typo=1"],
 )
 def test_open_not_required_invalid_option_raises(
-    hosted: Any,
+    hosted: Hosted,
     bucket: str,
     option: str,
 ) -> None:

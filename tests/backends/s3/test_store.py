@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -27,7 +27,10 @@ from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.transport import LateError
 from tests.backends.s3.conftest import Opener
-from tests.storage.host.conftest import STRIDE, Hosted
+from tests.storage.host.hosted import STRIDE, Hosted
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
 
 BLOCK = 256 << 10
 PATIENCE_S = 60
@@ -226,7 +229,7 @@ def test_client_receives_changes_of_other_engines_without_jobs(
 def test_host_process_driver_log_reaches_engine(
     endpoint: str,
     bucket: str,
-    raw_client: Any,
+    raw_client: S3Client,
     hosted: Hosted,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

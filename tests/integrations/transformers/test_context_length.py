@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -39,7 +40,9 @@ def limited_llama(**changes: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, limited_llama])
-def test_generate_up_to_context_length_answers_and_beyond_raises(make: Any) -> None:
+def test_generate_up_to_context_length_answers_and_beyond_raises(
+    make: Callable[[], PreTrainedModel],
+) -> None:
     engine = Engine.open(make(), cpu_bytes="8MiB")
     assert len(engine.generate(range(LENGTH - 8), 8).tokens) == 8
     for prompt_tokens, new_tokens in (

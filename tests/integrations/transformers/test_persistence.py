@@ -464,7 +464,7 @@ def test_generate_saved_seconds_are_at_speed_that_loads_are_compared_with(
 
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
 def test_generate_loads_only_what_is_faster_than_computing(
-    model: Any,
+    model: PreTrainedModel,
     tmp_path: Path,
     tokens_per_s: float,
 ) -> None:
@@ -500,7 +500,7 @@ def test_generate_loads_only_what_is_faster_than_computing(
     ("name", "value"), [("load_policy", "often"), ("prefill_tokens_per_s", 0)]
 )
 def test_open_invalid_load_option_raises(
-    model: Any,
+    model: PreTrainedModel,
     tmp_path: Path,
     name: str,
     value: object,

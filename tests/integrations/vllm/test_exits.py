@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
-from typing import Any
 
 import pytest
 
@@ -42,7 +41,7 @@ ACCEPTED = "vllm:kv_offload_persistkv_store_bytes_total"
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine) -> Any:
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
@@ -61,7 +60,7 @@ def test_server_ended_during_answer_keeps_accepted_blocks(
     start_server: StartServer,
     start_engine: StartEngine,
     url: str,
-    expected: Any,
+    expected: list[list[int]],
 ) -> None:
     for number, (end, timeout_s) in enumerate(EXITS):
         server = start_server(tier(url), shutdown_timeout=timeout_s)
@@ -89,7 +88,7 @@ def test_server_ended_during_answer_keeps_accepted_blocks(
 def test_llm_deleted_leaves_contexts_for_next_engine(
     start_engine: StartEngine,
     url: str,
-    expected: Any,
+    expected: list[list[int]],
 ) -> None:
     for number in (0, 1):  # without and with a process for the engine core
         engine = start_engine(

@@ -29,7 +29,7 @@ RECOVERY_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine) -> Any:
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
@@ -54,7 +54,9 @@ def measure(engine: Engine, prompts: Sequence[list[int]]) -> Any:
     return engine.ask(do="measure", prompts=list(prompts), max_tokens=12)
 
 
-def wait_recovered(engine: Engine, expected: Any, numbers: Iterator[int]) -> None:
+def wait_recovered(
+    engine: Engine, expected: list[list[int]], numbers: Iterator[int]
+) -> None:
     """Serve one stored prompt after the other until one is loaded; each answer is right."""
     deadline = time.monotonic() + RECOVERY_S
     cached = 0
@@ -70,7 +72,7 @@ def wait_recovered(engine: Engine, expected: Any, numbers: Iterator[int]) -> Non
 def test_engine_host_that_stops_during_loads_delays_requests_by_three_seconds(
     start_engine: StartEngine,
     url: str,
-    expected: Any,
+    expected: list[list[int]],
 ) -> None:
     fill(start_engine, url)
     engine = start_reader(start_engine, url)
@@ -89,7 +91,7 @@ def test_engine_bucket_that_stalls_delays_one_request_by_its_computation(
     start_engine: StartEngine,
     s3_server: Program,
     bucket_url: str,
-    expected: Any,
+    expected: list[list[int]],
 ) -> None:
     """Requests after it are computed at once."""
     fill(start_engine, bucket_url)

@@ -44,7 +44,7 @@ def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine) -> Any:
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine with one worker and without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 

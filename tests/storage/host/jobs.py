@@ -22,6 +22,7 @@ from persistkv.storage.host.server.event_loop import Lifecycle, serve
 from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store.index import Index
+from tests.storage.host.hosted import Hosted
 
 KINDS = ["process", "thread"]
 BLOCK = 64 << 10
@@ -38,7 +39,7 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
     return RequestEnd(request, f"m-{request}", (keys,), 16 * len(keys), 16)
 
 
-def pid_of(hosted: Any) -> int:
+def pid_of(hosted: Hosted) -> int:
     host = hosted.hosts[-1]
     assert isinstance(host, ProcessHost)
     assert host.pid is not None

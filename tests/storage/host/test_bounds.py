@@ -17,11 +17,12 @@ from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Touch
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import RequestEnd, StoreReport
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, make_keys, pid_of
 
 
 def test_submit_store_beyond_queue_bytes_is_refused(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=80 * BLOCK)
@@ -39,7 +40,7 @@ def test_submit_store_beyond_queue_bytes_is_refused(
 
 
 def test_submit_store_job_larger_than_queue_is_accepted_alone(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", max_queue_bytes=BLOCK)
@@ -51,7 +52,7 @@ def test_submit_store_job_larger_than_queue_is_accepted_alone(
 
 
 def test_client_stopped_host_process_does_not_block_engine(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """The engine queues thousands of messages to a process that reads none, and never blocks on
@@ -75,8 +76,9 @@ def test_client_stopped_host_process_does_not_block_engine(
 
 
 def test_touch_sends_held_keys_once_and_drops_overflow(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = hosted.connect(
         f"lmdb://{tmp_path}/store?capacity=64MiB", "thread", max_age_s=0.0
@@ -95,7 +97,7 @@ def test_touch_sends_held_keys_once_and_drops_overflow(
             sent.append(len(message.keys))
         send(message)
 
-    client.supervisor.connection.send = count
+    monkeypatch.setattr(client.supervisor.connection, "send", count)
     client.touch([*held, *make_keys(50, 1000)])
     client.touch(held[:10])
     client.touch(make_keys(70_000, 2000))  # exceeds the limit of pending uses: dropped
@@ -105,7 +107,7 @@ def test_touch_sends_held_keys_once_and_drops_overflow(
 
 
 def test_events_overflow_of_idle_engine_reports_loss(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """The keys in the events of an idle engine are bounded on both sides while another process
@@ -142,7 +144,9 @@ def next_events(client: StoreClient) -> StoreReport:
         assert time.monotonic() < deadline
 
 
-def test_take_events_without_subscription_is_empty(hosted: Any, tmp_path: Path) -> None:
+def test_take_events_without_subscription_is_empty(
+    hosted: Hosted, tmp_path: Path
+) -> None:
     client = hosted.connect(
         f"lmdb://{tmp_path}/store", "thread", events=False, max_age_s=0.0
     )
@@ -167,7 +171,7 @@ def delete_all_of(client: StoreClient, key: bytes) -> None:
 
 
 def test_end_request_full_manifest_queue_is_refused(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -184,7 +188,7 @@ def test_end_request_full_manifest_queue_is_refused(
 
 
 def test_end_request_without_keys_counts_toward_queue_bound(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -203,7 +207,7 @@ def test_end_request_without_keys_counts_toward_queue_bound(
 
 
 def test_touch_stopped_host_bounds_queued_bytes(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

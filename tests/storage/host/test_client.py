@@ -30,6 +30,7 @@ from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions, StoreReport
 from tests.host_processes import host_processes
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import (
     BLOCK,
     KINDS,
@@ -42,7 +43,7 @@ from tests.storage.host.jobs import (
 
 
 def test_client_idle_receives_keys_of_other_clients(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
@@ -64,7 +65,7 @@ def test_client_idle_receives_keys_of_other_clients(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_stored_blocks_load_after_reopen(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -105,7 +106,7 @@ def test_client_stored_blocks_load_after_reopen(
 
 
 def test_submit_store_invalid_key_raises_and_queues_nothing(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
@@ -118,7 +119,7 @@ def test_submit_store_invalid_key_raises_and_queues_nothing(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("request_id", ["\ud800", 7])
 def test_client_request_id_without_encoding_is_refused(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
     request_id: Any,
@@ -141,7 +142,7 @@ def test_client_request_id_without_encoding_is_refused(
 
 
 def test_client_host_dying_after_each_answer_is_restarted_ever_later(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -158,7 +159,7 @@ def test_client_host_dying_after_each_answer_is_restarted_ever_later(
 
 
 def test_host_ignores_termination_signals_and_commits_on_close(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """A supervisor signals all processes of a unit at once; the host still commits all accepted
@@ -176,7 +177,9 @@ def test_host_ignores_termination_signals_and_commits_on_close(
     assert all(map(again.contains, make_keys(2)))
 
 
-def test_close_with_forked_child_still_ends_host(hosted: Any, tmp_path: Path) -> None:
+def test_close_with_forked_child_still_ends_host(
+    hosted: Hosted, tmp_path: Path
+) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     child = os.fork()
@@ -221,7 +224,7 @@ def test_watchdog_slow_but_answering_host_is_not_killed() -> None:
 
 
 def test_watchdog_detects_stopped_host_with_only_end_pending(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
@@ -232,7 +235,7 @@ def test_watchdog_detects_stopped_host_with_only_end_pending(
     assert client.take_persisted() == {"a": False}
 
 
-def test_events_after_host_restart_report_loss(hosted: Any, tmp_path: Path) -> None:
+def test_events_after_host_restart_report_loss(hosted: Hosted, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
@@ -249,7 +252,7 @@ def test_events_after_host_restart_report_loss(hosted: Any, tmp_path: Path) -> N
 
 
 def test_client_malformed_reply_ends_host_not_engine(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -265,7 +268,7 @@ def test_client_malformed_reply_ends_host_not_engine(
 
 
 def test_client_killed_host_fails_jobs_and_restarts(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -297,7 +300,7 @@ def test_client_killed_host_fails_jobs_and_restarts(
 
 
 def test_client_idle_host_killed_is_restarted_without_poll(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -316,7 +319,7 @@ def test_client_idle_host_killed_is_restarted_without_poll(
     assert client.counters.restarts == 1
 
 
-def test_close_in_idle_thread_ends_host(hosted: Any, tmp_path: Path) -> None:
+def test_close_in_idle_thread_ends_host(hosted: Hosted, tmp_path: Path) -> None:
     """A garbage collection may close an engine in any thread."""
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
@@ -360,7 +363,7 @@ def test_client_nobody_refers_to_is_not_kept_by_its_idle_thread(tmp_path: Path) 
 
 @pytest.mark.parametrize("num_answered", [0, 4, 7])
 def test_client_host_killed_mid_job_answers_each_job_once(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     num_answered: int,
 ) -> None:
@@ -398,7 +401,7 @@ def test_client_host_killed_mid_job_answers_each_job_once(
 
 
 def test_watchdog_silent_host_is_killed_and_restarted(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=0.2)
@@ -410,7 +413,7 @@ def test_watchdog_silent_host_is_killed_and_restarted(
 
 
 def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """With the default limit of 60 s. No row is written after the load has failed."""
@@ -432,7 +435,7 @@ def test_watchdog_stopped_host_with_load_due_is_dead_before_load_fails(
 
 
 def test_load_of_killed_host_fails_only_when_it_is_dead(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -461,7 +464,7 @@ def test_load_of_killed_host_fails_only_when_it_is_dead(
 
 @pytest.mark.slow
 def test_process_host_cpu_wait_s_counts_time_without_cpu(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -481,7 +484,7 @@ def test_process_host_cpu_wait_s_counts_time_without_cpu(
             assert hosted.finish(client, job).failed == []
 
 
-def test_client_used_in_forked_child_raises(hosted: Any, tmp_path: Path) -> None:
+def test_client_used_in_forked_child_raises(hosted: Hosted, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     child = os.fork()
@@ -495,7 +498,7 @@ def test_client_used_in_forked_child_raises(hosted: Any, tmp_path: Path) -> None
     assert client.flush(90)
 
 
-def test_host_process_does_not_load_torch(hosted: Any, tmp_path: Path) -> None:
+def test_host_process_does_not_load_torch(hosted: Hosted, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store", codec="zstd")
     client.open()
     client.submit_store(1, "a", make_keys(70), range(70), None, 70 * BLOCK)
@@ -505,7 +508,7 @@ def test_host_process_does_not_load_torch(hosted: Any, tmp_path: Path) -> None:
     assert "torch" not in maps
 
 
-def test_close_commits_all_submitted_blocks(hosted: Any, tmp_path: Path) -> None:
+def test_close_commits_all_submitted_blocks(hosted: Hosted, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/store"
     client = hosted.connect(url)
     client.open()
@@ -517,7 +520,7 @@ def test_close_commits_all_submitted_blocks(hosted: Any, tmp_path: Path) -> None
     assert len(again) == 128
 
 
-def test_client_late_replies_are_discarded(hosted: Any, tmp_path: Path) -> None:
+def test_client_late_replies_are_discarded(hosted: Hosted, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -533,7 +536,7 @@ def test_client_late_replies_are_discarded(hosted: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_past_deadline_fails_without_reading(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -555,7 +558,7 @@ def test_load_past_deadline_fails_without_reading(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_probe_measures_reads_and_writes_no_row(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -572,7 +575,9 @@ def test_probe_measures_reads_and_writes_no_row(
     assert found.num_bytes == 64 * BLOCK
     assert found.seconds > 0
     assert (hosted.array == before).all()
-    assert client.stats().host.counters.loaded_blocks == 0
+    host = client.stats().host
+    assert host is not None
+    assert host.counters.loaded_blocks == 0
     client.close()
     assert not client.probe(keys, 600)
 
@@ -589,7 +594,7 @@ def probed(client: StoreClient) -> Probed:
     raise AssertionError("the probe does not end")
 
 
-def test_probe_whose_host_dies_has_read_nothing(hosted: Any, tmp_path: Path) -> None:
+def test_probe_whose_host_dies_has_read_nothing(hosted: Hosted, tmp_path: Path) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
     client.open()
     os.kill(pid_of(hosted), signal.SIGSTOP)
@@ -599,7 +604,7 @@ def test_probe_whose_host_dies_has_read_nothing(hosted: Any, tmp_path: Path) -> 
     assert client.probe(make_keys(64), 600) is (client.state is State.OPEN)
 
 
-def test_probe_by_stopped_host_has_it_killed(hosted: Any, tmp_path: Path) -> None:
+def test_probe_by_stopped_host_has_it_killed(hosted: Hosted, tmp_path: Path) -> None:
     """A probe is an answer that the host owes."""
     client = hosted.connect(f"lmdb://{tmp_path}/store", watchdog_s=1.0)
     client.open()

@@ -26,6 +26,7 @@ from persistkv.storage.host.protocol import (
 from persistkv.storage.records import RequestEnd
 from persistkv.testing.conformance.suite import tables
 from tests.memory_store import flip
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, Served, make_keys
 from tests.storage.host.medium import (
     PATIENCE_S,
@@ -40,7 +41,7 @@ from tests.storage.host.medium import (
 
 
 @pytest.fixture
-def client(hosted: Any, medium: Medium) -> StoreClient:
+def client(hosted: Hosted, medium: Medium) -> StoreClient:
     opened: StoreClient = hosted.connect(
         "lmdb:///gated", "thread", max_age_s=1e6, refresh_s=0.01
     )
@@ -54,7 +55,7 @@ def store(client: StoreClient, job: int, keys: list[bytes], first_row: int = 0) 
 
 
 def test_load_continues_while_commit_is_blocked(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -75,7 +76,7 @@ def test_load_continues_while_commit_is_blocked(
 
 
 def test_store_small_job_is_acknowledged_while_commit_is_blocked(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -93,7 +94,7 @@ def test_store_small_job_is_acknowledged_while_commit_is_blocked(
 
 
 def test_store_job_with_keys_in_flight_rewrites_failed_blocks(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -135,7 +136,7 @@ def end(request: str, keys: list[bytes]) -> RequestEnd:
 
 
 def test_load_partly_failed_ends_after_slowest_part(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -171,7 +172,7 @@ def test_load_partly_failed_ends_after_slowest_part(
 
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_close_waits_for_running_commits_and_loads(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     codec: str,
 ) -> None:
@@ -203,7 +204,7 @@ def test_close_waits_for_running_commits_and_loads(
 
 
 def test_load_missing_keys_is_answered_while_commit_is_blocked(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -217,7 +218,7 @@ def test_load_missing_keys_is_answered_while_commit_is_blocked(
 
 
 def test_corrupt_pack_is_deleted_after_running_commit_ends(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -240,7 +241,7 @@ def test_corrupt_pack_is_deleted_after_running_commit_ends(
 
 
 def test_backend_memory_error_fails_job_and_store_continues(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
 ) -> None:
@@ -264,7 +265,7 @@ def test_backend_memory_error_fails_job_and_store_continues(
 
 
 def test_thread_host_internal_error_refuses_running_jobs(
-    hosted: Any,
+    hosted: Hosted,
     client: StoreClient,
     medium: Medium,
     monkeypatch: pytest.MonkeyPatch,
@@ -308,7 +309,7 @@ MALFORMED = PackedKeys(b"keys", 3)
     ids=["depths", "store rows", "store keys", "load rows", "load keys"],
 )
 def test_host_malformed_job_fails_alone(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     malformed: StoreJob | LoadJob,
 ) -> None:

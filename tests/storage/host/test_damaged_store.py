@@ -7,7 +7,6 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,6 +16,7 @@ from persistkv.storage.host.connection import discard
 from persistkv.storage.host.protocol import JobDone, LoadJob, Mapped, Opened
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import StoreReport
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import Served
 
 COUNT = 32
@@ -32,7 +32,7 @@ def fill_with_ones(data: bytearray) -> None:
     data[2 * 4096 :] = b"\xff" * (len(data) - 2 * 4096)
 
 
-def store_all(hosted: Any, client: StoreClient) -> None:
+def store_all(hosted: Hosted, client: StoreClient) -> None:
     client.submit_store(
         1, "r", KEYS, list(range(COUNT)), None, hosted.array[:COUNT].nbytes
     )
@@ -43,7 +43,7 @@ def store_all(hosted: Any, client: StoreClient) -> None:
 @pytest.mark.parametrize("placement", ["inline", "extents"])
 @pytest.mark.parametrize("damage", [cut, fill_with_ones])
 def test_engine_damaged_store_survives_and_stores_again(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     damage: Callable[[bytearray], None],
     placement: str,
@@ -76,7 +76,7 @@ def test_engine_damaged_store_survives_and_stores_again(
 
 
 def test_load_corrupt_pack_reports_removal_before_job_ends(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """Otherwise the engine assumes that recomputed blocks are still stored, and loses them with the

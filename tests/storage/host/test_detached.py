@@ -11,19 +11,20 @@ import sys
 import termios
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from persistkv.errors import HostError
 from persistkv.storage.host import supervisor
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.supervisor import ProcessHost, State
 from tests.host_processes import host_processes, kill_tree
 from tests.storage.host.engine_program import content
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import (
     BLOCK,
     ENGINE_AS_INIT,
@@ -156,7 +157,7 @@ def test_host_process_has_own_group_in_engine_session_and_own_signals(
         assert soft == hard
 
 
-def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
+def kill_and_verify(hosted: Hosted, tmp_path: Path, repeats: int) -> None:
     """Kill engines with their process trees; each time, the next engine must find all accepted
     blocks."""
     chance = random.Random(repeats)
@@ -170,7 +171,7 @@ def kill_and_verify(hosted: Any, tmp_path: Path, repeats: int) -> None:
         first += sum(sizes)
 
 
-def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
+def verify(hosted: Hosted, url: str, first: int, count: int, host: int) -> None:
     """Check that another engine finds all accepted blocks of a killed one, and that the killed
     one's host has exited.
 
@@ -191,7 +192,7 @@ def verify(hosted: Any, url: str, first: int, count: int, host: int) -> None:
 
 
 def test_accepted_blocks_survive_killed_process_tree(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     kill_and_verify(hosted, tmp_path, 3)
@@ -199,7 +200,7 @@ def test_accepted_blocks_survive_killed_process_tree(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
 def test_accepted_blocks_survive_killed_process_group(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     number: signal.Signals,
 ) -> None:
@@ -211,7 +212,7 @@ def test_accepted_blocks_survive_killed_process_group(
 
 @pytest.mark.parametrize("end", ["leader", "terminal", "interrupt"])
 def test_accepted_blocks_survive_end_of_terminal(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     end: str,
 ) -> None:
@@ -231,13 +232,13 @@ def test_accepted_blocks_survive_end_of_terminal(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_accepted_blocks_survive_many_killed_process_trees(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     kill_and_verify(hosted, tmp_path, SLOW_REPEATS)
 
 
-def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> None:
+def wait_until_answered(client: StoreClient, hosted: Hosted, held: list[bytes]) -> None:
     """Wait for a host that answers."""
     while True:
         # a host that was just killed may still count as OPEN
@@ -248,7 +249,7 @@ def wait_until_answered(client: StoreClient, hosted: Any, held: list[bytes]) -> 
 
 
 def end_and_reuse(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     side: str,
     repeats: int,
@@ -303,14 +304,16 @@ def end_and_reuse(
 
 @pytest.mark.parametrize("side", ["engine", "host"])
 def test_rows_are_unused_after_engine_close_or_host_kill(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     side: str,
 ) -> None:
     end_and_reuse(hosted, tmp_path, side, 4)
 
 
-def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) -> None:
+def test_rows_are_unused_after_thread_host_close(
+    hosted: Hosted, tmp_path: Path
+) -> None:
     end_and_reuse(hosted, tmp_path, "engine", 4, "thread")
 
 
@@ -318,7 +321,7 @@ def test_rows_are_unused_after_thread_host_close(hosted: Any, tmp_path: Path) ->
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("side", ["engine", "host"])
 def test_rows_are_unused_after_many_engine_closes_or_host_kills(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     side: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -330,7 +333,7 @@ def test_rows_are_unused_after_many_engine_closes_or_host_kills(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_without_time_to_flush_keeps_accepted_blocks(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -346,7 +349,7 @@ def test_close_without_time_to_flush_keeps_accepted_blocks(
     wait_until(lambda: again.poll() == [] and all(map(again.contains, make_keys(3))))
 
 
-def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
+def test_open_with_too_short_region_raises(hosted: Hosted, tmp_path: Path) -> None:
     """The host process dies before it replies; it and its replacements are dead when the call
     returns."""
     template = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -360,7 +363,7 @@ def test_open_with_too_short_region_raises(hosted: Any, tmp_path: Path) -> None:
 
 
 def test_region_truncated_in_use_fails_jobs_and_host_restarts(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     client = hosted.connect(f"lmdb://{tmp_path}/store")
@@ -406,7 +409,7 @@ def full_region(tmp_path: Path) -> Iterator[int]:
 
 
 def test_region_on_full_tmpfs_fails_jobs_and_host_restarts(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     full_region: int,
 ) -> None:
@@ -464,7 +467,7 @@ HANGING_DRIVER = """
 
 
 @pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Install a driver for LMDB whose calls hang once a file exists; return a function that creates
     this file."""
     installed = tmp_path / "site" / "hanging-1.dist-info"
@@ -482,7 +485,7 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return lambda call: (tmp_path / f"store.hang-{call}").touch()
 
 
-def hanging_store(hosted: Any, tmp_path: Path) -> StoreClient:
+def hanging_store(hosted: Hosted, tmp_path: Path) -> StoreClient:
     """Return a client of the driver that can hang, after it stored 64 blocks and staged 3."""
     client: StoreClient = hosted.connect(f"hanging://{tmp_path}/store", max_age_s=1e6)
     client.open()
@@ -499,9 +502,9 @@ def abandon(client: StoreClient) -> None:
 
 
 def test_watchdog_hung_read_kills_host_without_stalling_engine(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
-    hanging: Callable[[str], Any],
+    hanging: Callable[[str], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = hosted.connect(f"hanging://{tmp_path}/store", watchdog_s=0.3)
@@ -513,7 +516,7 @@ def test_watchdog_hung_read_kills_host_without_stalling_engine(
     before = hosted.array.copy()
     client.submit_load(2, held, range(64, 128))
     longest = 0.0
-    outcomes: list[Any] = []
+    outcomes: Sequence[JobOutcome] = []
     while not outcomes:
         begin = time.perf_counter()
         outcomes = client.poll()
@@ -527,9 +530,9 @@ def test_watchdog_hung_read_kills_host_without_stalling_engine(
 
 
 def test_load_with_hung_read_kills_host_after_deadline(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
-    hanging: Callable[[str], Any],
+    hanging: Callable[[str], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """With the default watchdog. No row is written after the load has failed."""
@@ -552,9 +555,9 @@ def test_load_with_hung_read_kills_host_after_deadline(
 
 
 def test_load_behind_hung_ones_fails_at_its_deadline(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
-    hanging: Callable[[str], Any],
+    hanging: Callable[[str], None],
 ) -> None:
     """The host answers it: none of its rows is in use."""
     client = hosted.connect(f"hanging://{tmp_path}/store")
@@ -577,9 +580,9 @@ def test_load_behind_hung_ones_fails_at_its_deadline(
 
 @pytest.mark.slow
 def test_orphan_host_with_hung_read_commits_accepted_blocks(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
-    hanging: Callable[[str], Any],
+    hanging: Callable[[str], None],
 ) -> None:
     client = hanging_store(hosted, tmp_path)
     assert client.flush(60)
@@ -606,9 +609,9 @@ def test_orphan_host_with_hung_read_commits_accepted_blocks(
 
 @pytest.mark.slow
 def test_open_succeeds_after_alarm_ends_hung_orphan_host(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
-    hanging: Callable[[str], Any],
+    hanging: Callable[[str], None],
 ) -> None:
     """The orphan holds the store's write lock."""
     client = hanging_store(hosted, tmp_path)

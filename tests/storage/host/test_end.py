@@ -6,7 +6,6 @@ import os
 import subprocess
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -14,6 +13,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.connection import SocketConnection
 from persistkv.storage.host.protocol import End, JobDone, Opened, Ping
 from persistkv.storage.host.server.event_loop import Lifecycle
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import Served, make_keys
 from tests.storage.host.medium import (
     PATIENCE_S,
@@ -27,7 +27,7 @@ from tests.storage.host.medium import (
 
 @pytest.mark.parametrize("ends_by", ["close", "end", "death"])
 def test_host_waits_for_hung_commit_at_the_end_without_using_the_cpu(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     ends_by: str,
 ) -> None:
@@ -84,7 +84,7 @@ class Busy(Lifecycle):
 
 
 def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
 ) -> None:
     committed: list[bytes] = []
@@ -115,7 +115,7 @@ def test_host_commits_small_jobs_that_arrived_before_it_saw_the_engines_death(
 
 
 def test_host_internal_error_while_call_hangs_reports_the_end(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,7 +142,7 @@ def test_host_internal_error_while_call_hangs_reports_the_end(
 
 
 def test_host_internal_error_while_opening_closes_the_store(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -168,7 +168,7 @@ def test_host_internal_error_while_opening_closes_the_store(
 
 
 def test_host_internal_error_during_the_end_reports_the_end_once(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,7 +188,7 @@ def test_host_internal_error_during_the_end_reports_the_end_once(
 
 
 def test_host_commits_uses_of_loads_that_end_after_the_engine(
-    hosted: Any,
+    hosted: Hosted,
     medium: Medium,
 ) -> None:
     """The load reads key tables of several packs, so its uses are recorded late."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from persistkv.storage.host.client import StoreClient
+from tests.storage.host.hosted import Hosted
 
 BLOCK = 64 << 10
 BOUND = 64 << 20
@@ -34,7 +34,7 @@ def anonymous_bytes(client: StoreClient) -> int:
 )
 @pytest.mark.parametrize("durability", ["commit", "interval:1h"])
 def test_host_memory_under_job_flood_stays_below_staging_bytes(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     codec: str,
     per_job: int,

@@ -48,6 +48,7 @@ from persistkv.storage.host.server import event_loop
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import (
     BLOCK,
     ENGINE_AS_INIT,
@@ -71,7 +72,7 @@ class DriverError(StoreUnavailableError):
     """An error class that only the host's driver knows."""
 
 
-def _store(hosted: Any, client: StoreClient) -> None:
+def _store(hosted: Hosted, client: StoreClient) -> None:
     """Open the client, and store a block, so that the store lists the client's identity."""
     client.open()
     client.submit_store(1, "a", make_keys(1), range(1), None, BLOCK)
@@ -111,7 +112,7 @@ def test_open_failed_error_keeps_type_and_text_across_processes(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_failure_raises_original_error_type_in_engine(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:
@@ -142,7 +143,7 @@ def test_open_failure_raises_original_error_type_in_engine(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_not_required_unusable_store_is_attached_when_it_opens(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     kind: str,
@@ -172,7 +173,7 @@ def test_open_not_required_unusable_store_is_attached_when_it_opens(
 
 
 def test_open_not_required_configuration_mistakes_raise(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigurationError, match="capacity"):
@@ -188,7 +189,7 @@ def test_open_not_required_configuration_mistakes_raise(
 
 
 def test_open_not_required_dying_hosts_are_restarted_in_background(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     hello = hosted.connect(f"lmdb://{tmp_path}/store").supervisor.hello
@@ -213,7 +214,7 @@ with lock.held():
 
 
 def test_open_store_locked_by_stopped_process_is_busy_then_attached(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -241,7 +242,7 @@ def test_open_store_locked_by_stopped_process_is_busy_then_attached(
 
 
 def test_open_identity_notice_reaches_engine_once(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -257,7 +258,7 @@ def test_open_identity_notice_reaches_engine_once(
 
 @pytest.mark.parametrize("deaths", [1, 3, 4])
 def test_open_host_killed_during_open_restarts_up_to_three_times(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     deaths: int,
 ) -> None:
@@ -276,7 +277,7 @@ def test_open_host_killed_during_open_restarts_up_to_three_times(
 
 
 def test_open_unreadable_store_restarts_with_empty_store(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     """An unreadable row ends the first open; the restarted host checks the store, and the engine
@@ -298,7 +299,7 @@ def test_open_unreadable_store_restarts_with_empty_store(
 
 
 def test_open_past_timeout_misses_until_store_is_open(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
 ) -> None:
     url = f"lmdb://{tmp_path}/store"
@@ -324,7 +325,7 @@ def test_open_past_timeout_misses_until_store_is_open(
 
 
 def test_open_hanging_host_is_killed_and_restarted(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -383,7 +384,7 @@ def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def test_serve_answers_ping_while_store_opens(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -399,7 +400,7 @@ def test_serve_answers_ping_while_store_opens(
 
 
 def test_serve_closed_during_open_closes_store_cleanly(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -470,7 +471,7 @@ def test_client_ignores_opened_store_of_host_that_it_has_killed() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_open_after_failed_open_or_close_raises_host_error(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
 ) -> None:

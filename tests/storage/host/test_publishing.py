@@ -6,7 +6,6 @@ import logging
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,6 +15,7 @@ from persistkv.storage.host.server import event_loop
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.records import LoadReport
 from persistkv.testing import FaultyBackend, MemoryBackend
+from tests.storage.host.hosted import Hosted
 
 INTERVAL_S = 0.02
 PATIENCE_S = 30.0
@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 @pytest.mark.parametrize("place", ["lmdb://{}/store?", "file://{}/store?status=1s&"])
 def test_status_in_store_with_key_shows_no_ids_of_requests(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     place: str,
@@ -51,7 +51,7 @@ def test_status_in_store_with_key_shows_no_ids_of_requests(
 
 
 def test_status_failed_row_logs_once_and_next_is_published(
-    hosted: Any,
+    hosted: Hosted,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -18,6 +18,7 @@ from persistkv.storage.host.supervisor import State
 from persistkv.storage.store import committer, loading
 from persistkv.storage.store import store as store_module
 from persistkv_lmdb import LmdbBackend
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, end, make_keys
 
 REFRESHES = 30
@@ -59,14 +60,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def store_blocks(client: StoreClient, hosted: Any, job: int, keys: list[bytes]) -> None:
+def store_blocks(
+    client: StoreClient, hosted: Hosted, job: int, keys: list[bytes]
+) -> None:
     client.submit_store(job, "a", keys, range(len(keys)), None, len(keys) * BLOCK)
     assert hosted.finish(client, job).failed == []
     assert client.flush(60)
 
 
 def test_idle_engine_host_keeps_few_lookup_tables(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     reloads: list[float],
 ) -> None:
@@ -93,7 +96,7 @@ def test_idle_engine_host_keeps_few_lookup_tables(
 
 
 def test_busy_engine_never_misses_held_keys_while_tables_change(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     reloads: list[float],
 ) -> None:
@@ -108,7 +111,7 @@ def test_busy_engine_never_misses_held_keys_while_tables_change(
 
 @pytest.mark.parametrize("call", ["memfd_create", "dup"])
 def test_host_without_descriptors_serves_and_recovers(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     reloads: list[float],
     monkeypatch: pytest.MonkeyPatch,
@@ -143,7 +146,7 @@ def test_host_without_descriptors_serves_and_recovers(
 @pytest.mark.parametrize("kind", ["thread"])
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 def test_host_lack_of_memory_fails_job_only(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
@@ -179,7 +182,7 @@ def test_host_lack_of_memory_fails_job_only(
 
 
 def test_host_lack_of_memory_for_copies_drops_the_job_and_later_commits_succeed(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

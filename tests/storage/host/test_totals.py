@@ -6,18 +6,18 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from persistkv.errors import StoreError
 from persistkv.testing import FaultyBackend, MemoryBackend
+from tests.storage.host.hosted import Hosted
 from tests.storage.host.jobs import BLOCK, KINDS, make_keys
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_open_store_logs_one_line_with_content_and_fill_level(
-    hosted: Any,
+    hosted: Hosted,
     tmp_path: Path,
     kind: str,
     caplog: pytest.LogCaptureFixture,
@@ -43,7 +43,7 @@ def test_open_store_logs_one_line_with_content_and_fill_level(
 
 
 def test_stats_while_medium_fails_have_no_size_and_log_no_line(
-    hosted: Any,
+    hosted: Hosted,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -57,7 +57,7 @@ def test_stats_while_medium_fails_have_no_size_and_log_no_line(
     def disk_bytes() -> int | None:
         host = client.stats().host
         assert host is not None
-        return host.disk_bytes  # type: ignore[no-any-return]
+        return host.disk_bytes
 
     for _ in range(2):
         assert disk_bytes() is not None

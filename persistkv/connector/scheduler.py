@@ -87,9 +87,9 @@ class _ScheduledRequest:
     secondary tier or, rarely, written by another request."""
     transfers: set[int] = field(default_factory=set)
     """Job ids of transfers in flight."""
-    refused_ends: list[int] = field(default_factory=list)
-    """For each group, the end of the blocks that were offered and found no room; they are offered
-    again. Empty: all blocks of the last offer were accepted or dropped."""
+    refused: list[list[int]] = field(default_factory=list)
+    """For each group, the indices of the offered blocks that found no room; they are offered again.
+    Empty: all blocks of the last offer were accepted or dropped."""
     gave_up_waiting: bool = False
     """Whether blocks that are being promoted or written count as misses, from
     ``give_up_waiting`` on."""
@@ -197,37 +197,33 @@ class _ScheduledRequest:
 
     def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
         """Move ``next_store`` back to the first refused block of each group, so that the next call
-        of ``take_filled_blocks`` offers it again. Set ``refused_ends``, with which ``num_lost``
-        finds the blocks that this call then lacks.
+        of ``take_filled_blocks`` offers it again.
 
         :param num_accepted: for each group, the number of leading blocks of its offer that found
             room.
         """
-        self.refused_ends = list(self.next_store)
+        self.refused = []
         for group, offer in enumerate(offers):
             indices = list(offer.values())
             refused = indices[num_accepted[group] :]
+            self.refused.append(refused)
             if refused:
                 self.next_store[group] = refused[0]
 
-    def num_lost(self, first_refused: Sequence[int], offers: Sequence[_Offer]) -> int:
-        """Return how many blocks of the last offer found no room (``refuse``) and are not in the
-        new one, because they have left the sliding window meanwhile.
+    def num_lost(self, offers: Sequence[_Offer]) -> int:
+        """Return how many refused blocks are not in the new offer, because they have left the
+        sliding window meanwhile.
 
-        :param first_refused: for each group, ``next_store`` before ``take_filled_blocks`` made the
-            new offer: the index of the first block that was refused, or the end of the last offer
-            if none was.
-        :param offers: the new offer.
+        :param offers: the new offer, from ``take_filled_blocks``.
         """
         num_lost = 0
-        # empty if no block was refused
-        for group, refused_end in enumerate(self.refused_ends):
-            # a shorter block table, or fewer computed tokens, may end the new offer before
-            end = min(refused_end, self.next_store[group])
-            num_refused = max(0, end - first_refused[group])
-            indices = offers[group].values()
-            num_offered_again = sum(1 for index in indices if index < end)
-            num_lost += num_refused - num_offered_again
+        for group, refused in enumerate(self.refused):
+            offered = set(offers[group].values())
+            # where the new offer ends: later blocks may still be offered
+            end = self.next_store[group]
+            for index in refused:
+                if index < end and index not in offered:
+                    num_lost += 1
         return num_lost
 
     def store_source(self, offers: Sequence[_Offer]) -> GPULoadStoreSpec:
@@ -694,12 +690,9 @@ class OffloadingConnectorScheduler:
         """
         if not request.context.store:
             return None
-        # copied, because ``take_filled_blocks`` moves ``next_store``
-        first_refused = list(request.next_store)
         filled = request.take_filled_blocks()
-        # blocks that were refused before and have left the sliding window since are in no offer
-        self.stats.dropped_blocks += request.num_lost(first_refused, filled)
-        request.refused_ends = []
+        self.stats.dropped_blocks += request.num_lost(filled)
+        request.refused = []
 
         # The offer is halved until the manager accepts it: the manager reports that there is no
         # room, not how much room there is.

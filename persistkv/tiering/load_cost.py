@@ -201,8 +201,8 @@ class LoadTimes:
         # how many times as long as expected the load took
         change = seconds / usual_s / self._slowdown
 
-        # The shares of the change, of its logarithm, by which the slowdown moves, and by which the
-        # new sample of the usual time differs from the present one.
+        # How far the slowdown and the sample of the usual time follow the change, as exponents of
+        # it: 0 not at all, 1 completely.
         if not 1 / _CHANGE < change < _CHANGE:
             # the store has changed, or the usual time of this size is wrong
             slowdown_share = 1.0
@@ -217,7 +217,7 @@ class LoadTimes:
             size_share = 1 - _NOISE_RATE
         self._slowdown *= change**slowdown_share
         self.is_stalled = False
-        # the first load of a size was its first sample, too
+        # the first load of a size has set its usual time above
         if usual is not None:
             usual.add(num_bytes, usual_s * change**size_share)
 

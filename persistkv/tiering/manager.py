@@ -846,6 +846,7 @@ class TieringOffloadingManager(OffloadingManager):
             if not awaiting:
                 del self._awaiting_write[key]
         request.awaited_writes.clear()
+        # the tiers have received these as blocks of the former tenant
         request.received.clear()
 
     def on_request_finished(self, req_context: ReqContext) -> None:

@@ -569,6 +569,7 @@ class PersistentTier(SecondaryTierManager):
         """Send the end of a request to the host, which writes its manifest. If the request is
         refused or invalid, or the tier detached, the request counts as not persisted."""
         req_id = req_context.req_id
+        # taken before ``report_restored``, which forgets them
         blocks = self._blocks_of(req_context)
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.tiering.isolated_tier import IsolatedTier
 
+_Place = tuple[IsolatedTier, str]
+"""Place of a promotion in the queue: its tier and the id of its request."""
+
 
 @dataclass
 class Promotion:
@@ -47,8 +50,8 @@ class PromotionQueue:
         self.lost: set[OffloadKey] = set()
         """Blocks whose promotion was given up, because its deadline has passed or its tier cannot
         be polled: misses, although their rows stay reserved until the tier reports the job."""
-        self.queued: dict[tuple[IsolatedTier, str], Promotion] = {}
-        """Promotions that are not submitted yet, by tier and request id."""
+        self.queued: dict[_Place, Promotion] = {}
+        """Promotions that are not submitted yet."""
 
     def add(self, tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> None:
         """Queue the promotion of a block that has no waiters, for a request that waits for it."""

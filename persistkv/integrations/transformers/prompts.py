@@ -209,14 +209,13 @@ class TextPieces:
         :param last: whether no token follows; then an incomplete character is returned as it is.
         """
         self._tokens.append(token)
-        # The new text is the difference between two texts: of the last piece alone, and of it with
-        # the tokens after it.
-        context = self._tokens[self._context : self._shown]
-        before = self._tokenizer.text(context) or ""
+        last_piece = self._tokens[self._context : self._shown]
+        shown_text = self._tokenizer.text(last_piece) or ""
+        # the last piece again, and the tokens after it
         text = self._tokenizer.text(self._tokens[self._context :]) or ""
         # the last character lacks bytes, which the next tokens bring
         if text.endswith(_REPLACEMENT) and not last:
             return ""
         self._context = self._shown
         self._shown = len(self._tokens)
-        return text[len(before) :]
+        return text[len(shown_text) :]

@@ -131,18 +131,18 @@ class TestWatch:
         rows["e1"] = make_status(
             time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1)
         )
-        (view,) = watch.look().engines
+        (view,) = watch.snapshot().engines
         assert view.rates is None
         rows["e1"] = make_status(
             time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3)
         )
-        (view,) = watch.look().engines
+        (view,) = watch.snapshot().engines
         assert (
             view.rates.stored_raw_bytes,
             view.rates.evicted_blocks,
             view.rates.loaded_bytes,
         ) == (100.0, 0.5, 0.0)
-        (view,) = watch.look().engines  # the row is unchanged
+        (view,) = watch.snapshot().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
     def test_outdated_engines_sort_last(self, status_backend):
@@ -153,7 +153,7 @@ class TestWatch:
         }
         assert [
             (view.engine, view.live)
-            for view in Watch("", status_backend(rows)).look().engines
+            for view in Watch("", status_backend(rows)).snapshot().engines
         ] == [
             ("new", True),
             ("old", False),
@@ -169,7 +169,7 @@ class TestWatch:
             namespace=namespace, pid=7, engine_pid=6, host="here", time=time.time()
         )
         rows["e2"] = make_status("e2", pid=9, host="here", time=time.time())
-        views = {view.engine: view for view in Watch("", backend).look().engines}
+        views = {view.engine: view for view in Watch("", backend).snapshot().engines}
         assert (views["e1"].model, engine_name(views["e1"])) == (
             "/models/llama",
             "here:6",

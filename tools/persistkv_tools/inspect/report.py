@@ -210,7 +210,7 @@ def report_data(url: str, backend: Backend) -> ReportData:
         largest=[request.view(backend) for request in by_size],
         tree=tree,
         group=group,
-        engines=Watch(url, backend).look().engines,
+        engines=Watch(url, backend).snapshot().engines,
     )
 
 

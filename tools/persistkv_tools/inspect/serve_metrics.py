@@ -15,7 +15,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Iterable
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from persistkv.config import without_options
 from persistkv.errors import (
@@ -29,6 +29,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.inspection.savings import SavedTotals
+from persistkv.storage.stats import BackendStats
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, add_flag
 from persistkv_tools.savings import RecentSavings
@@ -83,7 +84,9 @@ _TENANTS: dict[str, str] = {
     "stored_bytes": "Bytes of their payloads, padding included.",
     "quota": "Limit of stored_bytes.",
 }
+_ENGINES = "Running engines that publish their status."
 _UP = "Whether the store could be read."
+_MAX_PORT = 65_535
 _BREAKER = ("closed", "half-open", "open")
 _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 _REQUESTS = (
@@ -120,27 +123,30 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
         registry.register(cast("Collector", collector))
         if once and json:
             render.print_json({"url": url, "metrics": _samples(registry.collect())})
-        elif once:
+            return
+        if once:
             render.print_exact(generate_latest(registry).decode())
-        else:
-            try:
-                server, thread = start_http_server(int(port), host, registry)
-            except OSError as error:
-                expected = f"a free address of this machine ({error.strerror})"
-                raise ConfigurationError("--listen", listen, expected) from None
-            _say_address(url, f"http://{host}:{server.server_port}/metrics", json=json)
-            with suppress(KeyboardInterrupt):  # Ctrl-C ends the command
-                thread.join()
-            server.shutdown()
-            server.server_close()
+            return
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except OSError as error:
+            expected = f"a free address of this machine ({error.strerror})"
+            raise ConfigurationError("--listen", listen, expected) from None
+        address = f"http://{host}:{server.server_port}/metrics"
+        _say_address(url, address, json=json)
+        with suppress(KeyboardInterrupt):  # Ctrl-C ends the command
+            thread.join()
+        server.shutdown()
+        server.server_close()
 
 
-def _address(listen: str) -> tuple[str, str]:
+def _address(listen: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 0xFFFF:
+    if not host or not port.isdecimal() or int(port) > _MAX_PORT:
         raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
-    return host.strip("[]"), port
+    # an IPv6 address stands in brackets
+    return host.strip("[]"), int(port)
 
 
 def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
@@ -174,6 +180,15 @@ def _add_options(parser: ArgumentParser) -> None:
 COMMAND = Command(serve_metrics, (URL,), _add_options)
 
 
+class _Scrape(NamedTuple):
+    """What a scrape reads from the store."""
+
+    stats: BackendStats
+    statuses: list[EngineStatus]
+    tenants: list[TenantTotals]
+    savings: list[SavedTotals]
+
+
 class StoreCollector:
     """Prometheus collector of one store; thread-safe. The store stays open between scrapes, unless
     it failed."""
@@ -193,51 +208,66 @@ class StoreCollector:
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
         be read."""
-        from prometheus_client.core import GaugeMetricFamily
+        content = self._read_unless_failed()
+        if content is None:
+            return [self._gauge("persistkv_up", _UP, 0)]
+        now = time.time()
+        live = [status for status in content.statuses if status.is_live(now)]
+        return [
+            self._gauge("persistkv_up", _UP, 1),
+            *self._totals(content.stats),
+            self._gauge("persistkv_engines", _ENGINES, len(live)),
+            *self._tenants(content.tenants),
+            *self._saved(content.savings),
+            *self._counters(live),
+            *self._gauges(live),
+        ]
 
-        metrics: list[Metric] = []
-
-        def add(name: str, text: str, value: float) -> None:
-            gauge = GaugeMetricFamily(name, text, labels=["store"])
-            gauge.add_metric([self._store], value)
-            metrics.append(gauge)
-
+    def _read_unless_failed(self) -> _Scrape | None:
+        """Read the store, which is opened first if it is not open; None: it cannot be read."""
         began = time.monotonic()
         with self._lock:
             # The store failed for another scrape while this one waited for the lock. A further
             # attempt may take the deadline of a medium that hangs: the scrapes of several servers
             # would queue, and all of them would time out.
             if self._failed_at >= began:
-                add("persistkv_up", _UP, 0)
-                return metrics
+                return None
             try:
                 if self._backend is None:
                     self._backend = open_backend(self._url, read_only=True)
-                stats = self._backend.stats()
-                statuses = read_statuses(self._backend)
-                tenants = self._backend.tenants()
-                saved = self._savings.by_namespace(self._backend)
+                content = _Scrape(
+                    stats=self._backend.stats(),
+                    statuses=read_statuses(self._backend),
+                    tenants=self._backend.tenants(),
+                    savings=self._savings.by_namespace(self._backend),
+                )
             except StoreError as error:
                 self._report(str(error))
                 self._failed_at = time.monotonic()
                 # the next scrape opens the store again
                 self.close()
-                add("persistkv_up", _UP, 0)
-                return metrics
+                return None
             self._report("")
-        now = time.time()
-        live = [status for status in statuses if status.is_live(now)]
-        add("persistkv_up", _UP, 1)
+            return content
+
+    def _totals(self, stats: BackendStats) -> list[Metric]:
+        """Return the totals of the store."""
+        metrics = []
         for name, text in _STORE.items():
-            add(f"persistkv_store_{name}", text, getattr(stats, name))
+            gauge = self._gauge(f"persistkv_store_{name}", text, getattr(stats, name))
+            metrics.append(gauge)
         if stats.capacity is not None:
             name = "persistkv_store_capacity_bytes"
-            add(name, "Limit of disk_bytes.", stats.capacity)
-        running = "Running engines that publish their status."
-        add("persistkv_engines", running, len(live))
-        metrics += self._tenants(tenants)
-        metrics += self._saved(saved)
-        return metrics + self._counters(live) + self._gauges(live)
+            metrics.append(self._gauge(name, "Limit of disk_bytes.", stats.capacity))
+        return metrics
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        """Return a metric of the whole store."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        gauge = GaugeMetricFamily(name, text, labels=["store"])
+        gauge.add_metric([self._store], value)
+        return gauge
 
     def _report(self, failure: str) -> None:
         """Log a change of what prevents the reading, once; empty: nothing does."""

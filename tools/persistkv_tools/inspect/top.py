@@ -8,9 +8,10 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 import msgspec
-from rich.console import Group
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -109,23 +110,28 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
         watch = Watch(url, backend)
         if endless:
             # Ctrl-C ends the display; it is no error
-            with (
-                suppress(KeyboardInterrupt),
-                Live(console=console, auto_refresh=False) as live,
-            ):
-                watch.look()  # the first snapshot is not shown: rates need two
-                while True:
-                    time.sleep(pause_s)
-                    live.update(_screen(watch.look()), refresh=True)
+            with suppress(KeyboardInterrupt):
+                _show_live(watch, pause_s, console)
             return
         # the first snapshot is not shown: rates need two
-        watch.look()
+        watch.snapshot()
         for _ in range(count or 1):
             time.sleep(pause_s)
+            snapshot = watch.snapshot()
             if json:
-                render.print_json(watch.look())
+                render.print_json(snapshot)
             else:
-                console.print(_screen(watch.look()))
+                console.print(_screen(snapshot))
+
+
+def _show_live(watch: Watch, pause_s: float, console: Console) -> NoReturn:
+    """Show the present state on the terminal, again and again, until Ctrl-C."""
+    # the first snapshot is not shown: rates need two
+    watch.snapshot()
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(pause_s)
+            live.update(_screen(watch.snapshot()), refresh=True)
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -141,21 +147,23 @@ def _add_options(parser: ArgumentParser) -> None:
 COMMAND = Command(top, (URL,), _add_options)
 
 
-def _screen(look: Snapshot) -> Group:
+def _screen(snapshot: Snapshot) -> Group:
     """Return what the terminal shows until the next refresh."""
-    full = ""
-    if look.fill is not None:
-        full = f" ({look.fill:.1%} of {render.format_size(look.capacity or 0)})"
-    requests = render.count(look.requests, "request")
-    packs = render.count(look.packs, "pack")
+    requests = render.count(snapshot.requests, "request")
+    packs = render.count(snapshot.packs, "pack")
+    size = render.format_size(snapshot.disk_bytes)
+    if snapshot.fill is not None:
+        capacity = render.format_size(snapshot.capacity or 0)
+        size += f" ({snapshot.fill:.1%} of {capacity})"
     lines = [
-        f"{look.url} at {render.format_time(look.time)}",
-        f"{requests}, {packs}, {render.format_size(look.disk_bytes)}{full}",
-        f"saved: {savings.summary(look.savings)}",
+        f"{snapshot.url} at {render.format_time(snapshot.time)}",
+        f"{requests}, {packs}, {size}",
+        f"saved: {savings.summary(snapshot.savings)}",
     ]
-    if not look.engines:
+    if not snapshot.engines:
         lines.append("no engine has published a status")
-    return Group(*map(render.plain, lines), *_tables(look.engines))
+    texts = map(render.plain, lines)
+    return Group(*texts, *_tables(snapshot.engines))
 
 
 def _tables(engines: list[EngineView]) -> list[Table]:
@@ -186,18 +194,32 @@ class Watch:
         self._url = url
         self._backend = backend
         self._last_statuses: dict[str, EngineStatus] = {}
-        """By engine id, the status rows that the last ``look`` read."""
+        """By engine id, the status rows that the last ``snapshot`` read."""
         self._rates: dict[str, Rates] = {}
         """By engine id, the rates between its last two different status rows."""
         self._savings = savings.RecentSavings()
 
-    def look(self) -> Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return the present state of the store and its engines.
 
         The rates of an engine are those between the last two different status rows that calls of
         this method read.
         """
         now = time.time()
+        engines = self._engines(now)
+        stats = self._backend.stats()
+        fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
+        return Snapshot(
+            **asdict(stats),
+            url=self._url,
+            time=now,
+            fill=fill,
+            engines=engines,
+            savings=self._savings.rows(self._backend),
+        )
+
+    def _engines(self, now: float) -> list[EngineView]:
+        """Return the engines that have published a status, live ones first; update their rates."""
         statuses = read_statuses(self._backend)
         models = {}
         # without statuses, the identities of namespaces need not be read
@@ -221,18 +243,9 @@ class Watch:
             )
             engines.append(view)
         self._last_statuses = {status.engine: status for status in statuses}
-        stats = self._backend.stats()
-        fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
-        # live engines first; within both parts, the sort keeps the order
+        # within both parts, the sort keeps the order
         engines.sort(key=lambda view: not view.live)
-        return Snapshot(
-            **asdict(stats),
-            url=self._url,
-            time=now,
-            fill=fill,
-            engines=engines,
-            savings=self._savings.rows(self._backend),
-        )
+        return engines
 
 
 def hit_rate(counters: StoreCounters) -> float | None:

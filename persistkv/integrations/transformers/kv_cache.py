@@ -149,25 +149,26 @@ class RequestCache(Cache):  # type: ignore[misc]
     def __init__(self, geometry: KVGeometry, capacity: int) -> None:
         self._geometry = geometry
         self.buffers = self._allocate(capacity)
-        layers = {}
-        for group, buffer in zip(geometry, self.buffers, strict=True):
-            for layer_idx, layer in zip(group.layers, buffer, strict=True):
-                layers[layer_idx] = RequestLayer(layer, group.sliding_window)
+        layers: dict[int, RequestLayer] = {}
+        for group, group_buffer in zip(geometry, self.buffers, strict=True):
+            for layer_idx, buffer in zip(group.layers, group_buffer, strict=True):
+                layers[layer_idx] = RequestLayer(buffer, group.sliding_window)
         in_order = [layers[layer_idx] for layer_idx in sorted(layers)]
         super().__init__(layers=in_order)
 
     def grow(self, capacity: int) -> None:
         """Move the KV to new buffers for ``capacity`` tokens, which must not be fewer than the
         present tokens."""
-        old = self.buffers
+        old_buffers = self.buffers
         self.buffers = self._allocate(capacity)
-        for number, group in enumerate(self._geometry):
+        groups = zip(self._geometry, old_buffers, self.buffers, strict=True)
+        for group, old_buffer, new_buffer in groups:
             layers = [self.layers[layer_idx] for layer_idx in group.layers]
             # During a forward pass, the first layers have more tokens than the last ones.
-            kept = max(layer.get_seq_length() for layer in layers)
-            enlarged = self.buffers[number]
-            enlarged[:, :, :, :kept] = old[number][:, :, :, :kept]
-            for layer, buffer in zip(layers, enlarged, strict=True):
+            most_tokens = max(layer.get_seq_length() for layer in layers)
+            kept = old_buffer[:, :, :, :most_tokens]
+            new_buffer[:, :, :, :most_tokens] = kept
+            for layer, buffer in zip(layers, new_buffer, strict=True):
                 length = layer.get_seq_length()
                 layer.set_buffer(buffer, length)
 

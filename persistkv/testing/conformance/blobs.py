@@ -273,9 +273,10 @@ class BlobsConformance:
     def test_put_returns_time_not_before_listed_time(self, blobs: Blobs) -> None:
         for name in ("a", "b/c", "a"):
             returned = blobs.put(name, [b"data"])
-            listed = {info.name: info.time for info in blobs.list("")}
-            assert listed[name] <= returned + _ROUNDING_S
-            assert returned - listed[name] < _PATIENCE_S
+            times = {info.name: info.time for info in blobs.list("")}
+            listed = times[name]
+            assert listed <= returned + _ROUNDING_S
+            assert returned - listed < _PATIENCE_S
 
     def test_put_times_ascend(self, blobs: Blobs, opener: Opener) -> None:
         with closing(opener()) as other:
@@ -336,9 +337,8 @@ class BlobsConformance:
         found = bytearray(len(content) - 1)
         view = memoryview(found)
         cut = 20 * _MIB
-        assert blobs.read("large", 1, len(found), [view[:cut], view[cut:]]) == len(
-            found
-        )
+        buffers = [view[:cut], view[cut:]]
+        assert blobs.read("large", 1, len(found), buffers) == len(found)
         assert found == content[1:]
 
     def test_read_takes_next_buffer_when_previous_is_full(self, blobs: Blobs) -> None:
@@ -481,8 +481,8 @@ class BlobsConformance:
         # names that no blob has, also outside of the prefix
         others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
         for after in (*_ORDER, *others):
-            expected = [name for name in selected if name > after]
-            assert _names(blobs, prefix, after) == expected, after
+            larger = [name for name in selected if name > after]
+            assert _names(blobs, prefix, after) == larger, after
 
     def test_list_many_names_is_complete(self, blobs: Blobs, raw: RawBlobs) -> None:
         names = [f"packs/{number % 7}/{number}" for number in range(self.large_listing)]
@@ -494,7 +494,8 @@ class BlobsConformance:
         assert _names(blobs) == names
         # from the middle of a page on, too
         middle = len(names) // 2
-        assert _names(blobs, "packs/", names[middle]) == names[middle + 1 :]
+        after = names[middle]
+        assert _names(blobs, "packs/", after) == names[middle + 1 :]
 
     def test_list_during_changes_includes_durable_blobs(
         self,

@@ -28,7 +28,7 @@ import xxhash
 from persistkv.base import make_offload_key
 from persistkv.config import MAX_PACK_BYTES, StoreUrl, parse_size
 from persistkv.errors import ConfigurationError, StoreError
-from persistkv.memory.rows import StagedBlocks
+from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.backend import Backend, CommitBatch, PlainMedium, ReadSpan
 from persistkv.storage.format.codec import RawCodec
@@ -175,10 +175,7 @@ def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
         namespace = backend.open_namespace(identity).id
         for number in range(rounds + 1):
-            # new keys: a store does not write blocks again that it holds
-            keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
-            segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
-            pack = PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
+            pack = _new_pack(backend, namespace, rows)
             steps: dict[str, Callable[[], object]] = {
                 "store": partial(backend.commit, namespace, CommitBatch([pack])),
                 "load": partial(_load, backend, pack, target),
@@ -195,6 +192,14 @@ def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times
                     times[name].append(seconds)
             on_bytes(job_bytes)
     return times
+
+
+def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter:
+    """Return a pack of these blocks under new keys: a store does not write blocks again that it
+    holds."""
+    keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
+    segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
+    return PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
 
 
 def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:

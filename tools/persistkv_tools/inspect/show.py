@@ -552,15 +552,15 @@ def _branches(
 ) -> list[Sequence[_Chain]]:
     """Divide sorted chains by their key at ``depth``: the branch of the chosen request first, then
     the largest. Shorter chains are left out."""
+    longer = [chain for chain in chains if len(chain.keys) > depth]
     branches: list[Sequence[_Chain]] = []
     # the chains are sorted and share all keys before ``depth``: equal keys are neighbours
-    longer = (chain for chain in chains if len(chain.keys) > depth)
-    for _, run in groupby(longer, key=lambda chain: chain.keys[depth]):
-        branches.append(list(run))
+    for _, branch in groupby(longer, key=lambda chain: chain.keys[depth]):
+        branches.append(list(branch))
 
     def order(branch: Sequence[_Chain]) -> tuple[bool, int, bytes]:
-        key = branch[0].keys[depth]
-        return not _has(branch, chosen), -len(branch), key
+        is_other = not _has(branch, chosen)
+        return is_other, -len(branch), branch[0].keys[depth]
 
     branches.sort(key=order)
     return branches

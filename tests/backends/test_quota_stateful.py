@@ -260,11 +260,11 @@ def plant_touch(patch: pytest.MonkeyPatch) -> None:
     """Forget the tenant of a pack when it is used."""
     touch = EvictionOrder.touch
 
-    def planted(self: EvictionOrder, name: bytes, named: int = 0) -> bool:
+    def planted(self: EvictionOrder, name: bytes, priority: int = 0) -> bool:
         use = self.use(name)
         if use is not None:
             self.put(name, use._replace(tenant=b""), use)
-        return touch(self, name, named)
+        return touch(self, name, priority)
 
     patch.setattr(EvictionOrder, "touch", planted)
 

@@ -170,8 +170,8 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        # a cache for ``_use_of``: many requests share their last packs
-        naming: dict[bytes, _Naming] = {}
+        # for ``_use_of``: many requests share their last packs
+        cache: dict[bytes, _Naming] = {}
         with self._read() as rows:
             _, clock = read_clock(rows)
 
@@ -179,7 +179,7 @@ class Catalogue:
             chain = Chain.decode(rows.get(CHAINS, name))
             if chain is None:
                 return None
-            return _use_of(rows, self._namespace, chain, clock.skew, naming)
+            return _use_of(rows, self._namespace, chain, clock.skew, cache)
 
         return self._each(self._names(manifest_ids), read_use)
 
@@ -302,36 +302,43 @@ def _use_of(
     namespace: bytes,
     chain: Chain,
     skew: float,
-    naming: dict[bytes, _Naming],
+    cache: dict[bytes, _Naming],
 ) -> RequestUse | None:
     """Return the last use and the sharing of a stored request; None if the row with the use of its
     last pack is missing or damaged.
 
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
-    :param naming: cache that this function fills: for each last pack, the manifests that name it.
+    :param cache: what this function has read, and fills: for each last pack, the manifests that
+        name it.
     """
-    # A request without packs is used only when it is written.
+    written = chain.time + skew
+    # a request without packs is used only when it is written
     if not chain.packs:
-        written = chain.time + skew
-        return RequestUse(written, written, False, 0, chain.pinned)
+        return RequestUse(
+            written=written,
+            last_used=written,
+            reused=False,
+            shared_by=0,
+            pinned=chain.pinned,
+        )
     # a use of the last pack is a use of the whole context
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
     if use is None:
         return None
-    if last_pack not in naming:
-        naming[last_pack] = _Naming.read(rows, last_pack)
-    found = naming[last_pack]
-    raw, stored = _bytes_of(rows, namespace, chain)
+    if last_pack not in cache:
+        cache[last_pack] = _Naming.read(rows, last_pack)
+    naming = cache[last_pack]
+    raw_bytes, stored_bytes = _bytes_of(rows, namespace, chain)
     return RequestUse(
-        chain.time + skew,
-        use.time + skew,
-        use.moment > chain.moment,  # used again after it was written
-        max(0, found.count - 1),  # other requests that name the last pack
-        chain.pinned,
-        found.restores_after(chain.moment),
-        raw,
-        stored,
+        written=written,
+        last_used=use.time + skew,
+        reused=use.moment > chain.moment,
+        shared_by=max(0, naming.count - 1),  # without this request
+        pinned=chain.pinned,
+        hits=naming.restores_after(chain.moment),
+        packs_raw_bytes=raw_bytes,
+        packs_stored_bytes=stored_bytes,
     )
 
 
@@ -371,7 +378,8 @@ def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int
     for pack_id in chain.packs:
         row = rows.get(PACKS, namespace + pack_id)
         if row is not None:
-            raw_length, stored_length = table_lengths(row[SEQUENCE.size :])
+            table = row[SEQUENCE.size :]
+            raw_length, stored_length = table_lengths(table)
             raw += raw_length
             stored += stored_length
     return raw, stored

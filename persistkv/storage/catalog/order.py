@@ -40,6 +40,7 @@ from persistkv.storage.catalog.rows import (
     MAX_COUNT,
     META,
     NAME_BYTES,
+    NO_PRIORITY,
     ORDER,
     ORDER_KEY,
     TENANT_ORDER,
@@ -66,8 +67,7 @@ _MAX_PINS = (1 << 32) - 1  # of ``Use.pins``, which is recorded in 32 bits
 _MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
-# number of the last moment, then ``StoreClock``, with the fields of its ``Reading`` in place of it
-_CLOCK = struct.Struct("<Qddd16sdd")
+_CLOCK = struct.Struct("<Qddd16sdd")  # the fields of ``_ClockRow``
 
 
 class Reading(NamedTuple):
@@ -92,11 +92,11 @@ class StoreClock(NamedTuple):
     time: float  # of the store at the reading: seconds since the epoch
     at: Reading
     """The machine's clocks at the reading."""
-    unconfirmed: float = 0.0
+    unconfirmed_s: float = 0.0
     """Seconds between two boots that ``time`` does not include, because the wall clock has not
     confirmed them yet."""
-    unconfirmed_since: float = 0.0
-    """``Reading.since_boot`` at which the confirmation of ``unconfirmed`` began."""
+    confirming_since: float = 0.0
+    """``Reading.since_boot`` at which the confirmation of ``unconfirmed_s`` began."""
 
     @property
     def skew(self) -> float:
@@ -109,35 +109,62 @@ class StoreClock(NamedTuple):
         If the wall clock jumped against the time since boot, log a warning, and advance by the
         smaller of the two elapsed times.
         """
-        # seconds elapsed on the wall clock, negative if it was set back
-        wall = now.wall - self.at.wall
         is_same_boot = now.boot == self.at.boot and now.since_boot >= self.at.since_boot
         if not is_same_boot:
-            # Only the wall clock has measured the time between the boots, and it may be wrong: the
-            # store's clock excludes it until ``CONFIRMATION_S`` of steady running. An earlier
-            # unconfirmed time is dropped.
-            downtime = max(0.0, wall)
-            return StoreClock(self.time, now, downtime, now.since_boot)
-        elapsed = now.since_boot - self.at.since_boot  # seconds on the clock since boot
-        jump = wall - elapsed
-        unconfirmed = self.unconfirmed
-        since = self.unconfirmed_since
-        if abs(jump) > _TOLERANCE_S + _DRIFT * elapsed:
+            return self._after_boot(now)
+        wall_s = now.wall - self.at.wall  # negative if the wall clock was set back
+        since_boot_s = now.since_boot - self.at.since_boot
+        jump_s = wall_s - since_boot_s
+        elapsed_s = wall_s
+        unconfirmed_s = self.unconfirmed_s
+        confirming_since = self.confirming_since
+        if abs(jump_s) > _TOLERANCE_S + _DRIFT * since_boot_s:
             logger.warning(
                 "the wall clock moved by %+.0f s against the time since boot: ages and ttl "
                 "follow elapsed time",
-                jump,
+                jump_s,
             )
-            if unconfirmed:
-                # the jump corrects a clock that was wrong at boot; confirm the rest again
-                unconfirmed = max(0.0, unconfirmed + jump)
-                since = now.since_boot
-            wall = min(wall, elapsed)
-        time = self.time + max(0.0, wall)
-        if unconfirmed and now.since_boot - since >= CONFIRMATION_S:
-            time += unconfirmed
-            unconfirmed = 0.0
-        return StoreClock(time, now, unconfirmed, since)
+            elapsed_s = min(wall_s, since_boot_s)
+            # The wall clock, which has measured the unconfirmed time, was wrong by the jump. What
+            # is left of that time must be confirmed again.
+            if unconfirmed_s:
+                unconfirmed_s = max(0.0, unconfirmed_s + jump_s)
+                confirming_since = now.since_boot
+        time = self.time + max(0.0, elapsed_s)
+        is_confirmed = now.since_boot - confirming_since >= CONFIRMATION_S
+        if unconfirmed_s and is_confirmed:
+            time += unconfirmed_s
+            unconfirmed_s = 0.0
+        return StoreClock(time, now, unconfirmed_s, confirming_since)
+
+    def _after_boot(self, now: Reading) -> StoreClock:
+        """Return the store's clock at the first reading after a boot.
+
+        Only the wall clock has measured the time between the boots, and it may be wrong: the
+        store's clock excludes it until ``CONFIRMATION_S`` of steady running. An earlier unconfirmed
+        time is dropped.
+        """
+        downtime_s = max(0.0, now.wall - self.at.wall)
+        return StoreClock(
+            self.time,
+            now,
+            unconfirmed_s=downtime_s,
+            confirming_since=now.since_boot,
+        )
+
+
+class _ClockRow(NamedTuple):
+    """Row of the clock in ``META``."""
+
+    moment: int
+    """Number of the last moment."""
+    time: float
+    """``StoreClock.time``; the fields below are those of ``StoreClock``, and of its ``Reading``."""
+    wall: float
+    since_boot: float
+    boot: bytes
+    unconfirmed_s: float
+    confirming_since: float
 
 
 @cache  # a process ends with its boot, and each transaction reads the clocks
@@ -157,21 +184,28 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
 
     :raises CorruptStoreError: the row is damaged, so the number of the next moment is unknown.
     """
-    row = rows.get(META, _CLOCK_ROW)
-    if row is None:
+    encoded = rows.get(META, _CLOCK_ROW)
+    if encoded is None:
         now = Reading.now()
         return 0, StoreClock(now.wall, now)
-    if len(row) != _CLOCK.size:
-        raise _unreadable_clock(row)
-    moment, seconds, wall, since_boot, boot, unconfirmed, since = _CLOCK.unpack(row)
-    if moment > MAX_COUNT:
-        raise _unreadable_clock(row)
-    for value in (seconds, wall, since_boot, unconfirmed, since):
-        # also for NaN
-        if not 0 <= value <= _LATEST_S:
-            raise _unreadable_clock(row)
-    at = Reading(wall, since_boot, boot)
-    return moment, StoreClock(seconds, at, unconfirmed, since)
+    if len(encoded) != _CLOCK.size:
+        raise _unreadable_clock(encoded)
+    row = _ClockRow._make(_CLOCK.unpack(encoded))
+    if row.moment > MAX_COUNT:
+        raise _unreadable_clock(encoded)
+    times = (
+        row.time,
+        row.wall,
+        row.since_boot,
+        row.unconfirmed_s,
+        row.confirming_since,
+    )
+    for seconds in times:
+        # in this form, it refuses NaN, too
+        if not 0 <= seconds <= _LATEST_S:
+            raise _unreadable_clock(encoded)
+    at = Reading(row.wall, row.since_boot, row.boot)
+    return row.moment, StoreClock(row.time, at, row.unconfirmed_s, row.confirming_since)
 
 
 def _unreadable_clock(row: Buffer) -> CorruptStoreError:
@@ -180,33 +214,40 @@ def _unreadable_clock(row: Buffer) -> CorruptStoreError:
 
 def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     """Record the number of the last moment and the clock at that moment."""
-    seconds, at, unconfirmed, since = clock
-    row = _CLOCK.pack(
-        moment, seconds, at.wall, at.since_boot, at.boot, unconfirmed, since
+    row = _ClockRow(
+        moment=moment,
+        time=clock.time,
+        wall=clock.at.wall,
+        since_boot=clock.at.since_boot,
+        boot=clock.at.boot,
+        unconfirmed_s=clock.unconfirmed_s,
+        confirming_since=clock.confirming_since,
     )
-    rows.put(META, _CLOCK_ROW, row)
+    rows.put(META, _CLOCK_ROW, _CLOCK.pack(*row))
 
 
-def _expiring(rows: TableRows, found: bytes) -> Chain | None:
+def _expiring(rows: TableRows, entry: bytes) -> Chain | None:
     """Return the chain of the manifest that a key of ``EXPIRIES`` lists; None if the key is damaged
     or out of date."""
-    name = found[-NAME_BYTES:]
+    name = entry[-NAME_BYTES:]
     chain = Chain.decode(rows.get(CHAINS, name))
     if chain is None or chain.ttl_s <= 0:
         return None
     # the chain may be listed under another time: then this key is left over
     expected = EXPIRY_KEY.pack(chain.expires, name)
-    return chain if found == expected else None
+    return chain if entry == expected else None
 
 
-def _expiry(rows: TableRows, found: bytes, chain: Chain) -> float:
-    """Return the time at which the manifest with the key ``found`` in ``EXPIRIES`` expires, unless
-    it is used again: its ttl after the last use of its last pack. ``chain`` is its chain."""
+def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
+    """Return the time at which a manifest expires, unless it is used again: its ttl after the last
+    use of its last pack.
+
+    :param name: key of its chain, ``chain``.
+    """
     # without packs there is no use: ``expires`` counts from the time of writing
     if not chain.packs:
         return chain.expires
-    # its key begins with its namespace, which its packs share
-    namespace = found[-NAME_BYTES:-ID_BYTES]
+    namespace = name[:ID_BYTES]
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
     if use is None:
@@ -239,20 +280,20 @@ class EvictionOrder:
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
-        last_moment, before = read_clock(rows)
+        last_moment, last_clock = read_clock(rows)
         self.moment = last_moment + 1
         """Number of this transaction's moment."""
-        clock = before.advanced(Reading.now())
-        # two commits may read the same time: the order by time must be that by moment
-        after_all_uses = math.nextafter(before.time, math.inf)
-        time = max(clock.time, after_all_uses)
-        self._clock = clock._replace(time=time)
+        clock = last_clock.advanced(Reading.now())
+        # Later than all recorded uses, though two commits may read the same time: the order by time
+        # must be that by moment.
+        earliest = math.nextafter(last_clock.time, math.inf)
+        self._clock = clock._replace(time=max(clock.time, earliest))
         """The store's clock in this transaction."""
-        self.counts = False
-        """Set by the caller: whether this transaction is a moment. If not, ``finish`` does not
+        self.is_moment = False
+        """Set by the caller: whether this transaction uses anything. If not, ``finish`` does not
         record ``moment``, and the next transaction gets the same number."""
-        is_skewed = abs(clock.skew - before.skew) > _SKEW_S
-        self._clock_changed = is_skewed or clock.at.boot != before.at.boot
+        is_skewed = abs(clock.skew - last_clock.skew) > _SKEW_S
+        self._clock_changed = is_skewed or clock.at.boot != last_clock.at.boot
         """Whether ``finish`` must record the clock even if the transaction is no moment."""
 
     @property
@@ -266,31 +307,36 @@ class EvictionOrder:
         digest = b""
         if tenant != DEFAULT_TENANT:
             digest = self._rows.tenant_digest(tenant)
-        use = Use(self.moment, self.time, depth, pins, 0, digest)
+        use = Use(
+            moment=self.moment,
+            time=self.time,
+            depth=depth,
+            pins=pins,
+            priority=NO_PRIORITY,
+            tenant=digest,
+        )
         self.put(name, use)
 
-    def touch(self, name: bytes, named: int = 0) -> bool:
+    def touch(self, name: bytes, priority: int = NO_PRIORITY) -> bool:
         """Record that a pack was used now; return False if it is not listed.
 
-        :param named: lower bound for ``Use.named``: the priority of a manifest that names the pack
-            now.
+        :param priority: of a manifest that names the pack now; ``NO_PRIORITY``: none does.
         """
         use = self.use(name)
         if use is None:
             return False
-        moment, time = self._last_use(use)
-        named = max(use.named, named)
-        used = use._replace(moment=moment, time=time, named=named)
+        updated = self._used_now(use)
+        if priority > use.priority:
+            updated = updated._replace(priority=priority)
         # equal: usually a second touch by the same commit
-        if used != use:
-            self.put(name, used, use)
+        if updated != use:
+            self.put(name, updated, use)
         return True
 
-    def _last_use(self, before: Use) -> tuple[int, float]:
-        """Return moment and time of the last use of a pack that is used now; ``before`` is its row.
-        Here that is now: a later recorded use would be damaged, and is replaced. ``TimedOrder``
-        differs."""
-        return self.moment, self.time
+    def _used_now(self, use: Use) -> Use:
+        """Return the row of a pack that is used now, in place of ``use``, whose moment and time are
+        earlier: later ones would be damaged. ``TimedOrder`` differs."""
+        return use._replace(moment=self.moment, time=self.time)
 
     def use(self, name: bytes) -> Use | None:
         """Return a pack's last use; None if it is not held or its row is damaged."""
@@ -319,11 +365,12 @@ class EvictionOrder:
         flags: int,
         ttl_s: float,
         packs: tuple[bytes, ...],
-    ) -> None:
-        """List a new manifest as written now; parameters as in ``Chain``."""
+    ) -> Chain:
+        """List a new manifest as written now, and return its chain; parameters as in ``Chain``."""
         expires = self.time + ttl_s if ttl_s else 0.0
         chain = Chain(self.moment, self.time, flags, ttl_s, expires, packs)
         self.put(name, chain)
+        return chain
 
     def chain(self, name: bytes) -> Chain | None:
         """Return a manifest's chain; None if it is not held or its row is damaged."""
@@ -344,16 +391,16 @@ class EvictionOrder:
         rows = self._rows
         start = b""
         # a search for each entry instead of a cursor, which changes of the table would move
-        while (found := rows.first(EXPIRIES, start)) is not None:
-            start = found + b"\0"
-            chain = _expiring(rows, found)
+        while (entry := rows.first(EXPIRIES, start)) is not None:
+            start = entry + b"\0"
+            chain = _expiring(rows, entry)
             if chain is None:
-                rows.delete(EXPIRIES, found)
+                rows.delete(EXPIRIES, entry)
                 continue
             if chain.expires > self.time:
                 return
-            name = found[-NAME_BYTES:]
-            expires = _expiry(rows, found, chain)
+            name = entry[-NAME_BYTES:]
+            expires = _expiry(rows, name, chain)
             if expires <= self.time:
                 yield name, chain
                 continue
@@ -366,9 +413,11 @@ class EvictionOrder:
 
         :param low: True: only candidates of low priority; False: only the others; None: all.
         """
+        if low is None:
+            return self._listed(ORDER, b"")
         # keys begin with the byte 0 for low priority, with 1 for the others
-        priority = b"" if low is None else bytes([not low])
-        return self._listed(ORDER, b"", priority)
+        priority_byte = b"\0" if low else b"\1"
+        return self._listed(ORDER, b"", priority_byte)
 
     def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
@@ -378,41 +427,41 @@ class EvictionOrder:
         self,
         table: str,
         tenant: bytes,
-        priority: bytes = b"",
+        priority_byte: bytes = b"",
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows that a table lists, and delete damaged entries.
 
-        :param tenant: with which the keys of the table begin; ``priority``: that they have next.
+        :param tenant: begins the keys of the wanted entries; ``priority_byte``: follows it.
         """
-        prefix = tenant + priority
+        prefix = tenant + priority_byte
         start = prefix
         # a search for each entry instead of a cursor, which changes of the table would move
-        while (found := self._rows.first(table, start)) is not None:
-            if not found.startswith(prefix):
+        while (entry := self._rows.first(table, start)) is not None:
+            if not entry.startswith(prefix):
                 return
-            start = found + b"\0"
-            name = found[-NAME_BYTES:]
-            row = self._row_of(found)
+            start = entry + b"\0"
+            name = entry[-NAME_BYTES:]
+            row = self._row_of(entry)
             # only if the row is listed under this key: another key is left over or damaged
-            if row is not None and tenant + row.order_key(name) == found:
+            if row is not None and tenant + row.order_key(name) == entry:
                 yield name, row
             else:
-                self._rows.delete(table, found)
+                self._rows.delete(table, entry)
 
-    def _row_of(self, found: bytes) -> Use | Chain | None:
+    def _row_of(self, entry: bytes) -> Use | Chain | None:
         """Return the row of the pack or manifest in a key that lists it; None if it is damaged or
         missing."""
-        if len(found) < ORDER_KEY.size:
+        if len(entry) < ORDER_KEY.size:
             return None
         # a key ends with the kind (one byte) and the name
-        kind = found[-NAME_BYTES - 1]
-        name = found[-NAME_BYTES:]
+        kind = entry[-NAME_BYTES - 1]
+        name = entry[-NAME_BYTES:]
         return self.chain(name) if kind == MANIFEST else self.use(name)
 
     def finish(self) -> None:
-        """Record the clock if the transaction used anything (``counts``), after a reboot, or if the
-        skew changed."""
-        if self.counts or self._clock_changed:
+        """Record the clock if the transaction used anything, after a reboot, or if the skew
+        changed."""
+        if self.is_moment or self._clock_changed:
             write_clock(self._rows, self.moment, self._clock)
 
     def put(
@@ -446,7 +495,7 @@ class TimedOrder(EvictionOrder):
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
-        self.counts = False
+        self.is_moment = False
         self._clock_changed = False
         self.set_time(0.0)
 
@@ -461,8 +510,8 @@ class TimedOrder(EvictionOrder):
         """Return the time just after a moment: seconds since the epoch."""
         return (moment + 1) / _MOMENTS_PER_S
 
-    def _last_use(self, before: Use) -> tuple[int, float]:
-        """Return the later one of the recorded use and that at ``time``."""
-        moment = max(before.moment, self.moment)
-        time = max(before.time, self.time)
-        return moment, time
+    def _used_now(self, use: Use) -> Use:
+        """Return the row with the later one of the recorded use and that at ``time``."""
+        moment = max(use.moment, self.moment)
+        time = max(use.time, self.time)
+        return use._replace(moment=moment, time=time)

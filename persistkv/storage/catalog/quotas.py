@@ -97,25 +97,26 @@ class Quotas:
         """Return the totals of a tenant, which the caller may change and ``finish`` writes. If the
         row is damaged, the quota is lost, and the totals are computed again from the packs."""
         digest = self._rows.tenant_digest(tenant)
-        if not self._load(tenant, digest):
-            logger.warning(
-                "the quota of a tenant could not be read: it has none until persistkv set"
-            )
-            self.recount()
+        if digest not in self._found:
+            is_damaged = self._read(tenant, digest)
+            if is_damaged:
+                logger.warning(
+                    "the quota of a tenant could not be read: it has none until "
+                    "persistkv set"
+                )
+                self.recount()
         return self._found[digest]
 
-    def _load(self, tenant: str, digest: bytes) -> bool:
-        """Read the totals of a tenant, unless they are known; zeros without a readable row. Return
-        False if the row was damaged."""
-        if digest in self._found:
-            return True
+    def _read(self, tenant: str, digest: bytes) -> bool:
+        """Read the totals of a tenant into ``_found``, zeros without a readable row. Return whether
+        the row is damaged."""
         row = self._rows.get(TENANTS, digest)
         recorded = None if row is None else TenantTotals.decode(row)
         totals = recorded or TenantTotals(tenant)
         self._found[digest] = totals
         # a copy, because callers change the object
         self._before[digest] = replace(totals)
-        return row is None or recorded is not None
+        return row is not None and recorded is None
 
     def count(self, table: PackTable, sign: int) -> None:
         """Add a pack to the totals of its tenant (``sign`` 1), or subtract it (-1)."""
@@ -135,14 +136,16 @@ class Quotas:
         """Return whether a tenant is above its quota, or will be with the expected bytes
         (``expect``)."""
         totals = self.at(digest)
-        return totals is not None and totals.is_above(self._expected.get(digest, 0))
+        expected = self._expected.get(digest, 0)
+        return totals is not None and totals.is_above(expected)
 
     def grown(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the digests of the tenants of which this transaction has added more than it
         has removed, with the bytes of the difference. The caller may evict meanwhile."""
         # a list, because evictions add tenants
         for digest, totals in list(self._found.items()):
-            num_bytes = totals.stored_bytes - self._before[digest].stored_bytes
+            before = self._before[digest]
+            num_bytes = totals.stored_bytes - before.stored_bytes
             if num_bytes > 0:
                 yield digest, num_bytes
 
@@ -152,25 +155,31 @@ class Quotas:
         # above. All others are not.
         digests = {*self._found, *self._expected}
         for key, _ in self._rows.starting_with(META, _ABOVE):
-            digests.add(bytes(key[len(_ABOVE) :]))
+            digest = bytes(key[len(_ABOVE) :])
+            digests.add(digest)
         return [digest for digest in sorted(digests) if self.is_above(digest)]
 
     def recount(self) -> None:
         """Compute the totals of all tenants from the tables of all packs, because a row was
         damaged. Quotas stay."""
         # first find all tenants with a row: those without packs must get zeros
-        for totals in read_tenants(self._rows):
-            self._load(totals.tenant, self._rows.tenant_digest(totals.tenant))
+        for recorded in read_tenants(self._rows):
+            self._counted(recorded.tenant)
         for totals in self._found.values():
             totals.packs = 0
             totals.stored_bytes = 0
         for table in _tables(self._rows):
-            if table.tenant == DEFAULT_TENANT:
-                continue
-            # not ``of``: it would begin to count again if this tenant's row is damaged, too
-            digest = self._rows.tenant_digest(table.tenant)
-            self._load(table.tenant, digest)
-            self._found[digest].count(table, 1)
+            # no totals of the default tenant are recorded
+            if table.tenant != DEFAULT_TENANT:
+                self._counted(table.tenant).count(table, 1)
+
+    def _counted(self, tenant: str) -> TenantTotals:
+        """Return the totals of a tenant for ``recount``. Unlike ``of``, this does not count again
+        if the tenant's row is damaged, too."""
+        digest = self._rows.tenant_digest(tenant)
+        if digest not in self._found:
+            self._read(tenant, digest)
+        return self._found[digest]
 
     def finish(self) -> None:
         """Write the rows that have changed. Call this last in a transaction."""
@@ -178,8 +187,8 @@ class Quotas:
             before = self._before[digest]
             if totals == before:
                 continue
-            # without content and quota, a tenant needs no row
-            if totals.packs or totals.stored_bytes or totals.quota is not None:
+            has_content = totals.packs > 0 or totals.stored_bytes > 0
+            if has_content or totals.quota is not None:
                 self._rows.put(TENANTS, digest, totals.encode())
             else:
                 self._rows.delete(TENANTS, digest)
@@ -242,10 +251,12 @@ def with_default(
     :param tenants: all except the default one.
     :param packs: of the whole store; ``stored_bytes``: likewise.
     """
-    # the default tenant has the rest
     found = list(tenants)
-    packs -= sum(totals.packs for totals in found)
-    stored_bytes -= sum(totals.stored_bytes for totals in found)
-    if packs > 0 or stored_bytes > 0:
-        found.append(TenantTotals(DEFAULT_TENANT, packs, stored_bytes))
+    # the default tenant has what is left of the store
+    rest = TenantTotals(DEFAULT_TENANT, packs, stored_bytes)
+    for totals in found:
+        rest.packs -= totals.packs
+        rest.stored_bytes -= totals.stored_bytes
+    if rest.packs > 0 or rest.stored_bytes > 0:
+        found.append(rest)
     return sorted(found, key=lambda totals: totals.tenant)

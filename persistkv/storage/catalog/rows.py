@@ -89,11 +89,6 @@ class TableRows:
     A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
     transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
     rolled back.
-
-    :param databases: by the name of the table.
-    :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
-    :param of_tenants: whether the data keys of tenants seal their rows; False: that of the store
-        seals all, as in the replica of a shared store.
     """
 
     def __init__(
@@ -105,6 +100,11 @@ class TableRows:
         *,
         of_tenants: bool = True,
     ) -> None:
+        """:param databases: by the name of the table.
+        :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
+        :param of_tenants: whether the data keys of tenants seal their rows; False: that of the
+            store seals all, as in the replica of a shared store.
+        """
         self.txn = txn
         self._databases = databases
         self._seal = seal
@@ -210,14 +210,16 @@ class TableRows:
     def used_bytes(self) -> int:
         """Return the bytes of the pages that this transaction's snapshot uses, without free
         pages."""
-        main = self.txn.stat()  # the tree that lists the tables
-        tables = map(self.txn.stat, self._databases.values())
+        main_tree = self.txn.stat()  # lists the tables
+        trees = [main_tree]
+        for database in self._databases.values():
+            trees.append(self.txn.stat(database))
         pages = _META_PAGES
-        for tree in (main, *tables):
+        for tree in trees:
             pages += tree["branch_pages"]
             pages += tree["leaf_pages"]
             pages += tree["overflow_pages"]
-        return int(pages * main["psize"])
+        return int(pages * main_tree["psize"])
 
 
 def _row_name(table: str, key: Buffer) -> bytes:
@@ -248,8 +250,8 @@ MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 6
 
 PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 """Bits of ``Chain.flags``."""
-NAMED_LOW, NAMED = 1, 2
-"""Values of ``Use.named``, besides 0."""
+NO_PRIORITY, LOW_PRIORITY, NORMAL_PRIORITY = 0, 1, 2
+"""Values of ``Use.priority``."""
 PACK, MANIFEST = 0, 1
 """Kinds of entries in ``ORDER``. A pack of depth 0 comes before the manifests of its moment."""
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
@@ -271,9 +273,9 @@ class Use(NamedTuple):
     depth: int
     # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
     pins: int
-    named: int
-    """Manifests that have named the pack since it was written. 0: none; ``NAMED_LOW``: only
-    manifests of low priority; ``NAMED``: at least one of normal priority."""
+    priority: int
+    """Highest priority of the manifests that have named the pack since it was written;
+    ``NO_PRIORITY``: none has. Only ``LOW_PRIORITY`` has the pack evicted before others."""
     tenant: bytes = b""
     """Digest of the tenant's name, under which ``TENANT_ORDER`` lists the pack; empty for the
     default tenant, which has no order of its own."""
@@ -285,7 +287,7 @@ class Use(NamedTuple):
 
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
-        is_normal = self.named != NAMED_LOW
+        is_normal = self.priority != LOW_PRIORITY
         # deeper packs first, and packs of unknown depth before them
         height = UNKNOWN_DEPTH - self.depth
         return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
@@ -338,9 +340,14 @@ class Chain(NamedTuple):
     def pinned(self) -> bool:
         return bool(self.flags & PINNED)
 
+    @property
+    def priority(self) -> int:
+        """``LOW_PRIORITY`` or ``NORMAL_PRIORITY``."""
+        return LOW_PRIORITY if self.flags & LOW else NORMAL_PRIORITY
+
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
-        is_normal = not self.flags & LOW
+        is_normal = self.priority != LOW_PRIORITY
         # after all packs of its moment
         return ORDER_KEY.pack(is_normal, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
@@ -457,10 +464,10 @@ def is_current(cursor: bytes, seen: bytes) -> bool:
     log; ``cursor`` is the current position."""
     if seen == cursor:
         return True
-    # ``seen`` was the position before the namespace began. Since then it has begun, with manifests
-    # only, which are no changes.
-    sequence = cursor[GENERATION_BYTES:]
-    return seen == EMPTY_CURSOR and not any(sequence)
+    # The namespace may have begun since, but only with manifests: these are no changes of its
+    # packs, which the sequence number counts.
+    sequence = int.from_bytes(cursor[GENERATION_BYTES:], "big")
+    return seen == EMPTY_CURSOR and sequence == 0
 
 
 def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
@@ -468,6 +475,12 @@ def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
     keys."""
     digest = blake2b(manifest_id.encode(), digest_size=ID_BYTES)
     return namespace + digest.digest()
+
+
+def link_row(pack: bytes, manifest: bytes) -> bytes:
+    """Return the key in ``LINKS`` of the row which records that a manifest names a pack; the
+    parameters are the keys of their own rows, in one namespace."""
+    return pack + manifest[ID_BYTES:]
 
 
 def note_row(namespace: bytes, name: str) -> bytes:

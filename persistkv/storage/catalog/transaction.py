@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain as concatenated
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
@@ -22,10 +22,9 @@ from persistkv.storage.catalog.rows import (
     MANIFEST_KEYS,
     MANIFESTS,
     META,
-    NAMED,
-    NAMED_LOW,
     NAMESPACES,
     NO_GENERATION,
+    NO_PRIORITY,
     NOTE,
     ORDERED,
     PACKS,
@@ -41,6 +40,7 @@ from persistkv.storage.catalog.rows import (
     encode_change,
     encode_namespace,
     holds_pack,
+    link_row,
     manifest_row,
     manifests_of,
     pack_table,
@@ -92,6 +92,15 @@ class Payloads(Protocol):
 
     def delete(self, name: bytes) -> None:
         """Delete a pack's payload."""
+
+
+class _PackNaming(NamedTuple):
+    """What the manifests that name a pack record about it."""
+
+    pins: int
+    """``Use.pins``."""
+    priority: int
+    """``Use.priority``."""
 
 
 class CatalogTransaction:
@@ -167,13 +176,14 @@ class CatalogTransaction:
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
         packs last."""
-        # a batch that uses something is a moment (``EvictionOrder.counts``)
+        # such a batch uses something, so its use is later than those before in the eviction order
         if batch.packs or batch.manifests or batch.touches:
-            self._order.counts = True
+            self._order.is_moment = True
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
-            # engines store its blocks again, and then find those after it
+            # The packs after it are kept: they can be loaded again as soon as an engine has stored
+            # the blocks of this one again.
             self._delete(self._namespace + pack_id, keep_later=True)
         for manifest_id in batch.manifest_deletions:
             self.drop_manifest(manifest_row(self._namespace, manifest_id))
@@ -394,20 +404,19 @@ class CatalogTransaction:
         self.grew = True
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
-        self._log(name, ADDED)
+        sequence = self._log(name, ADDED)
         # complete only after the payload was written
         table = pack.table
         # Before the row is there: if the tenant's totals are damaged, they are counted from the
         # rows first, which must not contain this pack yet.
         self.quotas.count(table, 1)
-        added_at = SEQUENCE.pack(self._state.sequence)
-        self._rows.put(PACKS, name, added_at + table.encode(), table.tenant)
-        # In a shared store, a manifest may arrive before its packs, and have pinned or named this
-        # one.
-        pins, named = self._named_by(name)
-        self._order.add_pack(name, table.depth, pins, table.tenant)
-        if named:
-            self._order.touch(name, named)
+        row = SEQUENCE.pack(sequence) + table.encode()
+        self._rows.put(PACKS, name, row, table.tenant)
+        # in a shared store, manifests may arrive before the packs that they name
+        naming = self._read_naming(name)
+        self._order.add_pack(name, table.depth, naming.pins, table.tenant)
+        if naming.priority != NO_PRIORITY:
+            self._order.touch(name, naming.priority)
         self._state.count(table, 1)
 
     def _touch_held(self, name: bytes, tenant: str) -> None:
@@ -415,8 +424,8 @@ class CatalogTransaction:
         a new one: without it, the pack could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
-            pins, _ = self._named_by(name)
-            self._order.add_pack(name, UNKNOWN_DEPTH, pins, tenant)
+            naming = self._read_naming(name)
+            self._order.add_pack(name, UNKNOWN_DEPTH, naming.pins, tenant)
 
     def _remove(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -448,9 +457,9 @@ class CatalogTransaction:
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
             later.update(dict.fromkeys(packs_after))
-            # ``drop_manifest`` has done so, unless the manifest's chain is damaged: a link that is
-            # left over would make the pack count as named
-            self._rows.delete(LINKS, pack + manifest[ID_BYTES:])
+            # If the manifest's chain is damaged, its links are left. This one would make the pack
+            # count as named.
+            self._rows.delete(LINKS, link_row(pack, manifest))
         if keep_later:
             return
         # only packs that no manifest names: nothing else must be deleted with them
@@ -471,23 +480,31 @@ class CatalogTransaction:
             self._order.remove_pack(name)
             return
         table = pack_table(name, row)
-        if table is not None:
-            # before the row is gone, as in ``_add``: a recount must find the pack, to subtract it
-            self.quotas.count(table, -1)
+        if table is None:
+            self._delete_rows(name, None)
+            # the damaged row's share of the totals is unknown
+            self._recount(name[:ID_BYTES])
+            self.quotas.recount()
+            return
+        # Before the row is gone: if the tenant's totals are damaged, they are counted from the rows
+        # first, which must still contain this pack.
+        self.quotas.count(table, -1)
+        self._delete_rows(name, table)
+        self.evicted.append(table)
+        state = self._state_of(table.namespace)
+        state.count(table, -1)
+
+    def _delete_rows(self, name: bytes, table: PackTable | None) -> None:
+        """Delete the rows and the payload of a pack that is held, and log the change.
+
+        :param table: None: it is damaged.
+        """
         self._rows.delete(PACKS, name)
         if self._payloads is not None:
             self._payloads.delete(name)
         self.removed.append(name)
         self._order.remove_pack(name)
         self._log(name, REMOVED, table)
-        if table is None:
-            # the damaged row's share of the totals is unknown
-            self._recount(name[:ID_BYTES])
-            self.quotas.recount()
-            return
-        self.evicted.append(table)
-        state = self._state_of(table.namespace)
-        state.count(table, -1)
 
     # Manifests
 
@@ -495,28 +512,34 @@ class CatalogTransaction:
         """Write a manifest, and record that its packs are used. It replaces the manifest with the
         same id, and is pinned if that was."""
         self.grew = True
-        name = manifest_row(self._namespace, write.manifest.id)
-        before = self._order.chain(name)
+        manifest = write.manifest
+        name = manifest_row(self._namespace, manifest.id)
+        replaced = self._order.chain(name)
         self.drop_manifest(name)
-        is_pinned = before is not None and before.pinned
-        flags = _flags_of(write.manifest)
-        if is_pinned:
+        flags = _flags_of(manifest)
+        if replaced is not None and replaced.pinned:
             flags |= PINNED
-        named = NAMED_LOW if flags & LOW else NAMED
-        tenant = write.manifest.tenant
-        self._rows.put(MANIFESTS, name, encode_manifest(write.manifest), tenant)
-        self._rows.put(MANIFEST_KEYS, name, encode_manifest_keys(write.keys), tenant)
+        head = encode_manifest(manifest)
+        keys = encode_manifest_keys(write.keys)
+        self._rows.put(MANIFESTS, name, head, manifest.tenant)
+        self._rows.put(MANIFEST_KEYS, name, keys, manifest.tenant)
         # each pack once, in order
         packs = tuple(dict.fromkeys(write.packs))
-        ttl_s = write.manifest.ttl_s or 0.0
-        self._order.add_manifest(name, flags, ttl_s, packs)
+        ttl_s = manifest.ttl_s or 0.0
+        chain = self._order.add_manifest(name, flags, ttl_s, packs)
+        self._link_packs(name, chain)
         self._state.requests += 1
-        digest = name[ID_BYTES:]
-        for pack_id in packs:
+
+    def _link_packs(self, manifest: bytes, chain: Chain) -> None:
+        """Record that a new manifest names and uses its packs, and pins them if it is pinned.
+
+        :param manifest: name of the manifest with the chain ``chain``.
+        """
+        for pack_id in chain.packs:
             pack = self._namespace + pack_id
-            self._rows.put(LINKS, pack + digest, b"")
-            self._order.touch(pack, named)
-            if is_pinned:
+            self._rows.put(LINKS, link_row(pack, manifest), b"")
+            self._order.touch(pack, chain.priority)
+            if chain.pinned:
                 self._order.pin(pack, 1)
 
     def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
@@ -527,7 +550,6 @@ class CatalogTransaction:
             ordered.
         """
         namespace = name[:ID_BYTES]
-        digest = name[ID_BYTES:]
         was_held = self._rows.delete(MANIFESTS, name)
         if was_held:
             state = self._state_of(namespace)
@@ -541,7 +563,7 @@ class CatalogTransaction:
         self._order.remove_manifest(name, chain)
         packs = [namespace + pack_id for pack_id in chain.packs]
         for pack in packs:
-            self._rows.delete(LINKS, pack + digest)
+            self._rows.delete(LINKS, link_row(pack, name))
             if chain.pinned:
                 self._order.pin(pack, -1)
         # without an order of the packs, none is after another
@@ -550,17 +572,18 @@ class CatalogTransaction:
         position = packs.index(after)
         return packs[position + 1 :]
 
-    def _named_by(self, pack: bytes) -> tuple[int, int]:
-        """Return ``Use.pins`` and ``Use.named`` of a pack, from the manifests that name it."""
+    def _read_naming(self, pack: bytes) -> _PackNaming:
+        """Return what the manifests that name a pack record about it."""
         pins = 0
-        highest = 0
+        priority = NO_PRIORITY
         for manifest in manifests_of(self._rows, pack):
             chain = self._order.chain(manifest)
-            if chain is not None:
-                pins += chain.pinned  # True counts as 1
-                named = NAMED_LOW if chain.flags & LOW else NAMED
-                highest = max(highest, named)
-        return pins, highest
+            if chain is None:
+                continue
+            if chain.pinned:
+                pins += 1
+            priority = max(priority, chain.priority)
+        return _PackNaming(pins, priority)
 
     def pin(self, name: bytes, pinned: bool) -> None:
         """Pin or unpin a manifest, and the packs that it names. A name that is not held is
@@ -573,7 +596,8 @@ class CatalogTransaction:
         self._order.put(name, changed, chain)
         count = 1 if pinned else -1
         for pack_id in chain.packs:
-            self._order.pin(self._namespace + pack_id, count)
+            pack = self._namespace + pack_id
+            self._order.pin(pack, count)
 
     # Totals and log
 
@@ -624,14 +648,14 @@ class CatalogTransaction:
             keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
             for key in keys:
                 self._rows.delete(table, key)
-        # ``cursor`` then returns the position in a namespace that the store does not hold
+        # from now on, ``cursor`` is that of a namespace that the store does not hold
         state.generation = NO_GENERATION
         state.sequence = 0
         self.ended.append(name)
 
-    def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> None:
-        """Add an entry to the change log of a pack's namespace; parameters as in
-        ``encode_change``."""
+    def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> int:
+        """Add an entry to the change log of a pack's namespace; return its sequence number.
+        Parameters as in ``encode_change``."""
         namespace = name[:ID_BYTES]
         pack_id = name[ID_BYTES:]
         state = self._state_of(namespace)
@@ -639,7 +663,9 @@ class CatalogTransaction:
         key = LOG_KEY.pack(namespace, state.sequence)
         # an entry with the fingerprints of a removed pack is sealed with the key of its tenant
         tenant = STORE if table is None else table.tenant
-        self._rows.put(LOG, key, encode_change(kind, pack_id, table), tenant)
+        entry = encode_change(kind, pack_id, table)
+        self._rows.put(LOG, key, entry, tenant)
+        return state.sequence
 
     def _shorten_log(self, namespace: bytes, state: NamespaceState) -> None:
         """Delete the entries of a change log before its last ``LOG_ENTRIES`` ones."""

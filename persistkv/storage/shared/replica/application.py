@@ -31,6 +31,7 @@ from persistkv.storage.catalog.rows import (
     LINKS,
     MANIFEST_KEYS,
     META,
+    NO_PRIORITY,
     ORDER,
     PACKS,
     SEQUENCE,
@@ -526,7 +527,7 @@ class _Additions:
             time=time,
             depth=head.depth,
             pins=0,
-            named=0,
+            priority=NO_PRIORITY,
             tenant=tenant,
         )
 

@@ -30,7 +30,8 @@ to their verification. With 4 MiB, cold reads with two threads took 20 % longer.
 
 
 class MemoryShares(NamedTuple):
-    """Memory limits in bytes, one per use."""
+    """Memory limits in bytes, one per use. Together with the parts of all reading threads, they are
+    15/16 of the budget at most; the rest is for messages and the allocator."""
 
     staged: int
     """Raw bytes of staged blocks, which wait to be written or are being written."""
@@ -44,11 +45,16 @@ class MemoryShares(NamedTuple):
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
         """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
-        buffers = bound // 8  # of all reading threads together
+        # the medium's copy of the data that a transaction writes
+        transaction = bound // 4
+        # the blocks of one transaction are written while those of the next one arrive
+        staged = bound // 2
+        # of all reading threads together
+        buffers = bound // 8
         return cls(
-            staged=bound // 2,
+            staged=staged,
             ends=bound // 16,
-            transaction=min(MAX_PACK_BYTES, bound // 4),
+            transaction=min(MAX_PACK_BYTES, transaction),
             part=min(_PART_BYTES, buffers // MAX_IO_THREADS),
         )
 

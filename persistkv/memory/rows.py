@@ -102,18 +102,18 @@ class Rows(BlockMemory):
         """See ``BlockMemory``. If a block uses its whole row, consecutive rows are returned as one
         view."""
         stride = self.layout.row_stride
-        whole_row = ((0, stride),)
+        uses_whole_rows = self.layout.groups[group].ranges == ((0, stride),)
         pieces = []
-        # bytes between the ranges separate the blocks
-        if self.layout.groups[group].ranges != whole_row:
-            for block_id in block_ids:
-                pieces += self.places(group, block_id)
+        if uses_whole_rows:
+            for first_row, end_row in runs(block_ids):
+                start = first_row * stride
+                end = end_row * stride
+                piece = self._bytes[start:end]
+                pieces.append(piece)
             return pieces
-        for first_row, end_row in runs(block_ids):
-            start = first_row * stride
-            end = end_row * stride
-            piece = self._bytes[start:end]
-            pieces.append(piece)
+        # unused bytes of the rows are between the blocks: no view can have several
+        for block_id in block_ids:
+            pieces += self.places(group, block_id)
         return pieces
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
@@ -121,8 +121,8 @@ class Rows(BlockMemory):
         ids = np.asarray(block_ids)
         parts = []
         for offset, size in self.layout.groups[group].ranges:
-            end = offset + size
-            part: ByteArray = self.array[ids, offset:end]
+            stop = offset + size
+            part: ByteArray = self.array[ids, offset:stop]
             parts.append(part)
         # without a copy of the only part
         if len(parts) == 1:
@@ -136,8 +136,8 @@ class Rows(BlockMemory):
         for offset, size in self.layout.groups[group].ranges:
             stop = start + size
             part = blocks[:, start:stop]
-            end = offset + size
-            self.array[ids, offset:end] = part
+            row_stop = offset + size
+            self.array[ids, offset:row_stop] = part
             start = stop
 
 
@@ -148,7 +148,8 @@ def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     first = numbers[0]
     end = first  # the number that continues the run
     for number in numbers:
-        if number != end:
+        continues_run = number == end
+        if not continues_run:
             found.append((first, end))
             first = number
         end = number + 1

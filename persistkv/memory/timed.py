@@ -36,8 +36,8 @@ class TimedBlocks:
         # the part in use: a buffer of the pool may be larger
         self._memory = memoryview(self._buffer)[:num_bytes]
         self._lock = threading.Lock()
-        self._callers: Sequence[Regions] | None = blocks
-        """The caller's memory; None: the deadline has passed, and it must not be accessed."""
+        self._caller_blocks: Sequence[Regions] | None = blocks
+        """The caller's memory; None from the deadline on: it must not be accessed any more."""
         self._is_copied = [False] * len(blocks)
         """For each block, whether it was copied between the two memories."""
 
@@ -59,7 +59,7 @@ class TimedBlocks:
         """End the use of the caller's memory; return for each block whether it was copied. Waits
         for the copy of a block, if one is made."""
         with self._lock:
-            self._callers = None
+            self._caller_blocks = None
         return self._is_copied
 
     def release(self) -> None:
@@ -83,10 +83,11 @@ class BlocksToStore(TimedBlocks):
 
     def _copy(self, number: int) -> None:
         """Copy a block from the caller's memory into the pool's. The lock must be held."""
-        if self._callers is None:
+        if self._caller_blocks is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
+        # not ``part`` of this class, which copies
         target = super().part(number, 1)
-        copy_in(self._callers[number], target)
+        copy_in(self._caller_blocks[number], target)
         self._is_copied[number] = True
 
 
@@ -94,8 +95,10 @@ class BlocksToLoad(TimedBlocks):
     """Blocks that are copied to the caller's memory when they are verified."""
 
     def verified(self, number: int) -> None:
+        """Copy a block to the caller's memory, unless the deadline has passed."""
         with self._lock:
-            if self._callers is not None:
-                block = self.part(number, 1)
-                copy_out(block, self._callers[number])
-                self._is_copied[number] = True
+            if self._caller_blocks is None:
+                return
+            block = self.part(number, 1)
+            copy_out(block, self._caller_blocks[number])
+            self._is_copied[number] = True

@@ -32,7 +32,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from persistkv.batches import batched
-from persistkv.config import RowLayout
+from persistkv.config import NumberLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.rows import BlockMemory, ByteArray, Rows
 from persistkv.rounding import divide_up
@@ -118,7 +118,8 @@ class _Request:
 
 @dataclass
 class _Evidence:
-    """Totals of the comparisons with one candidate in which the blocks agreed."""
+    """Totals of the comparisons with one candidate. Tokens, depths and requests are those of blocks
+    that agreed."""
 
     tokens: list[int]
     """For each KV cache group, the number of compared tokens."""
@@ -129,14 +130,29 @@ class _Evidence:
     error: float = 0.0
     """Largest ``Agreement.error`` so far."""
     limit: float = 0.0
-    """``Agreement.limit`` of the last comparison."""
+    """``Agreement.limit``; 0 before the first comparison."""
 
-    def add(self, request: str, block: Block, tokens: int) -> None:
-        """Add a block of which this many tokens agree."""
+    def add(self, request: str, block: Block, agreement: Agreement) -> None:
+        """Add the comparison of a block that a request has offered."""
+        self.error = max(self.error, agreement.error)
+        # the same in all comparisons: it depends on the dtype only
+        self.limit = agreement.limit
+        # without tokens, the blocks are mostly zeros, whose agreement proves nothing
+        if not agreement.agrees or not agreement.tokens:
+            return
         group = block.group
-        self.tokens[group] += tokens
-        self.depths[group] = max(self.depths[group], block.depth + 1)
+        count = block.depth + 1
+        self.tokens[group] += agreement.tokens
+        self.depths[group] = max(self.depths[group], count)
         self.requests.add(request)
+
+
+class _BlockPair(NamedTuple):
+    """Our block and their block of one key, each as a whole row."""
+
+    group: int
+    ours: ByteArray
+    theirs: ByteArray
 
 
 class OtherNamespace(NamespaceView):
@@ -165,7 +181,7 @@ class OtherNamespace(NamespaceView):
         self._own_events = options.events
         """Whether changes of the adopted keys are reported to the engine."""
         self._own_reloads = own.index.reloads
-        """Number of reloads of the own index when the adopted keys were added last."""
+        """Number of reloads of the own index when ``_learn`` added the adopted keys last."""
         # this view reports nothing: ``_learn`` reports to the own view
         options = msgspec.structs.replace(options, events=False)
         super().__init__(
@@ -186,8 +202,9 @@ class OtherNamespace(NamespaceView):
 
     async def refresh(self) -> None:
         # A reload of the own index has deleted the adopted keys. Without a position, this refresh
-        # reads all packs and adds their keys again.
-        if self._own.index.reloads != self._own_reloads:
+        # reads all packs, and ``_learn`` adds their keys again.
+        has_own_reloaded = self._own.index.reloads != self._own_reloads
+        if has_own_reloaded:
             self.cursor = None
         await super().refresh()
         # discarded: lookups find adopted keys only, which ``_learn`` reports
@@ -196,30 +213,41 @@ class OtherNamespace(NamespaceView):
     def _learn(self, changes: Changes) -> None:
         """Apply changes of the other namespace to this view's index, and those of its usable keys
         to the own index."""
-        # all limits are 0: a candidate that is being compared has no usable keys
-        if not any(self.depths):
+        is_candidate = not any(self.depths)
+        if is_candidate:
+            # it has no usable keys before its adoption
             super()._learn(changes)
             return
-        index = self._own.index
+        self._remove_adopted(changes)
         # the added tables are used twice, and an iterator would be empty the second time
         added = list(changes.added)
-        # ``added`` is all that the other namespace holds: the adopted keys begin anew
+        super()._learn(replace(changes, added=added))
+        self._adopt_keys(added)
+        self._own_reloads = self._own.index.reloads
+
+    def _remove_adopted(self, changes: Changes) -> None:
+        """Remove the keys of removed packs from the own index; all of them if the changes begin
+        anew."""
+        index = self._own.index
         if changes.reset:
             index.remove_adopted()
         for fingerprints in changes.removed.values():
             index.remove_adopted(fingerprints)
-        super()._learn(replace(changes, added=added))
-        self._own_reloads = index.reloads
+        if self._own_events and changes.removed:
+            # A report names removed keys, and only their fingerprints are known: mark it as
+            # incomplete.
+            self._own.report.lost = True
+
+    def _adopt_keys(self, tables: Iterable[PackTable]) -> None:
+        """Add the usable keys of packs to the own index."""
+        index = self._own.index
         keys: list[bytes] = []
-        for table in added:
+        for table in tables:
             keys += self._usable_keys(table)
         if self._own_events:
             # before they are added: afterwards no key is absent
             absent = index.absent(keys)
             self._own.report.add(stored=absent)
-            # The report names removed keys, but of removed packs only fingerprints of the keys are
-            # known: mark the report as incomplete.
-            self._own.report.lost |= bool(changes.removed)
         index.add_adopted(keys)
 
     def _usable_keys(self, table: PackTable) -> list[bytes]:
@@ -308,26 +336,27 @@ class Canary:
         self.other: OtherNamespace | None = None
         """The adopted namespace, or the candidate that is being compared."""
         self.verdict: Verdict | None = None
-        """The recorded verdict about ``other``; None while it is undecided."""
+        """The verdict about ``other``, which is adopted; None while ``other`` is a candidate."""
         self._candidates: list[Namespace] = []
         """Namespaces to compare with, one after the other."""
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         """Unfinished requests that have offered blocks, by id."""
         self._loaded: set[bytes] = set()
         """Keys of blocks that another tier than this store loaded for the engine."""
-        self._is_blind = False
-        """Whether the engine computes from blocks that are unknown here, so that nothing can be
-        compared."""
+        self._has_unknown_loads = False
+        """Whether other tiers loaded blocks that ``_loaded`` lacks: the engine may compute from
+        them, so nothing can be compared any more."""
         self._evidence = self._no_evidence()
         """Totals of the comparisons with ``other``."""
         self._running = False
         """Whether a comparison is running."""
         self._unwritten: dict[bytes, Verdict] = {}
-        """Verdicts that ``update`` will record in the store, by the id of the other namespace."""
+        """Verdicts that apply here, and that ``update`` will write to the store, by the id of the
+        other namespace."""
         self._refused: list[OtherNamespace] = []
         """Refused namespaces that are still open; ``update`` closes them."""
         self._extended_at = time.monotonic()
-        """Monotonic time at which the adopted depths were extended last."""
+        """Monotonic time at which ``verdict.depths`` were extended last."""
         if self._may_compare():
             try:
                 self._find(identity)
@@ -341,29 +370,32 @@ class Canary:
         requests, including those that a lookup finds."""
 
     @property
-    def _groups(self) -> int:
+    def _num_groups(self) -> int:
         """Number of KV cache groups."""
         return len(self._rows.layout.groups)
 
     def _may_compare(self) -> bool:
-        """Return whether the options allow comparisons, and the engine has described where the
+        """Return whether the options allow comparisons, and the engine has described where the KV
         numbers of all groups are in its memory."""
-        layout = self._rows.layout
-        # a description is of rows; other memory has a list of regions for each block
-        if layout.numbers is None or not isinstance(self._rows, Rows):
-            return False
         if self._options.adopt != "canary":
             return False
-        if len(layout.numbers.groups) != self._groups:
+        # only rows can be described: other memory has a list of regions for each block
+        if not isinstance(self._rows, Rows):
             return False
-        for number, group in enumerate(layout.groups):
-            # the numbers are described from the start of the row, without gaps
-            if len(group.ranges) != 1:
-                return False
-            offset, length = group.ranges[0]
-            if offset != 0 or not fits(layout.numbers, number, length):
-                return False
-        return True
+        numbers = self._rows.layout.numbers
+        if numbers is None or len(numbers.groups) != self._num_groups:
+            return False
+        groups = range(self._num_groups)
+        return all(self._fits_row(numbers, group) for group in groups)
+
+    def _fits_row(self, numbers: NumberLayout, group: int) -> bool:
+        """Return whether the described numbers of a group are within its blocks."""
+        ranges = self._rows.layout.groups[group].ranges
+        # positions are counted from the start of the row, and know no gaps
+        if len(ranges) != 1:
+            return False
+        offset, length = ranges[0]
+        return offset == 0 and fits(numbers, group, length)
 
     def _find(self, identity: Identity) -> None:
         """Open the namespace of a recorded adoption, or else collect the candidates without a
@@ -381,7 +413,7 @@ class Canary:
                     self._candidates.append(namespace)
                 continue
             # refused; or the depths are not those of these groups
-            if verdict.verdict != "adopted" or len(verdict.depths) != self._groups:
+            if verdict.verdict != "adopted" or len(verdict.depths) != self._num_groups:
                 continue
             self.other = self._open(namespace.id, verdict.depths)
             self.verdict = verdict
@@ -402,8 +434,8 @@ class Canary:
 
     def _no_evidence(self) -> _Evidence:
         """Return the evidence before the first comparison with a candidate."""
-        tokens = [0] * self._groups
-        depths = [0] * self._groups
+        tokens = [0] * self._num_groups
+        depths = [0] * self._num_groups
         return _Evidence(tokens, depths)
 
     def readable(self) -> list[NamespaceView]:
@@ -418,11 +450,11 @@ class Canary:
         """Record that another tier loaded blocks, which the engine therefore did not compute. Too
         many keys, or none, which means that they are unknown, end all comparisons.
         """
-        if not self.active or self._is_blind:
+        if not self.active or self._has_unknown_loads:
             return
         known = list(keys)
         self._loaded.update(known)
-        self._is_blind = not known or len(self._loaded) > _MOST_LOADED
+        self._has_unknown_loads = not known or len(self._loaded) > _MOST_LOADED
 
     def ended(self, request: str) -> None:
         """Forget which blocks a request offered, because it has ended."""
@@ -433,26 +465,24 @@ class Canary:
         blocks that were not offered before, that the store does not hold, and that are beyond the
         adopted depths.
 
-        Empty if the engine may have computed them from blocks that it did not compute (rules 2 and
-        3 of the module, ``_is_evidence``).
+        Empty if the engine may have computed them from blocks that it did not compute
+        (``_is_evidence``).
         """
         state = self._request(request)
-        adopted_depths = (0,) * self._groups
+        adopted_depths = (0,) * self._num_groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
         held = self._held_keys(blocks.keys)
-        # the fields of ``blocks`` are those of ``Block``, as columns
-        fields = zip(*blocks, strict=True)
-        offered = map(Block._make, fields)
         comparable: list[Block] = []
-        for block in sorted(offered, key=attrgetter("depth")):
+        for block in _by_depth(blocks):
             is_held = block.key in held
-            is_foreign = block.depth == UNKNOWN_DEPTH or block.key in self._loaded
-            state.foreign |= is_foreign
-            is_deeper = state.offer(block, is_held=is_held)
+            if block.depth == UNKNOWN_DEPTH or block.key in self._loaded:
+                state.foreign = True
+            is_new = state.offer(block, is_held=is_held)
             is_adopted = block.depth < adopted_depths[block.group]
-            if is_deeper and not is_held and not is_adopted:
+            if is_new and not is_held and not is_adopted:
                 comparable.append(block)
+        # after the loop, because all of these blocks count
         if not self._is_evidence(state):
             return []
         return comparable
@@ -460,7 +490,7 @@ class Canary:
     def _request(self, request: str) -> _Request:
         """Return the state of a request, new if it has offered no blocks yet."""
         if request not in self._requests:
-            counts = [0] * self._groups
+            counts = [0] * self._num_groups
             self._requests[request] = _Request(counts)
         state = self._requests[request]
         # Too many: forget the oldest one. If it offers more blocks, they begin within its context,
@@ -479,10 +509,9 @@ class Canary:
         return held
 
     def _is_evidence(self, request: _Request) -> bool:
-        """Return whether the blocks of a request are evidence: the engine has computed all of them
-        (rule 2 of the module), or, after an adoption, loaded them from this store, whose blocks are
-        proven equal (rule 3)."""
-        if self._is_blind or request.foreign or not request.is_whole:
+        """Return whether the blocks of a request are evidence: the engine has computed all of them,
+        or, after an adoption, loaded some from this store, whose blocks are proven equal."""
+        if self._has_unknown_loads or request.foreign or not request.is_whole:
             return False
         is_adopted = self.verdict is not None
         return is_adopted or not request.held
@@ -522,25 +551,29 @@ class Canary:
         if self.other is None:
             if not self._candidates:
                 return
-            no_depths = (0,) * self._groups
-            candidate = self._candidates[0]
-            self.other = await self._own.call(
-                partial(self._open, candidate.id, no_depths)
-            )
+            self.other = await self._open_candidate()
         keys = [block.key for block in computed]
         holders = await self.other.all_holders(keys)
-        # the blocks that the candidate holds, too
-        pairs: list[tuple[Block, HeldPack]] = []
+        in_both: list[tuple[Block, HeldPack]] = []
         for block, pack in zip(computed, holders, strict=True):
             if pack is not None:
-                pairs.append((block, pack))
-        chosen = _spread(pairs)
+                in_both.append((block, pack))
+        chosen = _spread(in_both)
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for batch in batched(chosen, batch_blocks):
-            # a block differs, and ``_compare`` has processed that
-            if not await self._compare(request, self.other, batch):
+            all_agree = await self._compare(request, self.other, batch)
+            # ``_compare`` has decided about the namespace
+            if not all_agree:
                 return
         self._judge(self.other)
+
+    async def _open_candidate(self) -> OtherNamespace:
+        """Open the first candidate. Its limits of usable depths are 0, so that lookups find none of
+        its blocks before the adoption."""
+        candidate = self._candidates[0]
+        no_depths = (0,) * self._num_groups
+        open_candidate = partial(self._open, candidate.id, no_depths)
+        return await self._own.call(open_candidate)
 
     async def _compare(
         self,
@@ -558,26 +591,21 @@ class Canary:
         rows = self._rows
         assert isinstance(rows, Rows)  # ``_may_compare`` allows no other memory
         readable: list[Block] = []
-        pairs: list[tuple[int, ByteArray, ByteArray]] = []
+        pairs: list[_BlockPair] = []
         for number, (block, _) in enumerate(batch):
             if block.key not in failed:
                 readable.append(block)
                 our_row = rows.array[block.row]
                 their_row = theirs.array[number]
-                pairs.append((block.group, our_row, their_row))
+                pairs.append(_BlockPair(block.group, our_row, their_row))
         # in a reading thread: megabytes of numbers would stop the event loop
         compare_all = partial(self._agreements, pairs)
         (agreements,) = await self._own.threads.read([compare_all])
-        evidence = self._evidence
         for block, agreement in zip(readable, agreements, strict=True):
-            evidence.error = max(evidence.error, agreement.error)
-            evidence.limit = agreement.limit
+            self._evidence.add(request, block, agreement)
             if not agreement.agrees:
                 self._refuse(other, block, agreement)
                 return False
-            # 0: the blocks are mostly zeros, whose agreement proves nothing
-            if agreement.tokens:
-                evidence.add(request, block, agreement.tokens)
         return True
 
     async def _read_theirs(
@@ -589,7 +617,7 @@ class Canary:
         failed."""
         layout = self._rows.layout
         backend = self._own.backend
-        # row ``i`` for block ``i`` of the batch
+        row_numbers = range(len(batch))
         memory = bytearray(len(batch) * layout.row_stride)
         theirs = Rows(memoryview(memory), layout)
         keys = [block.key for block, _ in batch]
@@ -598,9 +626,9 @@ class Canary:
             holders,
             theirs,
             keys,
-            range(len(batch)),
-            _BATCH_BYTES,
-            _BATCH_BYTES,
+            row_numbers,
+            part_bytes=_BATCH_BYTES,
+            scratch_bytes=_BATCH_BYTES,
             remote=backend.capabilities.remote,
         )
         scratch = Scratch(_BATCH_BYTES)
@@ -613,14 +641,17 @@ class Canary:
 
     def _agreements(
         self,
-        pairs: Iterable[tuple[int, ByteArray, ByteArray]],
+        pairs: Iterable[_BlockPair],
     ) -> list[Agreement]:
-        """Compare blocks of two namespaces, given as (KV cache group, our bytes, their bytes)."""
-        number_layout = self._rows.layout.numbers
-        assert number_layout is not None  # see ``_may_compare``
-        return [
-            compare(number_layout, group, ours, theirs) for group, ours, theirs in pairs
-        ]
+        """Compare blocks of two namespaces."""
+        numbers = self._rows.layout.numbers
+        # ``_may_compare`` allows no comparison otherwise
+        assert numbers is not None
+        agreements: list[Agreement] = []
+        for pair in pairs:
+            agreement = compare(numbers, pair.group, pair.ours, pair.theirs)
+            agreements.append(agreement)
+        return agreements
 
     # Verdicts
 
@@ -648,9 +679,11 @@ class Canary:
         if num_requests < _LEAST_REQUESTS or min(evidence.tokens) < _LEAST_TOKENS:
             return
         self._adopt(other, tuple(evidence.depths))
+        # ``other`` is the view of the first candidate
+        candidate = self._candidates[0]
         logger.warning(
             "adopted the blocks of namespace %s: %d tokens of %d requests agree %s; %s",
-            _name(self._candidates[0]),
+            _name(candidate),
             sum(evidence.tokens),
             num_requests,
             _errors(evidence),
@@ -686,10 +719,14 @@ class Canary:
             return
         logger.warning("the blocks of namespace %s are not used: %s", name, cause)
         self._record(other, "refused", ())
-        # the next candidate is undecided
-        self.verdict = None
         self._refused.append(other)
+        self._await_next_candidate()
+
+    def _await_next_candidate(self) -> None:
+        """Drop the first candidate, which is refused. The next one is opened when blocks can be
+        compared with it, and is undecided until then."""
         self.other = None
+        self.verdict = None
         self._candidates = self._candidates[1:]
         self._evidence = self._no_evidence()
 
@@ -700,11 +737,11 @@ class Canary:
         depths: tuple[int, ...],
         final: bool = False,
     ) -> None:
-        """Set the verdict about the other namespace, from which on it applies in this process;
-        ``update`` records it in the store.
+        """Set the verdict about the other namespace. It applies in this process at once; ``update``
+        writes it to the store.
 
         :param depths: limits of usable depths, by KV cache group; empty if it is refused.
-        :param final: whether the depths must not grow any more: nothing else is compared.
+        :param final: whether the comparison is over, so that the depths never grow.
         """
         evidence = self._evidence
         self.verdict = Verdict(
@@ -728,7 +765,8 @@ class Canary:
         """Record new verdicts, and apply them. The task that changes the catalogue awaits it.
         Failures to record are logged, and the next start decides again."""
         while self._refused:
-            self._refused.pop().close()
+            refused = self._refused.pop()
+            refused.close()
         # taken before the writes: a comparison may decide again meanwhile
         unwritten = self._unwritten
         self._unwritten = {}
@@ -737,6 +775,7 @@ class Canary:
         if self.other is not None:
             await self.other.repair()
         if unwritten:
+            # lookups find the blocks of an adoption, or of larger depths, from then on
             await self.refresh()
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:
@@ -764,9 +803,18 @@ class Canary:
     def close(self) -> None:
         """Release the indexes of other namespaces. Idempotent."""
         while self._refused:
-            self._refused.pop().close()
+            refused = self._refused.pop()
+            refused.close()
         if self.other is not None:
             self.other.close()
+
+
+def _by_depth(blocks: Blocks) -> list[Block]:
+    """Return the blocks of a store job one by one, sorted by depth."""
+    # ``Blocks`` has the fields of ``Block``, in the same order, each as a column
+    rows = zip(*blocks, strict=True)
+    offered = map(Block._make, rows)
+    return sorted(offered, key=attrgetter("depth"))
 
 
 def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:

@@ -1,13 +1,13 @@
 """Comparison of two blocks of the same key: whether they hold the same KV, except for rounding.
 
 **Measure.** A block is divided into cells: keys or values of one head of one layer, in one worker.
-In each cell, each token has one vector. The error of a token is the length of the difference of its
-two vectors, divided by the length of the longer one. Two blocks agree if in every cell at least 90
-% of the tokens have an error of at most a limit, which depends on the dtype.
+In each cell, each token has one vector. The error of a token is the norm (the Euclidean length) of
+the difference of its two vectors, divided by the larger norm of the two. Two blocks agree if in
+every cell at least 90 % of the tokens have an error of at most a limit, which depends on the dtype.
 
 **Why rounding passes.** Batch shapes and thread counts change the order of additions. Each number
 then moves by some units in the last place, and all numbers of a vector move independently, so the
-vector's length and direction hardly change. Measured with Llamas of 12 layers (prefill in one
+vector's norm and direction hardly change. Measured with Llamas of 12 layers (prefill in one
 piece, in pieces of 1 to 100 tokens, in batches of 1 to 3, on 1 and 2 threads; standard deviation of
 the weights 0.02, 0.06, 0.15): in the worst cell of 16 tokens, 90 % of the tokens had errors up to
 1.4e-5 in float32, 4.1e-3 in float16 (0.15 excluded) and 5.6e-2 in bfloat16. Numbers that 4 layers
@@ -22,8 +22,8 @@ angle. A scale of ``s`` > 1 gives the error ``1 - 1/s``. A single wrong cell is 
 since cells are not averaged. RoPE that differs only at larger positions passes at smaller ones:
 therefore callers may conclude nothing about positions beyond those compared.
 
-**Near zero**, directions are noise. A vector shorter than a tenth of its cell's median length is
-measured against that tenth instead of its own length.
+**Near zero**, directions are noise. A vector with less than a tenth of its cell's median norm is
+measured against that tenth instead of its own norm.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ LIMITS = {
 }
 """For each dtype, the largest error at which a token counts as equal."""
 _SHARE = 0.9  # share of a cell's tokens that must be within the limit
-# shortest length that errors are relative to, in median lengths of the cell
-_LEAST_LENGTH = 0.1
+# least norm that errors are relative to, in median norms of the cell
+_LEAST_NORM = 0.1
 _ITEM_BYTES = {
     "float32": 4,
     "float16": 2,
@@ -114,22 +114,23 @@ def compare(
     layout."""
     layout = numbers.groups[group]
     error_parts = []
-    length_parts = []
+    norm_parts = []
     with np.errstate(all="ignore"):  # numbers that are not finite give infinite errors
         for part in _slices(layout):
-            part_errors, part_lengths = _errors(ours, theirs, part, numbers.dtype)
-            error_parts.append(part_errors)
-            length_parts.append(part_lengths)
+            compared = _compare_cells(ours, theirs, part, numbers.dtype)
+            error_parts.append(compared.errors)
+            norm_parts.append(compared.norms)
     errors = np.concatenate(error_parts)
-    lengths = np.concatenate(length_parts)
-    cell = int(np.argmax(errors))
-    # Blocks of zeros agree whatever they mean.
-    is_mostly_zero = np.count_nonzero(lengths) * 2 <= len(lengths)
+    norms = np.concatenate(norm_parts)
+    worst_cell = int(np.argmax(errors))
+    error = float(errors[worst_cell])
+    # zeros agree whatever they mean, so they are no evidence
+    is_mostly_zero = np.count_nonzero(norms) * 2 <= len(norms)
     num_tokens = 0
-    if np.isfinite(errors[cell]) and not is_mostly_zero:
+    if math.isfinite(error) and not is_mostly_zero:
         num_tokens = math.prod(count for count, _ in layout.tokens)
     limit = LIMITS[numbers.dtype]
-    return Agreement(float(errors[cell]), limit, cell, num_tokens)
+    return Agreement(error, limit, worst_cell, num_tokens)
 
 
 def _slices(layout: VectorLayout) -> list[VectorLayout]:
@@ -150,42 +151,58 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
     return [layout]
 
 
-def _errors(
+class _ComparedCells(NamedTuple):
+    """Result of the comparison of some cells: one number for each."""
+
+    errors: Floats
+    """Error that 90 % of the cell's tokens do not exceed; infinite if numbers are not finite."""
+    norms: Floats
+    """Median over the cell's tokens of the larger norm of the two vectors."""
+
+
+def _compare_cells(
     ours: ByteArray,
     theirs: ByteArray,
     layout: VectorLayout,
     dtype: str,
-) -> tuple[Floats, Floats]:
-    """Return for each cell the error that 90 % of its tokens do not exceed, infinite if numbers are
-    not finite, and the median over its tokens of the length of the longer vector.
-    """
+) -> _ComparedCells:
     our_items = _items(ours, layout, dtype)
     their_items = _items(theirs, layout, dtype)
     our_vectors = _decode(our_items, dtype)
-    # lengths and errors have the shape (cells, tokens)
-    lengths = _lengths(our_vectors)
+    # norms and errors have the shape (cells, tokens)
+    norms = _norms(our_vectors)
     if np.array_equal(our_items, their_items):
         # equal bytes need no second decoding
-        errors = np.zeros_like(lengths)
+        errors = np.zeros_like(norms)
     else:
         their_vectors = _decode(their_items, dtype)
-        lengths = np.maximum(lengths, _lengths(their_vectors))
-        differences = _lengths(our_vectors - their_vectors)
-        medians = np.median(lengths, axis=1, keepdims=True)
-        least_lengths = _LEAST_LENGTH * medians
-        errors = differences / np.maximum(lengths, least_lengths)
-        errors[differences == 0] = 0  # also where both lengths are 0
-    is_finite = np.isfinite(lengths)
-    errors[~is_finite] = np.inf
+        norms = np.maximum(norms, _norms(their_vectors))
+        errors = _relative_errors(our_vectors - their_vectors, norms)
     num_tokens = errors.shape[1]
     # in ascending order, the index of the error that 90 % of the tokens do not exceed
     place = math.ceil(_SHARE * num_tokens) - 1
     partitioned = np.partition(errors, place, axis=1)
-    worst = partitioned[:, place]
+    cell_errors = partitioned[:, place]
     # A value that is not finite fails its cell, even among the 10 % of tokens that may differ.
-    is_finite_cell = is_finite.all(axis=1)
-    worst[~is_finite_cell] = np.inf
-    return worst, np.median(lengths, axis=1)
+    is_finite = np.isfinite(norms).all(axis=1)
+    cell_errors[~is_finite] = np.inf
+    return _ComparedCells(cell_errors, np.median(norms, axis=1))
+
+
+def _relative_errors(differences: Floats, norms: Floats) -> Floats:
+    """Return the error of each token, shape (cells, tokens).
+
+    :param differences: our vectors minus theirs, shape (cells, tokens, numbers).
+    :param norms: the larger norm of the two vectors of each token.
+    """
+    error_norms = _norms(differences)
+    medians = np.median(norms, axis=1, keepdims=True)
+    least_norms = _LEAST_NORM * medians
+    reference_norms = np.maximum(norms, least_norms)
+    errors: Floats = error_norms / reference_norms
+    # also where both vectors are 0, and the quotient is not a number
+    errors[error_norms == 0] = 0
+    return errors
 
 
 def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:
@@ -204,13 +221,13 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     return strided.reshape(num_cells, -1, layout.length)
 
 
-def _lengths(vectors: Floats) -> Floats:
-    """Return the lengths of vectors, shape (cells, tokens), given as (cells, tokens, numbers)."""
+def _norms(vectors: Floats) -> Floats:
+    """Return the norms of vectors, shape (cells, tokens), given as (cells, tokens, numbers)."""
     # The squares of float32 numbers exceed its range; those of bfloat16 have the same exponents.
     squares = np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
     roots = np.sqrt(squares)
-    lengths: Floats = roots.astype(np.float32)
-    return lengths
+    norms: Floats = roots.astype(np.float32)
+    return norms
 
 
 def _decode(items: npt.NDArray[np.generic], dtype: str) -> Floats:

@@ -109,6 +109,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         """Name or path of the model that created the namespace, or else the model's architecture;
         may be empty."""
         name = self.fields.get(MODEL_NAME) or self.fields.get("architecture")
+        # fields of another program may have any type
         return name if isinstance(name, str) else ""
 
     def __eq__(self, other: object) -> bool:
@@ -126,10 +127,13 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         for name in sorted(ours.keys() | theirs.keys()):
             our_value = ours.get(name)
             their_value = theirs.get(name)
-            # absent is not null; 1 is not 1.0, nor true
+            # absent is not null
             in_both = name in ours and name in theirs
-            if not in_both or _canonical(our_value) != _canonical(their_value):
-                differences.append(FieldDifference(name, our_value, their_value))
+            # as JSON: 1 is not 1.0, nor true
+            is_same = in_both and _canonical(our_value) == _canonical(their_value)
+            if not is_same:
+                difference = FieldDifference(name, our_value, their_value)
+                differences.append(difference)
         return differences
 
     def nearest(self, others: Sequence[Identity]) -> Identity:
@@ -162,8 +166,8 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _member_path(path: str, name: str) -> str:
     """Return the path of a mapping's member. A name that could be misread is quoted."""
-    is_plain = name and not _PATH_SIGNS & set(name)
-    part = name if is_plain else json.dumps(name)
+    is_ambiguous = not name or _PATH_SIGNS.intersection(name)
+    part = json.dumps(name) if is_ambiguous else name
     return f"{path}.{part}" if path else part
 
 
@@ -296,11 +300,13 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     if path.suffix != ".safetensors":
         digest = _hash_span(path, descriptor, 0, size, buffer)
         return [_TensorEntry(path.name, "file", (size,), digest)]
-    base, tensors = _read_header(path, descriptor, size)
+    header_end, tensors = _read_header(path, descriptor, size)
     entries = []
     for name, tensor in tensors.items():
-        start, stop = tensor.data_offsets
-        digest = _hash_span(path, descriptor, base + start, base + stop, buffer)
+        begin, end = tensor.data_offsets
+        start = header_end + begin
+        stop = header_end + end
+        digest = _hash_span(path, descriptor, start, stop, buffer)
         entry = _TensorEntry(name, tensor.dtype, tensor.shape, digest)
         entries.append(entry)
     return entries
@@ -400,9 +406,10 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
     except (OSError, RuntimeError, ValueError):
         # RuntimeError: no home directory, or too deeply nested
         return None
-    # the path too: the file's name is only a part of its hash
-    found = (record.version, record.path, record.stamp)
-    if found != (_CACHE_VERSION, str(path.absolute()), _stamp(status)):
+    if record.version != _CACHE_VERSION or record.stamp != _stamp(status):
+        return None
+    # the name of the cache file has only a part of the path's hash, so two paths may share it
+    if record.path != str(path.absolute()):
         return None
     return record.entries
 
@@ -416,10 +423,14 @@ def _save_entries(
     written."""
     # A second change within the clock's resolution would leave the stamp as it is.
     changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
-    if time.time_ns() - changed_ns < _SETTLED_NS:
+    age_ns = time.time_ns() - changed_ns
+    if age_ns < _SETTLED_NS:
         return
     record = _CachedFingerprints(
-        _CACHE_VERSION, str(path.absolute()), _stamp(status), entries
+        version=_CACHE_VERSION,
+        path=str(path.absolute()),
+        stamp=_stamp(status),
+        entries=entries,
     )
     content = msgspec.json.encode(record)
     # without the cache, the next start only takes longer
@@ -453,14 +464,7 @@ def _read_header(
     if size < _LENGTH_BYTES or length > max_length:
         raise _invalid(path, f"its header cannot have {length} of {size} bytes")
     encoded = os.pread(descriptor, length, _LENGTH_BYTES)
-    unordered = {}
-    try:
-        header = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            unordered[name] = msgspec.json.decode(entry, type=_Tensor)
-    except (ValueError, RecursionError) as error:
-        raise _invalid(path, f"its header does not read: {error}") from None
+    unordered = _decode_header(path, encoded)
     # in the order of their bytes, each must begin where the one before it ends
     names = sorted(unordered, key=lambda name: unordered[name].data_offsets)
     tensors = {name: unordered[name] for name in names}
@@ -472,10 +476,25 @@ def _read_header(
                 path, f"tensor {name!r} begins at byte {begin} instead of {end}"
             )
         end = stop
-    base = _LENGTH_BYTES + length
-    if base + end != size:
-        raise _invalid(path, f"its tensors end at byte {base + end} of {size}")
-    return base, tensors
+    header_end = _LENGTH_BYTES + length
+    file_end = header_end + end
+    if file_end != size:
+        raise _invalid(path, f"its tensors end at byte {file_end} of {size}")
+    return header_end, tensors
+
+
+def _decode_header(path: Path, encoded: bytes) -> dict[str, _Tensor]:
+    """Return the tensors in a file's header by name; raise ConfigurationError if it does not
+    decode."""
+    tensors = {}
+    try:
+        header = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            tensors[name] = msgspec.json.decode(entry, type=_Tensor)
+    except (ValueError, RecursionError) as error:
+        raise _invalid(path, f"its header does not read: {error}") from None
+    return tensors
 
 
 def _invalid(path: Path, problem: str) -> ConfigurationError:

@@ -217,12 +217,13 @@ class OtherNamespace(NamespaceView):
         if is_candidate:
             # it has no usable keys before its adoption
             super()._learn(changes)
-            return
-        self._remove_adopted(changes)
-        # the added tables are used twice, and an iterator would be empty the second time
-        added = list(changes.added)
-        super()._learn(replace(changes, added=added))
-        self._adopt_keys(added)
+        else:
+            self._remove_adopted(changes)
+            # the added tables are used twice, and an iterator would be empty the second time
+            added = list(changes.added)
+            super()._learn(replace(changes, added=added))
+            self._adopt_keys(added)
+        # the own index has all usable keys again
         self._own_reloads = self._own.index.reloads
 
     def _remove_adopted(self, changes: Changes) -> None:

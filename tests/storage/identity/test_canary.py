@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.backend import Backend, CommitBatch
+from persistkv.storage.backend import Backend, Changes, CommitBatch
 from persistkv.storage.identity.verdict import Verdict, read_verdict
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.identity.releases import (
@@ -274,3 +274,27 @@ def test_canary_deleted_blocks_of_old_release_miss(
     new.store.refresh()
     assert new.load(PROMPTS[3]) == [False] * BLOCKS
     assert new.load(PROMPTS[0]) == [True] * BLOCKS
+
+
+def test_canary_own_index_is_reloaded_candidate_is_read_again_once(
+    backend: Backend,
+    contexts: list[KV],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    new = Release(backend, NEW)
+    new.run(PROMPTS[0], contexts[0])
+    assert verdict_of(backend) is None  # it is compared
+    new.store.catalogue.cursor = None  # as after a lack of memory
+    new.store.refresh()
+
+    whole_reads: list[bytes] = []
+    changes = backend.changes
+
+    def counted(namespace: bytes, since: bytes | None) -> Changes:
+        if since is None:
+            whole_reads.append(namespace)
+        return changes(namespace, since)
+
+    monkeypatch.setattr(backend, "changes", counted)
+    new.store.refresh()
+    assert whole_reads == []

@@ -201,7 +201,7 @@ class Inbox:
         lost = dict(self._lost)
         delta = union([delta, _waiting(uses, lost)])
         name = self._names.new_commit(self._clock.random)
-        body = self._objects.encode(name, delta)
+        body = self._objects.body(name, delta)
         if len(body) > _MOST_BODY_BYTES:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)

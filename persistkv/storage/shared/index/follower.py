@@ -108,9 +108,11 @@ class Follower:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._jitter()
-        # None: no commits, because another engine merges them
         inbox_age_s = None
-        if not self._is_merged_regularly or now >= self._inbox_at:
+        # An engine that merges regularly includes the commits in segments. It may be unable to read
+        # some: the inbox is listed all the same, but rarely.
+        lists_inbox = not self._is_merged_regularly or now >= self._inbox_at
+        if lists_inbox:
             self._inbox_at = now + _INBOX_S
             inbox_age_s = _OLD_COMMIT_S
         commits = self._reader.refresh(inbox_age_s=inbox_age_s)
@@ -123,7 +125,7 @@ class Follower:
         if not commits:
             return
         oldest = min(info.time for info in commits)
-        # the engine that merges may be unable to read them
+        # too old to be merged by another engine, which may be unable to read them
         is_left = self._time.now() - oldest > _LEFT_COMMIT_S
         merger.schedule.plan_merge(self._clock.monotonic(), anyway=is_left)
 
@@ -141,12 +143,13 @@ class Follower:
         latest = self._reader.follow()
         if self._merger is not None:
             self._merger.followed(latest)
-        self._is_merged_regularly = False
-        if latest is not None:
-            self._is_merged_regularly = self._is_merging(latest)
-            # an earlier look would find the same ``latest``
-            merge_at = now + self._until_next_merge(latest.time)
-            self._follow_at = max(self._follow_at, merge_at)
+        if latest is None:
+            self._is_merged_regularly = False
+            return
+        self._is_merged_regularly = self._is_merging(latest)
+        # an earlier look would find the same ``latest``
+        merge_at = now + self._until_next_merge(latest.time)
+        self._follow_at = max(self._follow_at, merge_at)
 
     def _until_next_merge(self, merged: float) -> float:
         """Return the seconds until the next regular merge; 0: unknown. Until then, ``latest`` does
@@ -156,8 +159,10 @@ class Follower:
         """
         pause_s = REGULAR_PAUSE_S + MERGE_S
         rest_s = merged + pause_s - self._time.now()
-        # more than a whole pause: ``merged`` is ahead of the medium's clock, and says nothing
-        return rest_s if 0 < rest_s <= pause_s else 0.0
+        # ``merged`` is ahead of the medium's clock, and says nothing
+        if rest_s > pause_s:
+            return 0.0
+        return max(0.0, rest_s)
 
     def _is_merging(self, latest: Latest) -> bool:
         """Return whether ``latest`` shows that another engine merges regularly: it is a few seconds

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -46,7 +46,7 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.index.deletions import Deletions
 from persistkv.storage.shared.index.merge_schedule import MergeSchedule
 from persistkv.storage.shared.index.reader import IndexReader
-from persistkv.storage.shared.replica import Limits, Replica
+from persistkv.storage.shared.replica import Limits, Removals, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,16 @@ _OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a bas
 _ANNOUNCED_S = 15.0
 # names that are included already and that a segment or base includes again: about 1 MB
 _MOST_CARRIED = 10_000
+
+
+class _SegmentPlan(NamedTuple):
+    """Content of a segment before it is written."""
+
+    segment: Delta
+    removals: Removals
+    """Packs and requests that it evicts."""
+    planned: float
+    """Monotonic time at which these were chosen."""
 
 
 class OwnCommit(NamedTuple):
@@ -156,27 +166,35 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return when the oldest own commit was acknowledged that no segment includes; None: there
         is none."""
-        # Copies, because another thread may commit meanwhile. ``contained`` has an includer once
-        # a segment includes the commit.
-        for name in list(self.own):
-            if self._replica.contained.get(name):
-                self.own.pop(name, None)
+        self._drop_included()
+        # a copy, because another thread may commit meanwhile
         waiting = list(self.own.values())
         times = [commit.acknowledged for commit in waiting]
         return min(times, default=None)
 
-    def _forget_own(self, listed: set[str], began: float) -> None:
-        """Forget own commits that are missing in a list that began after their acknowledgement:
-        another engine has merged them. After a suspension, this engine may read only a base that
-        includes the segment, so ``contained`` never tells.
+    def _drop_included(self) -> None:
+        """Drop own commits that a segment includes."""
+        # a copy, because another thread may commit meanwhile
+        names = list(self.own)
+        for name in names:
+            includer = self._replica.contained.get(name)
+            if includer:
+                self.own.pop(name, None)
+
+    def _drop_merged(self, listed: set[str], began: float) -> None:
+        """Drop own commits that a list of the inbox lacks: another engine has merged them.
+
+        Usually ``_drop_included`` finds them. But an engine that was suspended may read only a
+        later base, which includes the segment and does not name the commits in it.
 
         :param listed: names of the commits in the list.
-        :param began: monotonic time before the list.
+        :param began: monotonic time before the list, which may lack later commits.
         """
+        # a copy, because another thread may commit meanwhile
         commits = list(self.own.items())
         for name, commit in commits:
-            is_listed = name in listed or commit.acknowledged >= began
-            if not is_listed:
+            is_older_than_list = commit.acknowledged < began
+            if is_older_than_list and name not in listed:
                 self.own.pop(name, None)
 
     def followed(self, latest: Latest | None) -> None:
@@ -221,7 +239,8 @@ class Merger:
         age_s = self._clock.monotonic() - self._written_at
         if age_s > _ANNOUNCED_S or not self._replica.is_unincluded(self._written):
             return False
-        return all(name != self._written for name, _ in latest.recent)
+        named = [name for name, _ in latest.recent]
+        return self._written not in named
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the capacity: also without commits."""
@@ -244,31 +263,19 @@ class Merger:
         began = self._clock.monotonic()
         self.schedule.begin_merge(began)
         commits = self._reader.list_commits()
-        self._forget_own({info.name for info in commits}, began)
+        listed = {info.name for info in commits}
+        self._drop_merged(listed, began)
         new = [info for info in commits if self._is_new(info.name)]
-        some = _bounded(new)
-        deltas = self._read(some)
-        # for evictions alone, no older segment is written again
-        older: dict[str, Delta] = {}
-        if deltas:
-            older = self._older_segments(some)
-
-        # after the commits were applied to the replica, which may now exceed the limits
-        planned = self._clock.monotonic()
-        now = self._expiry_time()
-        removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
-        at = self._medium.time.time_of_use() or LATEST_TIME
-        evictions = self._replica.tombstones(removals, at)
-
-        contents = [*deltas.values(), evictions, *older.values()]
-        carried = self._included_in(older.values())
-        includes = [*deltas, *older, *carried]
-        segment = union(contents, includes)
+        batch = _bounded(new)
+        deltas = self._read(batch)
         # whether other engines commit, too, decides which engine merges
-        found_others = not self.own.keys() >= deltas.keys()
-        # else there is nothing to merge, and nothing to evict
-        if not segment.is_empty or segment.includes:
-            self._publish(segment, began, planned)
+        found_others = any(name not in self.own for name in deltas)
+
+        plan = self._plan_segment(batch, deltas, limits)
+        removals = plan.removals
+        has_work = bool(plan.segment.includes) or not plan.segment.is_empty
+        if has_work:
+            self._publish(plan.segment, began, plan.planned)
             # their tombstones are durable now
             self.deletions.add_packs(removals.packs)
             if self.last_writer != self.writer:
@@ -279,15 +286,46 @@ class Merger:
         # after the segment is durable, because it includes them
         self._delete_included(commits)
 
-        # more may be left to evict, or to merge
         num_removed = len(removals.packs) + len(removals.manifests)
-        is_incomplete = num_removed >= _MOST_EVICTED or len(new) > len(some)
+        may_evict_more = num_removed >= _MOST_EVICTED
+        has_more_commits = len(new) > len(batch)
         self.schedule.end_merge(
             found=bool(deltas),
             found_others=found_others,
-            incomplete=is_incomplete,
+            incomplete=may_evict_more or has_more_commits,
         )
         self.plan_base()
+
+    def _plan_segment(
+        self,
+        batch: Sequence[BlobInfo],
+        deltas: Mapping[str, Delta],
+        limits: Limits,
+    ) -> _SegmentPlan:
+        """Return the content of the next segment; it is empty if there is nothing to merge or to
+        evict.
+
+        :param batch: commits that it includes.
+        :param deltas: their contents by name. The replica has applied them, and may therefore
+            exceed the limits.
+        """
+        # for evictions alone, no older segment is written again
+        older: dict[str, Delta] = {}
+        if deltas:
+            older = self._older_segments(batch)
+
+        planned = self._clock.monotonic()
+        now = self._expiry_time()
+        removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
+        # an unknown time: no base drops the tombstones as old ones
+        time = self._medium.time.time_of_use() or LATEST_TIME
+        evictions = self._replica.tombstones(removals, time)
+
+        contents = [*deltas.values(), evictions, *older.values()]
+        carried = self._included_in(older.values())
+        includes = [*deltas, *older, *carried]
+        segment = union(contents, includes)
+        return _SegmentPlan(segment, removals, planned)
 
     def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
         """Delete those of the commits that an object includes."""
@@ -297,29 +335,34 @@ class Merger:
 
     def _is_new(self, name: str) -> bool:
         """Return whether the next segment includes a commit in the inbox."""
-        contained = self._replica.contained
         reader = self._reader
-        # the replica may contain it without an includer: it was applied, and is in no segment yet
-        is_included = bool(contained.get(name))
-        is_waiting = name in reader.unreadable or name in reader.publishing
-        return not is_included and not is_waiting
+        # A commit that cannot be read stays in the inbox. One that this handle is writing is first
+        # applied by the writing thread.
+        if name in reader.unreadable or name in reader.publishing:
+            return False
+        # a commit that was applied, and is in no segment yet, has no includer
+        includer = self._replica.contained.get(name)
+        return not includer
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
-        the replica."""
+        the replica. Times in it are limited to those of the commits, as in all readers."""
         others = [info for info in infos if info.name not in self.own]
         read = self._fetch_all(others)
         found: dict[str, Delta] = {}
         for info in infos:
             own = self.own.get(info.name)
-            delta = read.get(info.name) if own is None else own.delta
-            if delta is not None:
-                # own ones, too: the segment must have the times that other engines read
-                found[info.name] = delta.clamped(info.time)
+            if own is not None:
+                found[info.name] = own.delta.clamped(info.time)
+            elif info.name in read:
+                found[info.name] = read[info.name].clamped(info.time)
 
+        # the replica has applied own commits before
         contained = self._replica.contained
-        # not those that the replica has applied before, such as own ones
-        new = [item for item in found.items() if item[0] not in contained]
+        new: list[tuple[str, Delta]] = []
+        for name, delta in found.items():
+            if name not in contained:
+                new.append((name, delta))
         self._reader.apply(new)
         return found
 
@@ -335,19 +378,31 @@ class Merger:
     def _older_segments(self, commits: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the older segments that the next one includes: name → content.
 
-        The smallest first, until one has more binary digits of bytes than all content so far. So
-        the remaining ones have different numbers of digits, and an included segment at least
-        doubles.
-
         :param commits: that the next one includes.
         """
         num_bytes = 0
         for info in commits:
             # the segment contains their names, too
             num_bytes += info.size + len(info.name)
+        chosen = self._small_segments(num_bytes)
+        found = self._fetch_all(chosen)
+        for info in chosen:
+            if info.name not in found:
+                # missing or unreadable: later merges ignore it until a list shows it again
+                self._reader.listed.pop(info.name, None)
+        return found
+
+    def _small_segments(self, num_bytes: int) -> list[BlobInfo]:
+        """Return the segments that are no larger than what the next one includes already.
+
+        Sizes are compared by their numbers of binary digits, as in a log-structured merge tree. The
+        segments that stay have different numbers of digits, so there are few. Each byte is written
+        again about once per digit, because its segment grows each time.
+
+        :param num_bytes: of the commits that the next segment includes.
+        """
         _, segments = self._base_and_segments()
         segments.sort(key=lambda info: info.size)
-
         chosen: list[BlobInfo] = []
         for info in segments:
             is_larger = info.size.bit_length() > num_bytes.bit_length()
@@ -356,19 +411,15 @@ class Merger:
             if info.name not in self._reader.unreadable:
                 chosen.append(info)
                 num_bytes += info.size
-
-        found = self._fetch_all(chosen)
-        for info in chosen:
-            if info.name not in found:
-                # missing or unreadable: later merges ignore it until a list shows it again
-                self._reader.listed.pop(info.name, None)
-        return found
+        return chosen
 
     def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
         """Return the names of the objects that these segments include, and that still exist. The
         next segment includes them, too: its readers need not read the older segments, and skip
-        these objects all the same. While the medium refuses deletions, they are many, and only
-        those with the greatest names are returned.
+        these objects all the same.
+
+        While the medium refuses deletions, they are many. Then only those with the greatest names
+        are returned, which include most others. Readers read the rest once more, which is harmless.
         """
         names: set[str] = set()
         for delta in deltas:
@@ -386,29 +437,31 @@ class Merger:
     def _publish(self, segment: Delta, began: float, planned: float) -> None:
         """Write a segment. The replica has its content already, except for the evictions.
 
+        :param began: monotonic time at which the merge began to list commits.
+        :param planned: monotonic time at which its evictions were chosen.
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
         # readers begin with the highest level, and skip what it includes
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
-        body = self._objects.encode(name, segment)
-        # after a long pause, other engines may have merged or used the same content
+        body = self._objects.body(name, segment)
+        # After a pause of the process, other engines may have merged the same commits, and used
+        # what is to be evicted.
         now = self._clock.monotonic()
-        is_stale = now - began > _STALE_S
-        is_plan_stale = now - planned > _EVICTION_STALE_S
-        if is_stale or is_plan_stale:
+        is_list_stale = now - began > _STALE_S
+        are_evictions_stale = now - planned > _EVICTION_STALE_S
+        if is_list_stale or are_evictions_stale:
             raise StoreError(
                 f"{self._names.base}: the process was paused; the merge is repeated"
             )
         written = self._objects.put(name, body)
-        # what the replica lacks of the segment
-        changes = Delta(
+        lacking = Delta(
             removed=segment.removed,
             dropped=segment.dropped,
             includes=segment.includes,
         )
-        self._reader.apply([(name, changes)])
+        self._reader.apply([(name, lacking)])
         self._note_written(written)
 
     def _new_name(self, level: int) -> str:
@@ -440,8 +493,9 @@ class Merger:
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # else another object includes it, and it may be deleted
-            if info.name in listed or self._replica.is_unincluded(info.name):
+            # an object that another one includes may be deleted, and then no list shows it
+            exists = info.name in listed or self._replica.is_unincluded(info.name)
+            if exists:
                 recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
         body = encode(latest)
@@ -454,24 +508,28 @@ class Merger:
         others only after minutes: usually one engine does it."""
         if not self._is_base_wanted():
             self._base_wanted_at = math.inf
-        elif self._base_wanted_at == math.inf:
-            # none is planned yet
-            pause_s = 0.0
-            if self.last_writer != self.writer:
-                jitter = self._clock.random.random()
-                pause_s = _OTHERS_BASE_S * (1 + jitter)
-            now = self._clock.monotonic()
-            self._base_wanted_at = now + pause_s
+            return
+        is_planned = self._base_wanted_at < math.inf
+        if is_planned:
+            return
+        pause_s = 0.0
+        if self.last_writer != self.writer:
+            jitter = self._clock.random.random()
+            pause_s = _OTHERS_BASE_S * (1 + jitter)
+        now = self._clock.monotonic()
+        self._base_wanted_at = now + pause_s
 
     def _is_base_wanted(self) -> bool:
         """Return whether the segments that no object includes are large in comparison with the last
         base: readers without a replica read all of them."""
         base_bytes, segments = self._base_and_segments()
+        # one segment is read as fast as a base
         if len(segments) < 2:
             return False
-        sizes = [info.size for info in segments]
+        segment_bytes = sum(info.size for info in segments)
+        # a base is as large as the whole index: it is written when a quarter was added
         least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
-        return sum(sizes) > least_bytes
+        return segment_bytes > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
         """Return the bytes of the last base, and the segments: of the listed objects that were read
@@ -479,7 +537,7 @@ class Merger:
         base_bytes = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
-            # also without those that were not read
+            # False, too, for an object that was not read
             if not self._replica.is_unincluded(name):
                 continue
             if self._names.level(name) >= BASE_LEVEL:
@@ -489,16 +547,18 @@ class Merger:
         return base_bytes, segments
 
     def write_again(self, limits: Limits) -> Sequence[str]:
-        """Write the whole index again, and delete all that it includes, with older versions; return
-        what the medium keeps (``Blobs.erase``).
+        """Write the whole index again, and erase the objects of before, with their older versions;
+        return what the medium keeps of them (``Blobs.erase``).
 
         :raises StoreError: the medium failed.
         """
+        # until the inbox is empty, or other engines fill it all the time
         for _ in range(_MOST_MERGES):
             self.merge(limits)
-            # until no commit is left in the inbox
-            if not self._reader.refresh(inbox_age_s=0.0, stable=True):
+            commits = self._reader.refresh(inbox_age_s=0.0, stable=True)
+            if not commits:
                 break
+        # also if the index is a single object: it must not stay as it is
         self.write_base(least_objects=1)
         contained = self._replica.contained
         listed = self._reader.listed
@@ -515,62 +575,67 @@ class Merger:
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
         self._reader.refresh(stable=True)
-        listed = self._to_include()
-        if len(listed) < least_objects:
+        included = self._to_include()
+        if len(included) < least_objects:
             return
-        # A clock that is ahead must not drop tombstones early: the removed packs could return. At
-        # the time 0, which stands for a clock that is not confirmed, none is old enough.
-        oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
-        self._replica.purge(oldest_kept)
-        levels = [self._names.level(name) for name in listed]
+        self._purge_tombstones()
+        levels = [self._names.level(name) for name in included]
         level = max(BASE_LEVEL, 1 + max(levels))
+        parts = self._replica.dump(_PART_BYTES)
         # Each part is written when the next one shows that it is not the last: only the last one
         # names the others, and what the base includes.
-        parts: list[str] = []
-        waiting: Delta | None = None
-        for part in self._replica.dump(_PART_BYTES):
-            if waiting is not None:
-                name = self._write_part(level, waiting, began)
-                parts.append(name)
-            waiting = part
-        # ``dump`` returns at least one
-        assert waiting is not None
+        last = next(parts)
+        written: list[str] = []
+        for part in parts:
+            name = self._write_part(level, last, began)
+            written.append(name)
+            last = part
+        last = msgspec.structs.replace(last, includes=included, parts=written)
         # Its level is higher, so that readers meet it before the parts, which they may not need.
-        last = msgspec.structs.replace(waiting, includes=listed, parts=parts)
         self._write_part(level + 1, last, began)
         self._announce()
+
+    def _purge_tombstones(self) -> None:
+        """Purge old tombstones from the replica, so that the base does not have them.
+
+        A clock that is ahead must not purge them early: the removed packs could return. While the
+        machine's clock does not confirm the medium's, the time is 0, and none is old.
+        """
+        oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
+        self._replica.purge(oldest_kept)
 
     def _to_include(self) -> list[str]:
         """Return the listed objects that were read: all that no object includes, and a bounded
         number of the others."""
-        contained = self._replica.contained
-        new: list[str] = []
-        included: list[str] = []
+        unincluded: list[str] = []
+        others: list[str] = []
         for name in self._reader.listed:
-            if contained.get(name):
-                included.append(name)
-            elif name in contained:
-                # read, and without an includer
-                new.append(name)
-        return new + included[-_MOST_CARRIED:]
+            if self._replica.is_unincluded(name):
+                unincluded.append(name)
+            elif name in self._replica.contained:
+                others.append(name)
+        # the last ones have the highest levels, and include most others
+        return unincluded + others[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         """Write a part of a base; return its name.
 
+        :param began: monotonic time at which the base was begun. After an hour, its list of the
+            index is too old.
         :raises StoreError: the medium failed, or the base takes too long.
         """
         name = self._new_name(level)
-        body = self._objects.encode(name, part)
+        body = self._objects.body(name, part)
         took_s = self._clock.monotonic() - began
         if took_s > _STALE_S:
             raise StoreError(
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
-        written = self._objects.put(name, body)
-        # the replica has the rest: the part was read from it
-        changes = Delta(includes=part.includes)
-        self._reader.apply([(name, changes)])
-        self._note_written(written)
+        info = self._objects.put(name, body)
+        # The content of the part comes from the replica, which lacks only the new includer.
+        lacking = Delta(includes=part.includes)
+        self._reader.apply([(name, lacking)])
+        self._note_written(info)
         return name
 
     def delete_included(self) -> None:
@@ -579,17 +644,18 @@ class Merger:
         """
         if self.last_writer != self.writer:
             return
-        now = self._medium.time.now()
-        old = now - _INCLUDED_S
+        deletable_before = self._medium.time.now() - _INCLUDED_S
         listed = self._reader.listed
-        contained = self._replica.contained
-        found: list[str] = []
+        names_to_delete: list[str] = []
         for name in listed:
-            includer = listed.get(contained.get(name, ""))
-            # 0: the time of the includer is not known
-            if includer is not None and 0 < includer.time < old:
-                found.append(name)
-        self.deletions.delete(found)
+            includer = self._replica.contained.get(name)
+            if not includer or includer not in listed:
+                continue
+            included_at = listed[includer].time
+            # 0: its time is not known
+            if 0 < included_at < deletable_before:
+                names_to_delete.append(name)
+        self.deletions.delete(names_to_delete)
 
 
 def _with_excess(num_bytes: int) -> int:
@@ -598,14 +664,14 @@ def _with_excess(num_bytes: int) -> int:
 
 
 def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-    """Return the first of the commits, in random order of their names, up to the bounds of one
-    merge."""
+    """Return the first of the commits, up to the bounds of one merge. Lists are sorted by name, and
+    names are random, so no engine's commits come first."""
     found: list[BlobInfo] = []
-    length = 0
+    num_bytes = 0
     for info in infos[:MOST_COMMITS]:
-        length += info.size
+        num_bytes += info.size
         # at least one, also if it is larger
-        if found and length > _MOST_BYTES:
+        if found and num_bytes > _MOST_BYTES:
             break
         found.append(info)
     return found

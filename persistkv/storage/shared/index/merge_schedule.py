@@ -1,5 +1,5 @@
 """When an engine merges an index. Any engine may merge at any time: the schedule only affects cost
-and delay.
+and delay. ``latest`` is the object that each merge overwrites, with the name of its engine.
 
 1. The engine that has written ``latest`` merges regularly while it commits, for all engines.
 2. Another engine merges its own commits when they have waited. While ``latest`` is rewritten, it
@@ -48,7 +48,7 @@ class MergeSchedule:
     def __init__(self, random: Callable[[], float]) -> None:
         self._random = random
         self._jitter_s = _JITTER_S * random()
-        """Of this engine: others that wait for the same time differ."""
+        """Random delay of this engine, so that engines with equal reasons do not merge together."""
         self._merged_at = -math.inf
         """Time of the last merge."""
         self._committed_at = -math.inf
@@ -59,7 +59,7 @@ class MergeSchedule:
         self._announced_at = -math.inf
         """Time at which ``latest`` was written."""
         self._latest_time = -math.inf
-        """Time in ``latest``, on the clock of its writer."""
+        """Time in ``latest`` when it was read last: not monotonic, but as its writer stated it."""
         self._stopped_at = math.inf
         """Time at which the regular merges of another engine count as stopped; infinity: there were
         none."""
@@ -72,7 +72,8 @@ class MergeSchedule:
         self._planned_at = math.inf
         """Time of a planned merge of old commits."""
         self._planned_since = math.inf
-        """Time at which it was planned; infinity: other engines' merges do not cancel it."""
+        """Time at which it was planned: a later merge of another engine cancels it. Infinity: none
+        does."""
 
     def note_commit(self, now: float) -> None:
         """Record that this engine has committed."""
@@ -94,11 +95,12 @@ class MergeSchedule:
         :param incomplete: whether commits are left.
         """
         self._failures = 0
-        # else the pauses get longer after a minute (``_pause_s``)
-        if found_others:
-            self._found_others_at = self._merged_at
-        self._is_regular = self._is_regular or found
         self._is_incomplete = incomplete
+        if found:
+            self._is_regular = True
+        if found_others:
+            # keeps the pauses between regular merges short for another minute
+            self._found_others_at = self._merged_at
 
     def note_latest(
         self,
@@ -116,18 +118,28 @@ class MergeSchedule:
         """
         self._is_regular = is_own
         self._announced_at = written
-        pause_s = time - self._latest_time
-        # 0: it is the one that was read before
-        if pause_s:
-            # rule 4: if it does not change again by then, its engine was perhaps killed
-            is_regular = 0 < pause_s < _NOT_REGULAR_S and not is_own
-            stopped_at = now + _STOPPED_S + self._jitter_s
-            self._stopped_at = stopped_at if is_regular else math.inf
+        if time != self._latest_time:
+            self._plan_takeover(now, is_own=is_own, time=time)
         self._latest_time = time
-        if written > self._planned_since:
-            # Another engine has merged during the pause. If this one merged, too, it would become
-            # the one with regular merges, and not continue them, because it does not commit.
+        has_merged_since = written > self._planned_since
+        if has_merged_since:
+            # If this engine merged, too, it would become the one with regular merges, and not
+            # continue them, because it does not commit.
             self._planned_at = math.inf
+
+    def _plan_takeover(self, now: float, *, is_own: bool, time: float) -> None:
+        """Plan a merge in place of another engine that merges regularly: it may be killed after a
+        commit. Each change of ``latest`` shows that it was not, and delays the plan.
+
+        :param is_own: whether this engine has written ``latest``.
+        :param time: new time in ``latest``.
+        """
+        pause_s = time - self._latest_time
+        is_other_regular = not is_own and 0 < pause_s < _NOT_REGULAR_S
+        if is_other_regular:
+            self._stopped_at = now + _STOPPED_S + self._jitter_s
+        else:
+            self._stopped_at = math.inf
 
     def plan_merge(self, now: float, *, anyway: bool = False) -> None:
         """Plan a merge of old commits, or of content that exceeds the limits. Many engines may find
@@ -139,6 +151,7 @@ class MergeSchedule:
             self._planned_at = now + _OLD_PAUSE_S * self._random()
             self._planned_since = now
         if anyway:
+            # no merge is later than this, so none cancels the plan
             self._planned_since = math.inf
 
     def due_at(self, now: float, oldest_own: float | None) -> float:
@@ -147,20 +160,18 @@ class MergeSchedule:
         :param oldest_own: time of acknowledgement of the oldest own commit that no segment
             includes; None: there is none.
         """
-        # rules 3 and 4
+        # a merge of old commits, and one in place of an engine that has probably stopped
         due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
             # at once
             due = min(due, self._merged_at)
-        # rule 2, but not more often than regular merges
         if oldest_own is not None:
-            own_due = max(
-                self._own_due_at(oldest_own), self._merged_at + REGULAR_PAUSE_S
-            )
+            own_due = self._own_due_at(oldest_own)
             due = min(due, own_due)
-        # rule 1
-        if self._is_regular and now - self._committed_at < _ACTIVE_S:
-            due = min(due, self._merged_at + self._pause_s(now))
+        is_active = now - self._committed_at < _ACTIVE_S
+        if self._is_regular and is_active:
+            regular_due = self._merged_at + self._pause_s(now)
+            due = min(due, regular_due)
         # after all others: it delays every merge
         if self._failures:
             # 2 s after the first failure
@@ -170,12 +181,17 @@ class MergeSchedule:
         return due
 
     def _own_due_at(self, oldest_own: float) -> float:
-        """Return the time at which this engine merges an own commit, see rule 2."""
-        has_waited_at = oldest_own + _OWN_WAIT_S
-        # when the next regular merge of another engine is overdue
-        not_regular_at = self._announced_at + _NOT_REGULAR_S
-        latest = oldest_own + _LONGEST_OWN_WAIT_S
-        return min(max(has_waited_at, not_regular_at), latest) + self._jitter_s
+        """Return the time at which this engine merges its oldest commit: when it has waited for 3.5
+        s and no other engine merges regularly, or at the latest after 10 s."""
+        waited_at = oldest_own + _OWN_WAIT_S
+        # when the next regular merge of another engine, which would include it, is overdue
+        overdue_at = self._announced_at + _NOT_REGULAR_S
+        due = max(waited_at, overdue_at)
+        latest_due = oldest_own + _LONGEST_OWN_WAIT_S
+        due = min(due, latest_due) + self._jitter_s
+        # not more often than regular merges
+        next_regular = self._merged_at + REGULAR_PAUSE_S
+        return max(due, next_regular)
 
     def _pause_s(self, now: float) -> float:
         """Return the pause between regular merges. Without commits of others, they are rarer."""

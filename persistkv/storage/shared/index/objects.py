@@ -42,20 +42,21 @@ class IndexObjects:
         self._medium = medium
         self._namespace = namespace
 
-    def encode(self, name: str, delta: Delta) -> bytes:
-        """Return the body of the object ``name``, without content that is forgotten.
+    def body(self, name: str, delta: Delta) -> bytes:
+        """Return the body of the object ``name`` with this content, without what is forgotten.
 
         :raises StoreError: the medium failed.
         """
         if not self._medium.seal.encrypts:
             forgotten = self._medium.records.forgotten
-            return encode(_remembered(delta, forgotten))
+            return encode(_without_forgotten(delta, forgotten))
         seal_with = self._medium.seal.sealed_with
-        # content of each data key apart: without the key, it is not readable any more
+        content_name = self._content_name(name)
+        # one record per data key: to destroy the key makes exactly this content unreadable
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
-            body = encode(content)
-            seal = partial(seal_with, data_key, self._record(name), body)
+            plain = encode(content)
+            seal = partial(seal_with, data_key, content_name, plain)
             record = self._unless_destroyed(data_key, seal)
             if record is not None:
                 sealed.append(record)
@@ -84,7 +85,8 @@ class IndexObjects:
         return self._medium.put_sealed(name, body, self._namespace)
 
     def read(self, info: BlobInfo) -> Delta:
-        """Return the content of an object, without that of forgotten tenants.
+        """Return the content of an object. In a store with a key, it lacks that of forgotten
+        tenants; otherwise the replica refuses to apply that.
 
         :raises BlobMissingError: there is no such blob.
         :raises CorruptPackError: see ``Medium.sealed``; or the key of a tenant does not read.
@@ -100,12 +102,13 @@ class IndexObjects:
         if not self._medium.seal.encrypts:
             raise CorruptPackError("index object", "data keys seal some of it")
         opened = self._medium.seal.opened
+        content_name = self._content_name(info.name)
         packs: list[PackEntry] = []
         manifests: list[ManifestEntry] = []
         for record in stored.sealed:
-            # without the content of destroyed keys
-            open_record = partial(opened, self._record(info.name), record)
-            content_body = self._unless_destroyed(record_key(record), open_record)
+            data_key = record_key(record)
+            open_record = partial(opened, content_name, record)
+            content_body = self._unless_destroyed(data_key, open_record)
             if content_body is not None:
                 content = decode_content(content_body)
                 packs += content.packs
@@ -114,7 +117,7 @@ class IndexObjects:
             stored, packs=packs, manifests=manifests, sealed=()
         )
 
-    def _record(self, name: str) -> bytes:
+    def _content_name(self, name: str) -> bytes:
         """Return the name under which the content of a tenant in an object is sealed."""
         return record_name(self._namespace, f"content of {name}")
 
@@ -136,21 +139,30 @@ def _by_data_key(delta: Delta) -> dict[bytes, TenantContent]:
     return found
 
 
-def _remembered(delta: Delta, forgotten: ForgottenTenants) -> Delta:
+def _without_forgotten(delta: Delta, forgotten: ForgottenTenants) -> Delta:
     """Return a delta of a store without a key, without content that is forgotten."""
     if not forgotten.tenants:
         return delta
     packs: list[PackEntry] = []
     for entry in delta.packs:
-        head = table_head(entry.body)
-        # an unreadable entry has no tenant, and is kept
-        tenant = "" if head is None else head.tenant
+        tenant = _pack_tenant(entry)
         if not forgotten.covers(tenant, PLAIN_KEY, entry.time):
             packs.append(entry)
     manifests: list[ManifestEntry] = []
     for manifest in delta.manifests:
-        described = decoded(decode_manifest, manifest.head)
-        tenant = "" if described is None else described.tenant
+        tenant = _manifest_tenant(manifest)
         if not forgotten.covers(tenant, PLAIN_KEY, manifest.time):
             manifests.append(manifest)
     return msgspec.structs.replace(delta, packs=packs, manifests=manifests)
+
+
+def _pack_tenant(entry: PackEntry) -> str:
+    """Return the tenant of a pack; empty if its table is unreadable, so that it is kept."""
+    head = table_head(entry.body)
+    return "" if head is None else head.tenant
+
+
+def _manifest_tenant(entry: ManifestEntry) -> str:
+    """Return the tenant of a request; empty if its manifest is unreadable, so that it is kept."""
+    manifest = decoded(decode_manifest, entry.head)
+    return "" if manifest is None else manifest.tenant

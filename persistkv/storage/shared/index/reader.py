@@ -2,9 +2,9 @@
 
 1. An object is read unless the replica contains it: because it was read, or because an object that
    was read includes it.
-2. An object that is missing is included elsewhere: the lists are read again. One that two lists in
-   a row show and that is missing both times is damage: it is skipped, reported, and tried again
-   after a minute.
+2. An object that is listed and missing was merged and deleted meanwhile: the lists are read again.
+   One that two lists in a row show and that is missing both times is damage: it is skipped,
+   reported, and tried again after a minute.
 3. Opening reads the inbox first, then the index: a commit that is merged meanwhile appears in the
    index.
 4. Objects that cannot be read cost only themselves. They are never included in others, and never
@@ -40,7 +40,10 @@ _FORGET_UNREADABLE_S = 3600.0  # lists of the inbox are up to 12 minutes apart
 # 32 MiB: of objects that are in memory at the same time. Their decoded content takes several times
 # as much, and the process keeps that memory
 _MOST_AT_ONCE_BYTES = 32 << 20
-_KNOWN_NAMES = 64  # recent objects of the index, for ``latest``
+_MOST_RECENT = 64  # objects of the index that ``latest`` names
+_FEW_SEGMENTS = (
+    64  # segments that are read faster than a base, which is the whole index
+)
 
 
 class IndexReader:
@@ -65,12 +68,11 @@ class IndexReader:
         self.recent: list[BlobInfo] = []
         """Objects of the index that were read or written recently, newest last."""
         self._followed: Latest | None = None
-        """``latest`` whose objects were read last."""
-        self._shown_at: dict[str, float] = dict.fromkeys(
-            replica.contained, self._clock.monotonic()
-        )
-        """Name of an object that the replica contains → monotonic time at which it was known to
-        exist last, as a list or another object has shown."""
+        """Content of the object ``latest`` whose objects were read last; None: none were."""
+        now = self._clock.monotonic()
+        self._shown_at: dict[str, float] = dict.fromkeys(replica.contained, now)
+        """Name of an object that the replica contains → monotonic time at which a list, or another
+        object that includes it, has shown last that it exists."""
 
     def refresh(
         self,
@@ -87,22 +89,23 @@ class IndexReader:
             were read before.
         """
         inbox: list[BlobInfo] = []
-        missing: set[str] = set()
+        missing_before: set[str] = set()
         for _ in range(_TRIES):
-            missing_before = missing
-            missing = set()
+            missing: list[str] = []
             if inbox_age_s is not None:
                 inbox = self._old_commits(inbox_age_s, stable=stable)
-                missing.update(self.read_objects(inbox, is_inbox=True))
+                missing += self.read_objects(inbox, is_inbox=True)
             # after the inbox: a commit that is merged meanwhile appears here
             index = self._medium.listed(self._names.index, stable=stable)
             self._note_list(index)
-            missing.update(self.read_objects(index))
+            missing += self.read_objects(index)
             if not missing:
                 break
-            # rule 2: those that were missing in the round before, too
-            for name in missing & missing_before:
+            # Missing once: merged and deleted after the list. Missing again: lost.
+            lost = missing_before.intersection(missing)
+            for name in lost:
                 self._report(name, "it is listed and missing")
+            missing_before = set(missing)
         self._check_includers()
         # without those that could not be read
         contained = self._replica.contained
@@ -128,18 +131,17 @@ class IndexReader:
     def _old_commits(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
         """Return the commits in the inbox that are at least ``least_age_s`` old, and those whose
         age is unknown."""
-        before = self._medium.time.now()
+        time_before = self._medium.time.now()
         commits = self.list_commits(stable=stable)
-        # not before the newest commit: the list has shown its time
+        # the list has moved it to the time of the newest commit, if that was later
         now = self._medium.time.now()
         old: list[BlobInfo] = []
         for info in commits:
-            is_young = now - info.time < least_age_s
-            # A commit that is an hour ahead of the time before the list: the medium's clock was
-            # wrong when it was written, or this handle did not know the time. Then it counts as
-            # old.
-            is_age_known = info.time - before < AGREEING_S
-            if not (is_young and is_age_known):
+            is_old = now - info.time >= least_age_s
+            # An hour later than the time before the list: either the medium's clock was wrong when
+            # the commit was written, or this handle did not know the time. It counts as old.
+            is_ahead = info.time - time_before >= AGREEING_S
+            if is_old or is_ahead:
                 old.append(info)
         return old
 
@@ -159,17 +161,22 @@ class IndexReader:
         # missing.
         if latest == self._followed:
             return latest
-        named: list[BlobInfo] = []
-        for name, size in latest.recent:
-            # level 0: no object of the index, so not one that ``latest`` may name
-            if self._names.level(name):
-                # without a time: only that of a commit matters, which bounds the times in it
-                named.append(BlobInfo(name, size, 0.0))
-        missing = self.read_objects(named)
+        missing = self.read_objects(self._named(latest))
         if missing:
             self.refresh()
         self._followed = latest
         return latest
+
+    def _named(self, latest: Latest) -> list[BlobInfo]:
+        """Return the objects of the index that ``latest`` names, without their times: only those of
+        commits are used."""
+        named: list[BlobInfo] = []
+        for name, size in latest.recent:
+            # else another release names something else there
+            is_in_index = self._names.level(name) > 0
+            if is_in_index:
+                named.append(BlobInfo(name, size, 0.0))
+        return named
 
     def read_objects(
         self,
@@ -179,7 +186,7 @@ class IndexReader:
     ) -> list[str]:
         """Read objects into the replica, unless it contains them; return the names of missing ones.
 
-        :param is_inbox: they are commits: their times are limited to those of their objects.
+        :param is_inbox: they are commits. The times in them are limited to those of their blobs.
         """
         new = [info for info in infos if self._is_new(info.name)]
         todo = self._in_order(new)
@@ -187,11 +194,11 @@ class IndexReader:
         # the first one alone: it may include all others
         at_once = 1
         while todo:
-            some = self._of_one_level(todo[:at_once])
-            missing += self._read_some(some, is_inbox=is_inbox)
+            batch = self._of_one_level(todo[:at_once])
+            missing += self._read_some(batch, is_inbox=is_inbox)
             # without those that the objects just read include
             contained = self._replica.contained
-            rest = todo[len(some) :]
+            rest = todo[len(batch) :]
             todo = [info for info in rest if info.name not in contained]
             at_once = self._medium.blobs.connections
         return missing
@@ -208,20 +215,22 @@ class IndexReader:
                 content = delta.clamped(info.time) if is_inbox else delta
                 objects.append((info.name, content))
                 read.append(info)
-            elif info.name in self.unreadable:
-                # ``fetch`` has reported it. Or it could not be read before, and is missing now: the
-                # report sets the time of the next try.
-                self._report(info.name, "it is listed and missing")
-            else:
+            elif info.name not in self.unreadable:
                 missing.append(info.name)
+            else:
+                # It could not be read, now or at an earlier try, so another list does not help. The
+                # report is logged only once, and sets the time of the next try.
+                self._report(info.name, "it is listed and missing")
         self.apply(objects)
         self.remember(read)
         return missing
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-        """Return the first objects, up to a change of the level: after the last object of a base,
-        its parts may not be needed. Several are in memory together only up to
+        """Return the first objects that may be read together: those of one level, because they may
+        include objects of lower levels, which then need not be read. Several together have at most
         ``_MOST_AT_ONCE_BYTES``.
+
+        :param infos: in the order of ``_in_order``, so those of one level are neighbours.
         """
         first_level = self._names.level(infos[0].name)
         found: list[BlobInfo] = []
@@ -236,24 +245,26 @@ class IndexReader:
         return found
 
     def _in_order(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
-        """Return objects in the order of reading. The newest first: it includes others, which need
-        not be read then.
+        """Return objects in the order of reading: from the highest level down. An object includes
+        others of lower levels, which then need not be read.
 
         A reader that lacks only a few segments reads them before a base that includes them: then it
         need not read the parts of the base, which are the whole index.
         """
-        newest_first = sorted(infos, key=lambda info: info.name, reverse=True)
+        # names sort by level, then by time
+        highest_first = sorted(infos, key=lambda info: info.name, reverse=True)
         bases: list[BlobInfo] = []
         segments: list[BlobInfo] = []
-        for info in newest_first:
-            is_base = self._names.level(info.name) >= BASE_LEVEL
-            kind = bases if is_base else segments
-            kind.append(info)
-        # an empty replica lacks everything: then the base is the shortest way
-        lacks_few = len(segments) <= _KNOWN_NAMES
-        if self._replica.contained and lacks_few:
-            return segments + bases
-        return newest_first
+        for info in highest_first:
+            if self._names.level(info.name) >= BASE_LEVEL:
+                bases.append(info)
+            else:
+                segments.append(info)
+        # an empty replica lacks everything: the base is the shortest way
+        is_empty = not self._replica.contained
+        if is_empty or len(segments) > _FEW_SEGMENTS:
+            return highest_first
+        return segments + bases
 
     def fetch(self, info: BlobInfo) -> Delta | None:
         """Return the content of an object; None if it is missing, or cannot be read, which is
@@ -263,8 +274,8 @@ class IndexReader:
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:
-            # A RefusedError of a single object is not one of the medium: without the right to read
-            # anything, the store does not open.
+            # The medium refuses this object only: it allows other reads, or the store would not be
+            # open.
             self._report(info.name, str(error))
             return None
 
@@ -280,26 +291,27 @@ class IndexReader:
         if not objects:
             return
         # before ``apply``, which adds the included names to those that the replica contains
-        parts = self._parts_without_news(objects)
+        needless_parts = self._needless_parts(objects)
         self._replica.apply(objects)
-        self._replica.mark_contained(parts)
-        shown = list(parts)
+        self._replica.mark_contained(needless_parts)
+        # the objects themselves exist, and others because these name them
+        shown = list(needless_parts)
         for name, delta in objects:
             self.unreadable.pop(name, None)
             shown.append(name)
             shown += delta.includes
         self._note_shown_now(shown)
 
-    def _parts_without_news(self, objects: Sequence[tuple[str, Delta]]) -> list[str]:
-        """Return the names of the parts of such bases among the objects that include only what the
-        replica contains: their parts need not be read."""
+    def _needless_parts(self, objects: Sequence[tuple[str, Delta]]) -> list[str]:
+        """Return the names of parts of bases that need not be read: the replica contains all that
+        the base includes, so the base brings nothing new."""
         contained = self._replica.contained
-        parts: list[str] = []
+        needless: list[str] = []
         for _, delta in objects:
-            included = set(delta.includes)
-            if delta.parts and contained.keys() >= included:
-                parts += delta.parts
-        return parts
+            is_base = bool(delta.parts)
+            if is_base and contained.keys() >= set(delta.includes):
+                needless += delta.parts
+        return needless
 
     def _note_shown_now(self, names: Iterable[str]) -> None:
         """Remember that objects exist, so that their names are not forgotten."""
@@ -312,7 +324,7 @@ class IndexReader:
             # level 0: a commit
             if self._names.level(info.name):
                 self.recent.append(info)
-        del self.recent[:-_KNOWN_NAMES]
+        del self.recent[:-_MOST_RECENT]
 
     def _check_includers(self) -> None:
         """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:
@@ -320,8 +332,8 @@ class IndexReader:
         """
         not_included: list[str] = []
         for name in self.listed:
+            # None: the replica does not contain the object; empty: nothing includes it
             includer = self._replica.contained.get(name)
-            # None: not contained; empty: nothing includes it
             if includer and includer not in self.listed:
                 not_included.append(name)
         self._replica.mark_not_included(not_included)

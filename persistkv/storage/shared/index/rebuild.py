@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
@@ -25,6 +26,22 @@ from persistkv.storage.shared.index.unnamed import read_tail, unnamed_packs
 from persistkv.storage.shared.replica import Replica
 
 _COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
+
+
+class _UnnamedPack(NamedTuple):
+    """A pack in the store that the index does not name."""
+
+    name: bytes
+    """Pack id and nonce, from the name of its blob."""
+    time: float
+    """Of the blob, on the medium's clock."""
+    table: PackTable
+
+    def entry(self) -> PackEntry:
+        """Return the entry with which the index names it."""
+        nonce = self.name[ID_BYTES:]
+        body = self.table.encode()
+        return PackEntry(self.table.pack_id, nonce, body, self.time)
 
 
 class Rebuilder:
@@ -57,9 +74,9 @@ class Rebuilder:
         found: list[PackTable] = []
         waiting: list[PackEntry] = []
         waiting_bytes = 0
-        for name, time, table in self._unnamed():
-            found.append(table)
-            entry = PackEntry(table.pack_id, name[ID_BYTES:], table.encode(), time)
+        for pack in self._unnamed():
+            found.append(pack.table)
+            entry = pack.entry()
             waiting.append(entry)
             waiting_bytes += len(entry.body)
             # several commits: one object has a limited size
@@ -71,16 +88,17 @@ class Rebuilder:
             self._commit(waiting)
         return found
 
-    def _unnamed(self) -> Iterator[tuple[bytes, float, PackTable]]:
-        """Iterate over the packs that the index neither names nor has ended: pack id and nonce,
-        time of the blob, and table."""
+    def _unnamed(self) -> Iterator[_UnnamedPack]:
+        """Iterate over the packs that the index neither names nor has ended; count the other blobs
+        in ``skipped``."""
         blobs = unnamed_packs(self._medium, self._names, self._replica)
         for name in self._replica.ended_names(blobs):
             del blobs[name]
             self.skipped["deleted packs"] += 1
-        total = sum(info.size for info in blobs.values())
+        infos = list(blobs.values())
+        total = sum(info.size for info in infos)
         done = 0
-        tables = self._medium.maintenance.each(self._table_of, list(blobs.values()))
+        tables = self._medium.maintenance.each(self._table_of, infos)
         # ``each`` keeps the order of the blobs
         for name, (info, table) in zip(blobs, tables, strict=True):
             done += info.size
@@ -88,22 +106,22 @@ class Rebuilder:
             if table is None:
                 self.skipped["blobs without a readable table"] += 1
                 continue
-            reason = self._refusal(name, info.time, table)
-            if reason:
-                self.skipped[reason] += 1
-                continue
-            yield name, info.time, table
+            pack = _UnnamedPack(name, info.time, table)
+            refusal = self._refusal(pack)
+            if refusal:
+                self.skipped[refusal] += 1
+            else:
+                yield pack
 
-    def _refusal(self, name: bytes, time: float, table: PackTable) -> str:
-        """Return why a pack with a readable table is not named; empty: it is.
-
-        :param name: pack id and nonce in the name of its blob; ``time``: of the blob.
-        """
-        is_here = table.namespace == self._replica.namespace
-        if not is_here or table.pack_id != name[:ID_BYTES]:
+    def _refusal(self, pack: _UnnamedPack) -> str:
+        """Return why the index must not name a pack; empty if it may."""
+        table = pack.table
+        is_of_namespace = table.namespace == self._replica.namespace
+        is_under_its_name = table.pack_id == pack.name[:ID_BYTES]
+        if not (is_of_namespace and is_under_its_name):
             return "packs of another place"
         forgotten = self._medium.records.forgotten
-        if forgotten.covers(table.tenant, table.data_key, time):
+        if forgotten.covers(table.tenant, table.data_key, pack.time):
             return "packs of forgotten tenants"
         return ""
 
@@ -115,14 +133,17 @@ class Rebuilder:
             table = self._medium.seal.decode_table(tail)
         except (CorruptPackError, BlobMissingError):
             return None
-        # the bytes behind the payload are the table as stored: else the table is of another blob
-        following = info.size - table.payload_length
-        return table if 0 < following <= MAX_OBJECT_BYTES else None
+        # The blob is the payload and then the table. With any other length of the table, the table
+        # is of another blob.
+        table_bytes = info.size - table.payload_length
+        if not 0 < table_bytes <= MAX_OBJECT_BYTES:
+            return None
+        return table
 
     def _commit(self, entries: Sequence[PackEntry]) -> None:
         """Write a commit with these packs to the inbox, and apply it to the replica."""
         name = self._names.new_commit(self._medium.clock.random)
         delta = Delta(packs=list(entries))
-        body = self._objects.encode(name, delta)
+        body = self._objects.body(name, delta)
         self._objects.put(name, body)
         self._replica.apply([(name, delta)])

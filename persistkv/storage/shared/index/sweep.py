@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo, BlobMissingError
@@ -43,6 +44,13 @@ _STARTED = struct.Struct("<d")  # time at which a sweep began, on the medium's c
 class _BlockedError(Exception):
     """An object of the index cannot be read, and may name any blob. The text tells which and
     why."""
+
+
+class _Damage(NamedTuple):
+    """Result of reading an object of the index that is damaged."""
+
+    reason: str
+    """Name of the object, and what is wrong."""
 
 
 class Sweeper:
@@ -85,14 +93,18 @@ class Sweeper:
             (started,) = _STARTED.unpack(body)
         except (BlobMissingError, CorruptPackError, struct.error):
             return True
-        if not self._medium.time.now():
+        now = self._medium.time.now()
+        if not now:
             # No reply has told the time: this engine has written nothing, and the index has no
             # object. A list of the packs, which the sweep may delete, tells it.
             self._medium.listed(self._names.packs)
-        now = self._medium.time.now()
+            now = self._medium.time.now()
+        if not now:
+            # the store has no packs that could be deleted
+            return False
         # a start that is more than a day ahead is of a wrong clock
         is_recent = -INTERVAL_S < now - started < INTERVAL_S
-        return now != 0.0 and not is_recent
+        return not is_recent
 
     def sweep(self) -> int:
         """Delete old blobs that nothing names; return their number.
@@ -105,20 +117,21 @@ class Sweeper:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
-        # an upload that the medium executed late may have restored a destroyed data key
-        self._medium.keys.destroy(self._medium.keys.undeleted())
-        old = self._old_blobs(now)
-        if not old:
+        # data keys that an upload which the medium executed late has restored
+        restored = self._medium.keys.undeleted()
+        self._medium.keys.destroy(restored)
+        unnamed = self._old_blobs(now)
+        if not unnamed:
             return 0
         try:
-            # two readings of the whole index, by rule 1
+            # two readings: a blob may be named in an object that one of them misses
             for _ in range(2):
-                old -= self._named(old, now)
+                unnamed -= self._named(unnamed, now)
         except _BlockedError as blocked:
             logger.warning("%s: no sweep, because %s", self._names.base, blocked)
             return 0
-        self._medium.blobs.delete(sorted(old))
-        return len(old)
+        self._medium.blobs.delete(sorted(unnamed))
+        return len(unnamed)
 
     def _record_start(self) -> float:
         """Record that a sweep begins, so that other engines skip theirs; return the medium's
@@ -138,7 +151,8 @@ class Sweeper:
             nonce = self._names.keys_nonce(info.name)
             if nonce is not None and nonce not in held:
                 infos.append(info)
-        return {info.name for info in infos if now - info.time > _LEAST_AGE_S}
+        old_before = now - _LEAST_AGE_S
+        return {info.name for info in infos if info.time < old_before}
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
         """Return those of the blobs that the index names and has not ended.
@@ -169,20 +183,28 @@ class Sweeper:
             listed = self._list_objects()
             new = [info for info in listed if info.name not in read]
             fetched = self._medium.maintenance.each(self._fetch, new)
-            for info, delta in fetched:
-                if delta is None:
+            for info, content in fetched:
+                if content is None:
                     is_complete = False
                     continue
-                # also one that does not read: it is not tried again
+                # a damaged one, too: it is not tried again
                 read.add(info.name)
-                if isinstance(delta, Delta):
-                    yield delta
-                # rule 2: old damage is junk, unless it is sealed with a key that is not known here
-                elif now - info.time < _JUNK_S or not self._medium.keys.are_complete():
-                    raise _BlockedError(delta)
+                if isinstance(content, Delta):
+                    yield content
+                elif not self._is_junk(info, now):
+                    raise _BlockedError(content.reason)
             if is_complete:
                 return
         raise _BlockedError("listed objects of the index are missing")
+
+    def _is_junk(self, info: BlobInfo, now: float) -> bool:
+        """Return whether a damaged object names nothing that the sweep must keep: it is a week old,
+        and not merely sealed with a data key that this handle does not know.
+
+        :raises StoreError: the medium failed.
+        """
+        is_old = now - info.time >= _JUNK_S
+        return is_old and self._medium.keys.are_complete()
 
     def _list_objects(self) -> list[BlobInfo]:
         """Return the commits, then the objects of the index. Commits that are merged between the
@@ -192,9 +214,8 @@ class Sweeper:
         infos += self._medium.listed(names.index, stable=True)
         return [info for info in infos if names.is_object(info.name)]
 
-    def _fetch(self, info: BlobInfo) -> Delta | str | None:
-        """Return the content of an object; None if it is missing; a text with the reason if it is
-        damaged.
+    def _fetch(self, info: BlobInfo) -> Delta | _Damage | None:
+        """Return the content of an object, or its damage; None if it is missing.
 
         :raises _BlockedError: a newer release has written it.
         """
@@ -207,4 +228,4 @@ class Sweeper:
                 f"{info.name} is of a newer release ({error})"
             ) from None
         except CorruptPackError as error:
-            return f"{info.name} does not read ({error})"
+            return _Damage(f"{info.name} does not read ({error})")

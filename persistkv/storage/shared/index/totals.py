@@ -42,7 +42,7 @@ _FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
 _GROWTH_SHARE = 64
 # else, when the namespace has used half of its share: between two totals
 _LEAST_TOTALS_S = 5.0
-# names in a list of S3: of more totals, a part of the minutes reads the list
+# totals that are listed per minute: the names that S3 returns for one request
 _PER_MINUTE = 1000
 
 
@@ -52,25 +52,25 @@ class Totals(ArrayStruct, frozen=True):
     num_bytes: int
     """Of all its content."""
     ages: Sequence[tuple[float, int]]
-    """(time, bytes that were last used at this time or earlier), ascending."""
+    """Steps of (time, bytes that were last used at this time or earlier), ascending."""
     tenants: Mapping[bytes, Totals] = {}
     """Totals of the tenants with a quota, by the digests of their names."""
 
     def used_until(self, time: float) -> int:
         """Return the bytes that were last used at a time or earlier."""
-        # bytes of the last step up to the time
-        found = 0
-        for until, total in self.ages:
-            if until > time:
+        num_bytes = 0
+        for step_time, bytes_until in self.ages:
+            if step_time > time:
                 break
-            found = total
-        return found
+            num_bytes = bytes_until
+        return num_bytes
 
     def later(self, seconds: float) -> Totals:
-        """Return totals whose content has the same ages some seconds later."""
+        """Return totals with all times of use moved to some seconds later."""
         ages: list[tuple[float, int]] = []
-        for time, until in self.ages:
-            ages.append((time + seconds, until))
+        for step_time, bytes_until in self.ages:
+            later_time = step_time + seconds
+            ages.append((later_time, bytes_until))
         tenants: dict[bytes, Totals] = {}
         for tenant, totals in self.tenants.items():
             tenants[tenant] = totals.later(seconds)
@@ -82,20 +82,21 @@ class Totals(ArrayStruct, frozen=True):
         :param horizons: of the tenants above their quotas, by the digests of their names: what they
             last used before is evicted.
         """
-        num_bytes = self.num_bytes - self._evicted(horizons, math.inf)
+        # steps are coarse, so differences may be negative
+        rest = self.num_bytes - self._evicted(horizons, math.inf)
+        num_bytes = max(0, rest)
         ages: list[tuple[float, int]] = []
-        for time, until in self.ages:
-            rest = until - self._evicted(horizons, time)
-            # steps are coarse, so differences may be negative
-            ages.append((time, max(0, rest)))
-        return Totals(max(0, num_bytes), ages)
+        for step_time, bytes_until in self.ages:
+            rest_until = bytes_until - self._evicted(horizons, step_time)
+            ages.append((step_time, max(0, rest_until)))
+        return Totals(num_bytes, ages)
 
     def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
         """Return whether any content was last used before the horizon of all content, or of its
         tenant."""
-        # fewer bytes: some content of a tenant is older than the tenant's horizon
-        kept = self.without(horizons)
-        return kept.num_bytes < self.num_bytes or self.used_until(horizon) > 0
+        within_quotas = self.without(horizons)
+        has_excess = within_quotas.num_bytes < self.num_bytes
+        return has_excess or self.used_until(horizon) > 0
 
     def _evicted(self, horizons: Mapping[bytes, float], time: float) -> int:
         """Return the bytes that tenants last used before their horizons, and at a time or
@@ -103,7 +104,8 @@ class Totals(ArrayStruct, frozen=True):
         num_bytes = 0
         for tenant, horizon in horizons.items():
             totals = self.tenants.get(tenant, _NOTHING)
-            num_bytes += totals.used_until(min(time, horizon))
+            earlier = min(time, horizon)
+            num_bytes += totals.used_until(earlier)
         return num_bytes
 
 
@@ -127,9 +129,9 @@ class TotalsBoard:
         """As they were read last, by namespace: also of those that this handle uses."""
         self._own: dict[bytes, Totals] = {}
         """Totals of the namespaces that this handle uses, as it has published them last."""
-        self._read_at = -math.inf
+        self._next_list_at = -math.inf
         """Monotonic time of the next list."""
-        self._seen_at = 0.0
+        self._listed_time = 0.0
         """Time of the last list, on the medium's clock."""
 
     def exchange(self, replica: Replica, policy: Policy) -> None:
@@ -140,17 +142,21 @@ class TotalsBoard:
         """
         totals = self._publish(replica, policy)
         now = self._clock.monotonic()
-        if now >= self._read_at:
+        if now >= self._next_list_at:
             self._read(replica.namespace, totals)
-            minutes = len(self._published) // _PER_MINUTE
-            self._read_at = now + TOTALS_S * minutes
+            # 0 below 1,000: then each call reads
+            pause_minutes = len(self._published) // _PER_MINUTE
+            self._next_list_at = now + TOTALS_S * pause_minutes
 
     def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
         namespace = replica.namespace
         name = self._medium.names.totals_of(namespace)
-        tenants = _tenant_totals(replica, policy)
-        totals = Totals(replica.disk_bytes(), replica.ages(_POINTS), tenants)
+        totals = Totals(
+            num_bytes=replica.disk_bytes(),
+            ages=replica.ages(_POINTS),
+            tenants=_tenant_totals(replica, policy),
+        )
         # a namespace without content has no totals in the store
         if totals.num_bytes:
             self._medium.put_sealed(name, encode(totals), namespace)
@@ -174,26 +180,29 @@ class TotalsBoard:
             known = self._published.get(namespace)
             if namespace == own:
                 found[namespace] = PublishedTotals(written, totals)
-            # unchanged since they were read
             elif known is not None and known.written == written:
+                # unchanged since they were read
                 found[namespace] = known
             else:
                 changed[namespace] = written
-        read = self._medium.maintenance.each(self._fetch, list(changed))
-        for namespace, new in read:
-            found[namespace] = PublishedTotals(changed[namespace], new)
-        self._seen_at = self._medium.time.now()
-        self._published = self._recent() | found
+        fetched = self._medium.maintenance.each(self._fetch, list(changed))
+        for namespace, new_totals in fetched:
+            found[namespace] = PublishedTotals(changed[namespace], new_totals)
+        self._listed_time = self._medium.time.now()
+        # also of those that the list lacks
+        recent = self._recent()
+        self._published = recent | found
 
     def _recent(self) -> dict[bytes, PublishedTotals]:
-        """Return the totals that engines have written lately, as they were read last. If they are
-        missing now, an operator has deleted them, and their engines write them again within a
-        minute; or the namespace has become empty, and counts for a minute more.
+        """Return the totals that engines have written lately, as they were read before. They count
+        even if they are missing now: an operator has deleted them, and their engines write them
+        again within a minute; or the namespace has become empty, and counts for a minute more.
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():
             # the absolute difference: a time far ahead is of a wrong clock, and not late
-            if abs(self._seen_at - published.written) <= _IN_USE_S:
+            difference_s = abs(self._listed_time - published.written)
+            if difference_s <= _IN_USE_S:
                 recent[namespace] = published
         return recent
 
@@ -222,30 +231,29 @@ class TotalsBoard:
         The namespaces in use share the free space equally. A part of the capacity is kept free, so
         that a growing namespace evicts the oldest content of the store, and not only its own. What
         others will evict is not free before their totals show it: meanwhile, each namespace of a
-        store that exceeds its capacity gives up an equal part, whatever its age.
+        store that exceeds its capacity gives up the same fraction, whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        others: list[Totals] = []
         # before the first exchange, its own totals are not known: it may use the whole limits
+        others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)
         tenants = _tenant_bounds(mine, others, policy)
-        # what exceeds a quota is evicted anyway, so it does not count for the capacity
         whole: Bound | None = None
         if policy.capacity is not None:
+            num_sharing = 1 + self._others_in_use(namespace)
+            # what exceeds a quota is evicted anyway, so it does not count for the capacity
             horizons = _tenant_horizons([mine, *others], policy)
-            mine = mine.without(horizons)
-            others = [totals.without(horizons) for totals in others]
-            sharing = 1 + self._others_in_use(namespace)
-            whole = _bound(mine, others, policy.capacity, sharing)
+            whole = _bound(
+                mine.without(horizons),
+                [totals.without(horizons) for totals in others],
+                policy.capacity,
+                num_sharing,
+            )
         return Limits(policy.ttl_s, whole, tenants)
 
     def _present_others(self, namespace: bytes) -> list[Totals]:
-        """Return the totals of all namespaces but one, as they probably are now.
-
-        While engines use a namespace, new content replaces old: at equal rates, its ages stay. If
-        ages of different times were compared, each engine would find its own content the newest.
-        """
+        """Return the totals of all namespaces but one, as they probably are now."""
         now = self._medium.time.now()
         others: list[Totals] = []
         for name, published in self._published.items():
@@ -256,39 +264,44 @@ class TotalsBoard:
             # an engine in use publishes once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
+                # New content replaces old in it at all times: its ages stay, and the times of use
+                # move on. Otherwise, each engine would find its own content the newest.
                 totals = totals.later(age_s)
             others.append(totals)
         return others
 
     def _others_in_use(self, namespace: bytes) -> int:
-        """Return how many other namespaces may grow: their totals were new when they were read.
-        An idle namespace that grows publishes totals soon.
+        """Return how many other namespaces probably grow: their totals were new when they were
+        listed. An idle or empty namespace that begins to grow publishes new totals soon.
         """
-        found = 0
+        num_in_use = 0
         for name, published in self._published.items():
-            age_s = self._seen_at - published.written
-            is_other = name != namespace and published.totals.num_bytes > 0
-            if is_other and age_s <= _IN_USE_S:
-                found += 1
-        return found
+            if name == namespace:
+                continue
+            has_content = published.totals.num_bytes > 0
+            age_s = self._listed_time - published.written
+            if has_content and age_s <= _IN_USE_S:
+                num_in_use += 1
+        return num_in_use
 
     def abandoned(self, policy: Policy) -> bytes | None:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
         there is none."""
         now = self._medium.time.now()
         everything = [published.totals for published in self._published.values()]
-        horizons = _tenant_horizons(everything, policy)
-        # time before which all content is evicted or expires; minus infinity: none
+        tenant_horizons = _tenant_horizons(everything, policy)
         horizon = -math.inf
         if policy.capacity is not None:
-            kept = [totals.without(horizons) for totals in everything]
-            horizon = _horizon(kept, policy.capacity, policy.capacity // _FREE_SHARE)
+            # what exceeds a quota is evicted anyway, so it does not count for the capacity
+            within_quotas = [totals.without(tenant_horizons) for totals in everything]
+            horizon = _horizon_with_free_part(within_quotas, policy.capacity)
         if policy.ttl_s is not None:
-            horizon = max(horizon, now - policy.ttl_s)
+            expiry = now - policy.ttl_s
+            horizon = max(horizon, expiry)
         for name, published in self._published.items():
             # an engine would have published newer totals
             is_abandoned = now - published.written > _ABANDONED_S
-            if is_abandoned and published.totals.exceeds(horizon, horizons):
+            if is_abandoned and published.totals.exceeds(horizon, tenant_horizons):
                 return name
         return None
 
@@ -352,20 +365,29 @@ class NamespaceLimits:
     def _has_tenant_grown(self) -> bool:
         """Return whether the namespace has so much more of a tenant that a refresh is due."""
         for totals in _with_quota(self._replica, self._policy):
-            tenant = totals.tenant
-            growth = totals.stored_bytes - self._known_tenants.get(tenant, 0)
-            if growth > self._policy.quotas[tenant] // _GROWTH_SHARE:
+            known_bytes = self._known_tenants.get(totals.tenant, 0)
+            growth = totals.stored_bytes - known_bytes
+            quota = self._policy.quotas[totals.tenant]
+            if growth > quota // _GROWTH_SHARE:
                 return True
         return False
 
     def _has_used_share(self, growth: int) -> bool:
-        """Return whether half of the share of the free space is used."""
+        """Return whether half of the share of the free space is used, at least 5 s after the last
+        refresh.
+
+        :param growth: bytes that the namespace has grown by since then.
+        """
         pause_s = self._clock.monotonic() - self._refreshed_at
         whole = self.current.whole
-        # with a horizon, the store evicts old content: it has no room to share
-        if whole is None or not whole.share or whole.horizon > -math.inf:
+        # each refresh takes several requests
+        if pause_s < _LEAST_TOTALS_S or whole is None:
             return False
-        return pause_s >= _LEAST_TOTALS_S and growth > whole.share // 2
+        # with a horizon, the store evicts old content: it has no room to share
+        has_horizon = whole.horizon > -math.inf
+        if has_horizon or not whole.share:
+            return False
+        return growth > whole.share // 2
 
     def _note_size(self) -> None:
         """Remember the bytes of the namespace and of its tenants."""
@@ -383,8 +405,9 @@ class NamespaceLimits:
         self._policy = policy
         self._note_size()
         namespace = self._replica.namespace
+        has_limits = policy.capacity is not None or bool(policy.quotas)
         # with a ttl alone, too: totals show the namespaces without an engine, whose content expires
-        if policy.capacity is not None or policy.ttl_s is not None or policy.quotas:
+        if has_limits or policy.ttl_s is not None:
             try:
                 self._board.exchange(self._replica, policy)
             except StoreError as error:
@@ -401,17 +424,19 @@ def _with_quota(replica: Replica, policy: Policy) -> list[TenantTotals]:
     if not policy.quotas:
         return []
     # one transaction, however many quotas there are
-    return [one for one in replica.tenants() if one.tenant in policy.quotas]
+    tenants = replica.tenants()
+    return [one for one in tenants if one.tenant in policy.quotas]
 
 
 def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
     """Return what a namespace publishes of the tenants that have a quota."""
     found: dict[bytes, Totals] = {}
     for one in _with_quota(replica, policy):
-        if one.stored_bytes:
-            digest = tenant_digest(one.tenant)
-            ages = replica.tenant_ages(digest, _POINTS)
-            found[digest] = Totals(one.stored_bytes, ages)
+        if not one.stored_bytes:
+            continue
+        digest = tenant_digest(one.tenant)
+        ages = replica.tenant_ages(digest, _POINTS)
+        found[digest] = Totals(one.stored_bytes, ages)
     return found
 
 
@@ -423,10 +448,11 @@ def _tenant_bounds(
     """Return the bound of a namespace for each tenant with a quota, by the digest of its name."""
     bounds: dict[bytes, Bound] = {}
     for digest, quota in _quotas(policy):
-        own = mine.tenants.get(digest, _NOTHING)
+        my_part = mine.tenants.get(digest, _NOTHING)
         # only namespaces with content of the tenant share its quota
-        shares = _shares(digest, others)
-        bounds[digest] = _bound(own, shares, quota, 1 + len(shares))
+        other_parts = _parts_of(digest, others)
+        num_sharing = 1 + len(other_parts)
+        bounds[digest] = _bound(my_part, other_parts, quota, num_sharing)
     return bounds
 
 
@@ -438,8 +464,8 @@ def _tenant_horizons(
     by the digest of its name."""
     horizons: dict[bytes, float] = {}
     for digest, quota in _quotas(policy):
-        shares = _shares(digest, all_totals)
-        horizon = _horizon(shares, quota, free=0)
+        parts = _parts_of(digest, all_totals)
+        horizon = _horizon(parts, quota, free=0)
         if horizon > -math.inf:
             horizons[digest] = horizon
     return horizons
@@ -451,31 +477,49 @@ def _quotas(policy: Policy) -> Iterator[tuple[bytes, int]]:
         yield tenant_digest(tenant), quota
 
 
-def _shares(tenant: bytes, all_totals: Sequence[Totals]) -> list[Totals]:
+def _parts_of(tenant: bytes, all_totals: Sequence[Totals]) -> list[Totals]:
     """Return the totals of a tenant in the namespaces with content of it."""
-    return [one.tenants[tenant] for one in all_totals if tenant in one.tenants]
+    parts: list[Totals] = []
+    for totals in all_totals:
+        if tenant in totals.tenants:
+            parts.append(totals.tenants[tenant])
+    return parts
 
 
-def _bound(mine: Totals, others: Sequence[Totals], limit: int, sharing: int) -> Bound:
+def _bound(
+    mine: Totals,
+    others: Sequence[Totals],
+    limit: int,
+    num_sharing: int,
+) -> Bound:
     """Return how much of a limit one namespace may use; the whole limit without others.
 
-    :param mine: totals of the namespace; ``others``: those of the namespaces that share the limit.
+    :param mine: totals of the namespace.
+    :param others: those of the other namespaces for which the limit is, too.
     :param limit: capacity or quota in bytes.
-    :param sharing: number of namespaces that share the free space.
+    :param num_sharing: number of namespaces that share the free space.
     """
     if not others:
-        return Bound(limit, limit)
+        return Bound(limit=limit, num_bytes=limit)
     everything = [mine, *others]
-    horizon = _horizon(everything, limit, free=limit // _FREE_SHARE)
-    used = sum(totals.num_bytes for totals in everything)
+    horizon = _horizon_with_free_part(everything, limit)
     # what the namespace has after the eviction of all that is older than the horizon
     kept = mine.num_bytes - mine.used_until(horizon)
-    # Others may be slow to evict what is older than the horizon: until then, each gives up an equal
-    # part.
+    used = sum(totals.num_bytes for totals in everything)
     if used > limit:
-        kept = min(kept, mine.num_bytes * limit // used)
-    share = max(0, limit - used) // sharing
-    return Bound(limit, kept + share, horizon, share)
+        # Others may be slow to evict what is older than the horizon. Until then, each namespace
+        # keeps the same fraction of its content.
+        fraction_bytes = mine.num_bytes * limit // used
+        kept = min(kept, fraction_bytes)
+    free = max(0, limit - used)
+    share = free // num_sharing
+    return Bound(limit=limit, num_bytes=kept + share, horizon=horizon, share=share)
+
+
+def _horizon_with_free_part(all_totals: Sequence[Totals], limit: int) -> float:
+    """Return ``_horizon`` with 1/16 of the limit free, into which the namespaces grow before they
+    exchange totals again."""
+    return _horizon(all_totals, limit, free=limit // _FREE_SHARE)
 
 
 def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
@@ -489,26 +533,26 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     if excess <= 0:
         return -math.inf
     # the oldest content of all namespaces, until its bytes are enough
-    used = 0
+    evicted = 0
     horizon = -math.inf
     for time, step_bytes in _steps(all_totals):
-        used += step_bytes
+        evicted += step_bytes
         # just after the time, so that content that was used at it is evicted, too
         horizon = math.nextafter(time, math.inf)
-        if used >= excess:
+        if evicted >= excess:
             break
     return horizon
 
 
 def _steps(all_totals: Sequence[Totals]) -> list[tuple[float, int]]:
-    """Return the steps of all totals in the order of their times: (time, bytes that were last used
-    after the time of the step before it in the same totals, up to this one)."""
+    """Return the steps of all totals together, sorted by time: (time, bytes that the step adds). In
+    ``Totals.ages``, the bytes of a step include those of the steps before it."""
     steps: list[tuple[float, int]] = []
     for totals in all_totals:
-        before = 0
-        for time, until in totals.ages:
-            steps.append((time, until - before))
-            before = until
+        bytes_before = 0
+        for time, bytes_until in totals.ages:
+            steps.append((time, bytes_until - bytes_before))
+            bytes_before = bytes_until
     return sorted(steps)
 
 

@@ -40,7 +40,8 @@ def read_tail(medium: Medium, info: BlobInfo) -> bytes:
     :raises StoreError: the medium failed; ``BlobMissingError``: there is no such blob.
     """
     length = min(info.size, _TAIL_BYTES)
-    tail = medium.read(info.name, info.size - length, length)
+    start = info.size - length
+    tail = medium.read(info.name, start, length)
     trailer = tail[-TRAILER_BYTES:]
     # its first field is the length of the table without the trailer
     table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES

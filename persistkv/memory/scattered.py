@@ -87,8 +87,8 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
-        # all of one call, and adjacent: a single view
-        if isinstance(place, _BlockRun) and place is self._places[last]:
+        are_of_one_call = place is self._places[last]
+        if isinstance(place, _BlockRun) and are_of_one_call:
             adjacent = range(first, last + 1)
             if list(block_ids) == list(adjacent):
                 piece = place.part(first, len(block_ids))

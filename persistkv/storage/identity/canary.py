@@ -147,6 +147,14 @@ class _Evidence:
         self.requests.add(request)
 
 
+class _HeldBlock(NamedTuple):
+    """A block of a store job that the other namespace holds, too."""
+
+    block: Block
+    pack: HeldPack
+    """Pack of the other namespace that holds it."""
+
+
 class _BlockPair(NamedTuple):
     """Our block and their block of one key, each as a whole row."""
 
@@ -555,10 +563,10 @@ class Canary:
             self.other = await self._open_candidate()
         keys = [block.key for block in computed]
         holders = await self.other.all_holders(keys)
-        in_both: list[tuple[Block, HeldPack]] = []
+        in_both: list[_HeldBlock] = []
         for block, pack in zip(computed, holders, strict=True):
             if pack is not None:
-                in_both.append((block, pack))
+                in_both.append(_HeldBlock(block, pack))
         chosen = _spread(in_both)
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for batch in batched(chosen, batch_blocks):
@@ -580,25 +588,24 @@ class Canary:
         self,
         request: str,
         other: OtherNamespace,
-        batch: Sequence[tuple[Block, HeldPack]],
+        batch: Sequence[_HeldBlock],
     ) -> bool:
         """Compare blocks with those of the other namespace, and add the result to the evidence.
         Return False if a block differs; the candidate is then refused, or the adopted depths are
-        final.
-
-        :param batch: blocks, and a pack of the other namespace that holds each.
-        """
+        final."""
         theirs, failed = await self._read_theirs(other, batch)
         rows = self._rows
         assert isinstance(rows, Rows)  # ``_may_compare`` allows no other memory
         readable: list[Block] = []
         pairs: list[_BlockPair] = []
-        for number, (block, _) in enumerate(batch):
-            if block.key not in failed:
-                readable.append(block)
-                our_row = rows.array[block.row]
-                their_row = theirs.array[number]
-                pairs.append(_BlockPair(block.group, our_row, their_row))
+        for number, held in enumerate(batch):
+            block = held.block
+            if block.key in failed:
+                continue
+            readable.append(block)
+            our_row = rows.array[block.row]
+            their_row = theirs.array[number]
+            pairs.append(_BlockPair(block.group, our_row, their_row))
         # in a reading thread: megabytes of numbers would stop the event loop
         compare_all = partial(self._agreements, pairs)
         (agreements,) = await self._own.threads.read([compare_all])
@@ -612,7 +619,7 @@ class Canary:
     async def _read_theirs(
         self,
         other: OtherNamespace,
-        batch: Sequence[tuple[Block, HeldPack]],
+        batch: Sequence[_HeldBlock],
     ) -> tuple[Rows, set[bytes]]:
         """Read blocks of the other namespace; return rows with them, in order, and the keys that
         failed."""
@@ -621,8 +628,8 @@ class Canary:
         row_numbers = range(len(batch))
         memory = bytearray(len(batch) * layout.row_stride)
         theirs = Rows(memoryview(memory), layout)
-        keys = [block.key for block, _ in batch]
-        holders = [pack for _, pack in batch]
+        keys = [held.block.key for held in batch]
+        holders = [held.pack for held in batch]
         parts, missing = plan_reads(
             holders,
             theirs,
@@ -662,22 +669,23 @@ class Canary:
             self._judge_candidate(other)
             return
         old_depths = self.verdict.depths
-        deeper = map(max, self._evidence.depths, old_depths)
-        depths = tuple(deeper)
+        depths = tuple(map(max, self._evidence.depths, old_depths))
         if depths == old_depths:
             return
         # each extension reads the other catalogue: only for much growth, or from time to time
-        pairs = zip(depths, old_depths, strict=True)
-        has_grown = any(new > old * _GROWTH for new, old in pairs)
-        is_due = time.monotonic() - self._extended_at >= _EXTEND_S
-        if has_grown or is_due:
+        depth_pairs = zip(depths, old_depths, strict=True)
+        has_grown_much = any(new > old * _GROWTH for new, old in depth_pairs)
+        pause_s = time.monotonic() - self._extended_at
+        if has_grown_much or pause_s >= _EXTEND_S:
             self._adopt(other, depths)
 
     def _judge_candidate(self, other: OtherNamespace) -> None:
         """Adopt the candidate if enough tokens of enough requests agree."""
         evidence = self._evidence
         num_requests = len(evidence.requests)
-        if num_requests < _LEAST_REQUESTS or min(evidence.tokens) < _LEAST_TOKENS:
+        # of the group with the fewest
+        num_tokens = min(evidence.tokens)
+        if num_requests < _LEAST_REQUESTS or num_tokens < _LEAST_TOKENS:
             return
         self._adopt(other, tuple(evidence.depths))
         # ``other`` is the view of the first candidate
@@ -818,16 +826,17 @@ def _by_depth(blocks: Blocks) -> list[Block]:
     return sorted(offered, key=attrgetter("depth"))
 
 
-def _spread(pairs: Sequence[tuple[Block, HeldPack]]) -> list[tuple[Block, HeldPack]]:
+def _spread(blocks: Sequence[_HeldBlock]) -> list[_HeldBlock]:
     """Choose at most 32 blocks of each group to compare: evenly spaced, the deepest one included,
     because it limits the depths that can be adopted. The blocks are sorted by depth."""
-    by_group: dict[int, list[tuple[Block, HeldPack]]] = {}
-    for block, pack in pairs:
-        of_group = by_group.setdefault(block.group, [])
-        of_group.append((block, pack))
-    chosen: list[tuple[Block, HeldPack]] = []
-    for _, of_group in sorted(by_group.items()):
-        step = max(1, divide_up(len(of_group), _MOST_BLOCKS))
+    by_group: dict[int, list[_HeldBlock]] = {}
+    for held in blocks:
+        of_group = by_group.setdefault(held.block.group, [])
+        of_group.append(held)
+    chosen: list[_HeldBlock] = []
+    for group in sorted(by_group):
+        of_group = by_group[group]
+        step = divide_up(len(of_group), _MOST_BLOCKS)
         # from the end, so that the deepest block is among them
         deepest_first = of_group[::-step]
         chosen += reversed(deepest_first)

@@ -83,23 +83,26 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     """Return whether a group's vectors do not overlap, and end within its ``block_bytes`` at the
     start of a row."""
     layout = numbers.groups[group]
-    item = _ITEM_BYTES[numbers.dtype]
-    if layout.length <= 0 or layout.offset < 0 or layout.offset % item:
+    item_bytes = _ITEM_BYTES[numbers.dtype]
+    is_aligned = layout.offset % item_bytes == 0
+    if layout.length <= 0 or layout.offset < 0 or not is_aligned:
         return False
     axes = [*layout.cells, *layout.tokens]
     # From the innermost axis on, each step must be at least as long as everything within it.
-    end = layout.length * item
-    for count, stride in sorted(axes, key=_stride_of):
+    used_bytes = layout.length * item_bytes
+    for count, stride in sorted(axes, key=_stride_first):
         if count < 1:
             return False
-        overlaps = stride < end
-        if count > 1 and (overlaps or stride % item):
+        # an axis of length 1 has no steps
+        overlaps = count > 1 and stride < used_bytes
+        is_unaligned = count > 1 and stride % item_bytes != 0
+        if overlaps or is_unaligned:
             return False
-        end += stride * (count - 1)
-    return layout.offset + end <= block_bytes
+        used_bytes += stride * (count - 1)
+    return layout.offset + used_bytes <= block_bytes
 
 
-def _stride_of(axis: tuple[int, int]) -> tuple[int, int]:
+def _stride_first(axis: tuple[int, int]) -> tuple[int, int]:
     count, stride = axis
     return stride, count
 
@@ -216,7 +219,8 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
     # ``fits`` has checked that shape and strides end within the block; NumPy only needs the address
     # of the first item
     first = items[:1]
-    strided = np.lib.stride_tricks.as_strided(first, shape, strides, writeable=False)
+    as_strided = np.lib.stride_tricks.as_strided
+    strided = as_strided(first, shape, strides, writeable=False)
     num_cells = math.prod(count for count, _ in layout.cells)
     return strided.reshape(num_cells, -1, layout.length)
 

@@ -156,10 +156,12 @@ def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree with their dotted paths. Empty mappings and lists are leaves."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from _flatten(item, _member_path(path, name))
+            item_path = _member_path(path, name)
+            yield from _flatten(item, item_path)
     elif isinstance(value, list) and value:
         for index, item in enumerate(value):
-            yield from _flatten(item, f"{path}[{index}]")
+            item_path = f"{path}[{index}]"
+            yield from _flatten(item, item_path)
     else:
         yield path, value
 

@@ -46,6 +46,7 @@ _TYPE_NAMES = MappingProxyType(
         "str": "text",
     }
 )
+_FLAGS = MappingProxyType({"yes": True, "on": True, "no": False, "off": False})
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]?i?B?)\s*", re.ASCII)
@@ -63,7 +64,8 @@ def parse_size(value: int | str, *, name: str) -> int:
         match = _SIZE.fullmatch(value)
         if match is None or match[2] not in _UNITS:
             raise ConfigurationError(name, value, expected)
-        size = int(Decimal(match[1]) * _UNITS[match[2]])
+        amount, unit = match.groups()
+        size = int(Decimal(amount) * _UNITS[unit])
     else:
         size = value
     # a bool is an int, too
@@ -78,8 +80,11 @@ def parse_duration(value: str, *, name: str) -> float:
     :param name: name of the setting, for the error.
     :raises ConfigurationError: if the text is no duration, or not positive.
     """
+    seconds = 0.0  # no duration
     match = _DURATION.fullmatch(value)
-    seconds = float(Decimal(match[1]) * _SECONDS[match[2]]) if match else 0.0
+    if match is not None:
+        amount, unit = match.groups()
+        seconds = float(Decimal(amount) * _SECONDS[unit])
     if not 0 < seconds < math.inf:
         raise ConfigurationError(
             name,
@@ -110,9 +115,10 @@ def one_of(name: object, known: Iterable[str]) -> str:
     that the given one resembles."""
     names = sorted(known)
     expected = f"one of {', '.join(names) or 'none'}"
-    similar = get_close_matches(name, names) if isinstance(name, str) else []
-    if similar:
-        expected += f"; did you mean {' or '.join(similar)}?"
+    if isinstance(name, str):
+        similar = get_close_matches(name, names)
+        if similar:
+            expected += f"; did you mean {' or '.join(similar)}?"
     return expected
 
 
@@ -190,7 +196,7 @@ class StoreUrl:
             path, mark, query = url.partition("?")
             url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"
         parts = _split_url(url)
-        location = os.path.expanduser(unquote(parts.netloc + parts.path))
+        location = unquote(parts.netloc + parts.path)
         if "@" in parts.netloc:
             raise ConfigurationError(
                 "url",
@@ -206,7 +212,8 @@ class StoreUrl:
             raise ConfigurationError(
                 "url", url, "no fragment: in a path, # is written %23"
             )
-        return cls(parts.scheme, location, _url_options(parts.query))
+        options = _url_options(parts.query)
+        return cls(parts.scheme, os.path.expanduser(location), options)
 
 
 def with_option(url: str, name: str, value: object) -> str:
@@ -258,7 +265,8 @@ def convert_options(
     :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains
         ``where`` and its name.
     """
-    known = {f.encode_name: f for f in msgspec.structs.fields(kind)}
+    fields = msgspec.structs.fields(kind)
+    known = {option.encode_name: option for option in fields}
     values = {}
     for name, value in options.items():
         if name not in known:
@@ -327,7 +335,7 @@ def _plain_boolean(value: Any) -> Any:
     ``value``."""
     if not isinstance(value, str):
         return value
-    return {"yes": True, "on": True, "no": False, "off": False}.get(value, value)
+    return _FLAGS.get(value, value)
 
 
 class Registry(Generic[T]):
@@ -362,15 +370,18 @@ class Registry(Generic[T]):
             cannot be imported (the error names its distribution), or one that is no subclass of the
             base class.
         """
-        if isinstance(name, str) and name in self._built_in:
-            return self._built_in[name]
-        point = self._plugins().get(name) if isinstance(name, str) else None
-        if point is None:
-            known = self.names()
-            expected = f"a plug-in of {self._group}"
-            if known:
-                expected = one_of(name, known)
-            raise ConfigurationError(self._field, name, expected)
+        if isinstance(name, str):
+            if name in self._built_in:
+                return self._built_in[name]
+            point = self._plugins().get(name)
+            if point is not None:
+                return self._imported(point)
+        known = self.names()
+        expected = one_of(name, known) if known else f"a plug-in of {self._group}"
+        raise ConfigurationError(self._field, name, expected)
+
+    def _imported(self, point: EntryPoint) -> type[T]:
+        """Return the class of a plug-in; raise as ``get`` does."""
         distribution = point.dist.name if point.dist else "an unnamed distribution"
         source = f"{point.value} of {distribution}"
         try:
@@ -380,15 +391,15 @@ class Registry(Generic[T]):
                 f"a plug-in that can be imported; {source} raised "
                 f"{type(error).__name__}: {error}"
             )
-            raise ConfigurationError(self._field, name, expected) from error
+            raise ConfigurationError(self._field, point.name, expected) from error
         if not (isinstance(found, type) and issubclass(found, self._base)):
-            raise ConfigurationError(
-                self._field, name, f"a plug-in; {source} is no {self._base.__name__}"
-            )
+            expected = f"a plug-in; {source} is no {self._base.__name__}"
+            raise ConfigurationError(self._field, point.name, expected)
         return found
 
     def _plugins(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self._group)}
+        points = entry_points(group=self._group)
+        return {point.name: point for point in points}
 
 
 class GroupLayout(msgspec.Struct, frozen=True):

@@ -73,11 +73,10 @@ class FileError(ConfigurationError):
     ``write``."""
 
     def __init__(self, action: str, path: Path, error: Exception) -> None:
-        reason = (
-            error.strerror
-            if isinstance(error, OSError) and error.strerror
-            else str(error)
-        )
+        reason = str(error)
+        if isinstance(error, OSError) and error.strerror:
+            # without the number and the path, which ``str`` includes
+            reason = error.strerror
         where = "standard output" if str(path) == "-" else str(path)
         super().__init__(
             action, str(path), reason, f"cannot {action} {where}: {reason}"
@@ -276,7 +275,9 @@ def printable(text: str) -> str:
         return text
     shown = []
     for char in text:
-        if not char.isprintable():
-            char = char.encode("unicode_escape").decode()
-        shown.append(char)
+        if char.isprintable():
+            shown.append(char)
+        else:
+            escaped = char.encode("unicode_escape")
+            shown.append(escaped.decode())
     return "".join(shown)

@@ -17,15 +17,15 @@ class Tested(NamedTuple):
         """Return whether a release is in the range. One that only fixes errors of the newest, like
         2.4.6 of 2.4, is."""
         numbers = _numbers(release)
+        if numbers < _numbers(self.oldest):
+            return False
         newest = _numbers(self.newest)
-        return _numbers(self.oldest) <= numbers and numbers[: len(newest)] <= newest
+        return numbers[: len(newest)] <= newest
 
     def __str__(self) -> str:
-        return (
-            self.newest
-            if self.oldest == self.newest
-            else f"{self.oldest} to {self.newest}"
-        )
+        if self.oldest == self.newest:
+            return self.newest
+        return f"{self.oldest} to {self.newest}"
 
 
 TESTED = MappingProxyType(
@@ -55,4 +55,6 @@ def _numbers(release: str) -> tuple[int, ...]:
     """Return the numbers of a release without a pre-release or a build, such as (2, 13, 0) for
     ``2.13.0+cpu``."""
     found = _RELEASE.match(release)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    if found is None:
+        return ()
+    return tuple(map(int, found[0].split(".")))

@@ -72,7 +72,9 @@ def request_tenant(
     if not isinstance(parameters, Mapping):
         raise ConfigurationError("kv_transfer_params", parameters, "a mapping")
     options = parameters.get(REQUEST_PARAMETER)
-    named = options.get("tenant") if isinstance(options, Mapping) else None
+    named = None
+    if isinstance(options, Mapping):
+        named = options.get("tenant")
     if named is not None:
         check_tenant(f"kv_transfer_params.{REQUEST_PARAMETER}.tenant", named)
     if given is None:
@@ -96,8 +98,9 @@ def tenant_key(tenant: str, key: K) -> K:
     """
     if tenant == DEFAULT_TENANT:
         return key
-    tag = tenant_digest(tenant)
-    return key[:-GROUP_INDEX_BYTES] + tag + key[-GROUP_INDEX_BYTES:]  # type: ignore[return-value]
+    block_hash = key[:-GROUP_INDEX_BYTES]
+    group_index = key[-GROUP_INDEX_BYTES:]
+    return block_hash + tenant_digest(tenant) + group_index  # type: ignore[return-value]
 
 
 class TenantKeys(dict[OffloadKey, OffloadKey]):
@@ -120,9 +123,12 @@ def engine_key(key: bytes, key_bytes: int) -> OffloadKey:
 
     :param key_bytes: length of the engine's keys.
     """
-    if len(key) != key_bytes + TAG_BYTES:
+    has_tag = len(key) == key_bytes + TAG_BYTES
+    if not has_tag:
         return OffloadKey(key)
-    return OffloadKey(key[: key_bytes - GROUP_INDEX_BYTES] + key[-GROUP_INDEX_BYTES:])
+    block_hash = key[: key_bytes - GROUP_INDEX_BYTES]
+    group_index = key[-GROUP_INDEX_BYTES:]
+    return OffloadKey(block_hash + group_index)
 
 
 @lru_cache(_KNOWN_DIGESTS)
@@ -131,4 +137,5 @@ def tenant_digest(tenant: str, secret: bytes = b"") -> bytes:
 
     :param secret: up to 64 bytes; whoever does not know it cannot test guesses of the name.
     """
-    return blake2b(tenant.encode(), digest_size=TAG_BYTES, key=secret).digest()
+    digest = blake2b(tenant.encode(), digest_size=TAG_BYTES, key=secret)
+    return digest.digest()

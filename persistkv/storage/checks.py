@@ -166,7 +166,8 @@ class CallsCheck:
         if bytes(found) != self._content:
             return "other bytes were read than were written"
         # from a name just before the blob's, so that the list begins with the blob
-        first = next(self._blobs.list("", after=self._name[:-1]), None)
+        listed = self._blobs.list("", after=self._name[:-1])
+        first = next(listed, None)
         if first is None or first.name != self._name:
             return "a list lacks a blob that was just written"
         return _NO_DEFECT

@@ -153,11 +153,12 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_encodable(self) -> bool:
         """Whether a message can contain the id and the labels, which users choose."""
-        return are_encodable([self.request or "", *self.labels, *self.labels.values()])
+        request = self.request or ""
+        return are_encodable([request, *self.labels, *self.labels.values()])
 
     def includes(self, head: RequestManifest) -> bool:
         """Return whether the filter selects the context of this manifest."""
-        if self.tenant not in (None, head.tenant):
+        if self.tenant is not None and self.tenant != head.tenant:
             return False
         if self.request is not None:
             return head.id.startswith(self.request)

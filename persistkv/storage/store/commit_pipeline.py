@@ -152,7 +152,8 @@ class Staging:
         if not self._waiting:
             return math.inf
         oldest = min(pack.since for pack in self._waiting)
-        return max(0.0, oldest + self._max_age_s - time.monotonic())
+        due_at = oldest + self._max_age_s
+        return max(0.0, due_at - time.monotonic())
 
     def of_tenants(self, tenants: Collection[str]) -> list[StagedPack]:
         """Return the waiting packs of these tenants."""
@@ -196,7 +197,8 @@ def _joined_run(run: Sequence[Segment]) -> Segment:
         keys += segment.keys
         blocks = segment.source.gather(0, len(segment.keys))
         copies.append(blocks)
-    return replace(run[0], keys=keys, source=StagedBlocks(copies))
+    source = StagedBlocks(copies)
+    return replace(run[0], keys=keys, source=source)
 
 
 def _deeper(depth: int, blocks: int) -> int:
@@ -213,11 +215,17 @@ class Transaction(NamedTuple):
 
     def divided(self, tenants: Collection[str]) -> tuple[Transaction, Transaction]:
         """Return the content of these tenants, and that of all others."""
-        own_packs = [pack for pack in self.packs if pack.tenant in tenants]
-        own_ends = [end for end in self.ends if end.tenant in tenants]
+        own_packs: list[PackWriter] = []
+        other_packs: list[PackWriter] = []
+        for pack in self.packs:
+            chosen = own_packs if pack.tenant in tenants else other_packs
+            chosen.append(pack)
+        own_ends: list[RequestEnd] = []
+        other_ends: list[RequestEnd] = []
+        for end in self.ends:
+            chosen_ends = own_ends if end.tenant in tenants else other_ends
+            chosen_ends.append(end)
         own = Transaction(own_packs, own_ends)
-        other_packs = [pack for pack in self.packs if pack.tenant not in tenants]
-        other_ends = [end for end in self.ends if end.tenant not in tenants]
         others = Transaction(other_packs, other_ends)
         return own, others
 
@@ -373,10 +381,10 @@ def _segments(
     """Return the blocks at these places as segments: runs of one group with consecutive depths, as
     frames require. Blocks of unknown depth are one run for each group."""
     chosen = blocks.at(places)
-    ordered = sorted(zip(chosen.groups, chosen.depths, places, strict=True))
+    triples = zip(chosen.groups, chosen.depths, places, strict=True)
     runs: list[list[int]] = []
     continuation = None  # group and depth of the block that continues the last run
-    for group, depth, place in ordered:
+    for group, depth, place in sorted(triples):
         if (group, depth) != continuation:
             runs.append([])
         runs[-1].append(place)
@@ -388,6 +396,10 @@ def _segment(rows: BlockMemory, run: Blocks) -> Segment:
     """Return blocks of one group with consecutive depths as a segment that reads them from their
     rows."""
     group = run.groups[0]
-    block_bytes = rows.layout.groups[group].block_bytes
-    source = RowBlocks(rows, group, run.rows)
-    return Segment(group, block_bytes, run.keys, source, run.depths[0])
+    return Segment(
+        group=group,
+        block_bytes=rows.layout.groups[group].block_bytes,
+        keys=run.keys,
+        source=RowBlocks(rows, group, run.rows),
+        depth=run.depths[0],
+    )

@@ -75,7 +75,8 @@ class RequestEnds:
         # full: the interval ends early, or no further request could end
         if self._interval_s is None or not self.has_room:
             return 0.0
-        return max(0.0, self._oldest_at + self._interval_s - time.monotonic())
+        due_at = self._oldest_at + self._interval_s
+        return max(0.0, due_at - time.monotonic())
 
     def take(self) -> list[RequestEnd]:
         """Remove and return all ends."""

@@ -59,7 +59,8 @@ class Committer:
         self._canary = canary
         self._memory = MemoryShares.of(options.staging_bytes).transaction
         """``CommitBatch.memory`` of each commit."""
-        self._touch_s = max(_TOUCH_S, parse_durability(options.durability) or 0.0)
+        interval_s = parse_durability(options.durability) or 0.0
+        self._touch_s = max(_TOUCH_S, interval_s)
         """Seconds after a commit at which uses of packs are committed, also if no blocks are."""
         self._refresh_s = options.refresh_s
         self._attempted_at = time.monotonic()
@@ -98,8 +99,8 @@ class Committer:
         if self._canary.needs_update:
             return 0.0
         due_at = min(self._refresh_at, self._upkeep_at())
-        seconds = due_at - time.monotonic()
-        return max(0.0, min(seconds, self._queue.seconds_to_due()))
+        seconds = min(due_at - time.monotonic(), self._queue.seconds_to_due())
+        return max(0.0, seconds)
 
     def _upkeep_at(self) -> float:
         """Return when a commit without blocks is due, for uses or the expiry of packs, by
@@ -279,8 +280,9 @@ class Committer:
             for writer in transaction.packs:
                 self._counters.quota_blocks += len(writer.keys)
         persisted = self._catalogue.report.persisted
-        # False: the context is not durable
-        persisted += [(end.request, False) for end in transaction.ends]
+        for end in transaction.ends:
+            # False: the context is not durable
+            persisted.append((end.request, False))
         self.drop(transaction.packs)
 
     def drop(self, writers: Iterable[PackWriter]) -> None:

@@ -174,7 +174,8 @@ class Deleter:
         """Return blocks as an array of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), block_bytes), np.uint8)
         # the loader fills numbered places: here, each is one row of the array
-        places = self._memory.add([[block.data] for block in blocks])
+        views = [[block.data] for block in blocks]
+        places = self._memory.add(views)
         try:
             outcome = await self._loader.read(keys, places)
         finally:
@@ -200,9 +201,13 @@ class Deleter:
 
         :param writer: the new pack, with all other blocks of ``packs``; None: there are none.
         """
-        new_packs = [] if writer is None else [writer]
-        new_id = b"" if writer is None else writer.pack_id
-        replaced = dict.fromkeys([pack.pack_id for pack in packs], new_id)
+        new_packs: list[PackWriter] = []
+        new_id = b""
+        if writer is not None:
+            new_packs.append(writer)
+            new_id = writer.pack_id
+        old_ids = [pack.pack_id for pack in packs]
+        replaced = dict.fromkeys(old_ids, new_id)
         for _ in range(_MOST_ATTEMPTS):
             if await self._try_replace(replaced, new_packs, keys, is_checked=True):
                 return

@@ -100,9 +100,11 @@ def _stored(fingerprints: Fps) -> Fps:
 
     Lookups of a single key do not, so they miss such a key (2 of 2^64).
     """
+    # the usual case; ``initial`` is for no fingerprints
     if fingerprints.min(initial=_GONE + 1) > _GONE:
         return fingerprints
-    return np.where(fingerprints <= _GONE, fingerprints + np.uint64(2), fingerprints)
+    is_reserved = fingerprints <= _GONE
+    return np.where(is_reserved, fingerprints + np.uint64(2), fingerprints)
 
 
 class LookupTable:
@@ -372,8 +374,9 @@ class _FingerprintTable:
         while len(left):
             slots = probed[left]
             values = self.fingerprints[slots]
-            is_entry = (values == fingerprints[left]) & (self.packs[slots] == pack)
-            found.append(slots[is_entry])
+            has_fingerprint = values == fingerprints[left]
+            is_of_pack = self.packs[slots] == pack
+            found.append(slots[has_fingerprint & is_of_pack])
             # a probe continues behind a hit: several keys of a pack may share a fingerprint
             left = left[values != _EMPTY]
             _advance(probed, left, self.slots)
@@ -492,8 +495,8 @@ class HeldPack:
         it."""
         self.keys = tuple(table.keys.unpack())
         """Keys of all blocks, frame after frame."""
-        places = range(len(self.keys))
-        self.places: Mapping[bytes, int] = dict(zip(self.keys, places, strict=True))
+        places = zip(self.keys, range(len(self.keys)), strict=True)
+        self.places: Mapping[bytes, int] = dict(places)
         """Position of each key in ``keys``."""
 
 
@@ -706,7 +709,9 @@ class Index:
     @property
     def _tables(self) -> list[_FingerprintTable]:
         """The table in use, then the one that will replace it: removals apply to both."""
-        return [self._table] if self._new is None else [self._table, self._new]
+        if self._new is None:
+            return [self._table]
+        return [self._table, self._new]
 
     def add_adopted(self, keys: Sequence[bytes]) -> None:
         """Add keys of another namespace's packs, so that lookups find them."""
@@ -763,10 +768,10 @@ class Index:
     def _pieces(self, cursor: bytes) -> Iterator[bytes]:
         """Yield the content of the file: header, cursor, numbers and ids of the packs, entries.
         Only the table in use is saved, without empty slots."""
-        numbers = np.fromiter(self._packs.numbers(), np.uint32, len(self._packs))
-        header = _HEADER.pack(_MAGIC, _BITS, len(cursor), len(numbers), len(self))
-        yield header
+        num_packs = len(self._packs)
+        yield _HEADER.pack(_MAGIC, _BITS, len(cursor), num_packs, len(self))
         yield cursor
+        numbers = np.fromiter(self._packs.numbers(), np.uint32, num_packs)
         yield numbers.astype(_PACK_NUMBER).tobytes()
         yield from self._packs.ids()
         table = self._table
@@ -871,11 +876,12 @@ class Index:
     def _copy_some(self, new: _FingerprintTable) -> None:
         """Copy a slice of the entries to the new table; after the last one, use it."""
         old = self._table
-        copied = slice(self._copied, self._copied + _SLICE_SLOTS)
-        packs = old.packs[copied]
+        stop = self._copied + _SLICE_SLOTS
+        packs = old.packs[self._copied : stop]
+        fingerprints = old.fingerprints[self._copied : stop]
         is_entry = packs != 0
-        new.insert(old.fingerprints[copied][is_entry], packs[is_entry])
-        self._copied = copied.stop
+        new.insert(fingerprints[is_entry], packs[is_entry])
+        self._copied = stop
         if self._copied >= old.slots:
             self._new = None
             self._replace(new)

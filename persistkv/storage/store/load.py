@@ -199,8 +199,8 @@ def plan_reads(
             missing.append(key)
         else:
             rows_of.setdefault(pack, {})[key] = row
-    # bytes of a block, by KV cache group
-    sizes = dict(enumerate(group.block_bytes for group in rows.layout.groups))
+    block_bytes = [group.block_bytes for group in rows.layout.groups]
+    sizes = dict(enumerate(block_bytes))  # by KV cache group
     reads: list[FrameRead] = []
     for pack, row_of in rows_of.items():
         for read in _frames(pack, row_of):
@@ -448,7 +448,8 @@ class PartRead:
     def _buffers(self, read: FrameRead, take: Take) -> list[memoryview]:
         """Return the memory into which the frame's stored bytes are read, in their order."""
         if read.direct:
-            return self._memory().pieces(read.frame.group, read.rows)
+            rows = self._memory()
+            return rows.pieces(read.frame.group, read.rows)
         # reads that bypass the page cache need whole pages
         return [take(align(read.frame.stored_length))]
 
@@ -596,11 +597,12 @@ def _decode(
     """
     frame = read.frame
     codec = read.pack.table.codec
-    # consecutive rows that take the whole frame: decode straight into them
-    pieces = rows.pieces(frame.group, read.rows) if read.whole else []
-    if len(pieces) == 1:
-        decode_frame(codec, frame, stored, pieces[0])
-        return
+    if read.whole:
+        pieces = rows.pieces(frame.group, read.rows)
+        # consecutive rows take the whole frame: decode straight into them
+        if len(pieces) == 1:
+            decode_frame(codec, frame, stored, pieces[0])
+            return
     if frame.encoded:
         decoded = raw[: frame.raw_length]
         decode_frame(codec, frame, stored, decoded)

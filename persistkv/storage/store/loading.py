@@ -77,8 +77,9 @@ class Loader:
         """See ``Store.read``."""
         wanted = _Wanted(keys, block_ids, self._rows, deadline)
         outcome = await self._read(wanted)
-        self._counters.missed_blocks += len(outcome.failed)
-        self._counters.loaded_blocks += len(keys) - len(outcome.failed)
+        num_failed = len(outcome.failed)
+        self._counters.missed_blocks += num_failed
+        self._counters.loaded_blocks += len(keys) - num_failed
         self._counters.loaded_bytes += outcome.raw_bytes
         # before the caller stores a failed block again: it must not count as held
         self._suspect_packs(outcome)
@@ -124,7 +125,8 @@ class Loader:
 
     async def _find(self, wanted: _Wanted) -> tuple[list[PartRead], list[bytes]]:
         """Return the reads of the parts, and the keys that no namespace holds."""
-        num_bytes = len(wanted.keys) * wanted.rows.layout.row_stride
+        row_bytes = wanted.rows.layout.row_stride
+        num_bytes = len(wanted.keys) * row_bytes
         num_threads = self._catalogue.threads.readers
         size = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))

@@ -238,7 +238,8 @@ class NamespaceView:
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
         its packs."""
-        return self.call(partial(_commit, self.backend, self.namespace, batch))
+        commit = partial(_commit, self.backend, self.namespace, batch)
+        return self.call(commit)
 
     def log_failure(self, error: StoreError) -> None:
         """Log a failure as a warning that new blocks are dropped, at most once per minute and kind:
@@ -491,7 +492,8 @@ class NamespaceView:
         keys = list(keys)
         candidates: dict[bytes, None] = {}
         for key in keys:
-            candidates.update(dict.fromkeys(self.index.candidates(key)))
+            of_key = self.index.candidates(key)
+            candidates.update(dict.fromkeys(of_key))
         packs = await self._packs(candidates)
         holding: list[HeldPack] = []
         for pack in packs.values():
@@ -651,9 +653,11 @@ class NamespaceView:
             try:
                 # removes those from ``suspects`` that were removed or written again
                 await self.refresh()
-            except StoreError as error:  # unknown whether the packs are unchanged
+            except StoreError as error:
+                # unknown whether the packs are unchanged: they are restored
                 self.log_failure(error)
-                self._add([suspect.table for suspect in suspects.values()])
+                tables = [suspect.table for suspect in suspects.values()]
+                self._add(tables)
                 return
             self._count_bad_frames()
             bad = list(suspects)
@@ -684,7 +688,8 @@ class NamespaceView:
                 return False
             # ``seen``: position of the refresh that found them unchanged, or of the last commit of
             # ``_shorten`` since
-            result = await self.commit(replace(batch, bad=bad, seen=self.cursor))
+            deletion = replace(batch, bad=bad, seen=self.cursor)
+            result = await self.commit(deletion)
         except TenantForgottenError:
             # no failure of the store: the caller drops the blocks of the tenant
             raise
@@ -708,7 +713,8 @@ class NamespaceView:
         manifests. The last commit is not executed but returned, so that the caller can delete the
         packs with it. Return None if another process has committed since the last refresh.
         """
-        queries = await self.call(partial(self.backend.catalogue, self.namespace))
+        open_queries = partial(self.backend.catalogue, self.namespace)
+        queries = await self.call(open_queries)
         # manifests without their keys, which are read with each batch
         heads = await self.call(partial(queries.manifests_naming, bad))
         batch = CommitBatch()

@@ -153,7 +153,8 @@ class SavingsRecorder:
     def _begin(self, day: int) -> None:
         """Begin a source of this day, with a new random name and empty totals."""
         self._day = day
-        self._name = _source_name(day, self._namespace, secrets.token_hex(8))
+        source = secrets.token_hex(8)
+        self._name = _source_name(day, self._namespace, source)
         self._total = Savings(self._namespace.hex(), self._model)
 
     def add(

@@ -336,7 +336,8 @@ class Store:
 
     def _new(self, blocks: Blocks, held: set[bytes], borrowed: set[bytes]) -> Blocks:
         """Return the blocks that are neither held, nor in flight, nor staged; one for each key."""
-        known = held | borrowed | self.queue.staging.staged(blocks.keys)
+        staged = self.queue.staging.staged(blocks.keys)
+        known = held | borrowed | staged
         position_of: dict[bytes, int] = {}
         for position, key in enumerate(blocks.keys):
             if key not in known:
@@ -350,7 +351,8 @@ class Store:
         """Record a use of blocks, for the order of eviction; the next commit stores it. Ignored in
         a read-only store, and while 4,096 packs with a use wait for the commit.
         """
-        self._touch(self.index.first_candidates(list(keys)))
+        pack_ids = self.index.first_candidates(list(keys))
+        self._touch(pack_ids)
 
     def _touch(self, pack_ids: Iterable[bytes | None]) -> None:
         """Record uses of packs, unless the store is read-only; None is skipped."""
@@ -501,7 +503,9 @@ def _notice(
     differences = identity.diff(nearest)
     if options.strict_identity:
         raise IdentityMismatchError(url, differences)
-    name = printable(Path(nearest.model_name).name) or nearest.digest.hex()[:8]
+    name = printable(Path(nearest.model_name).name)
+    if not name:
+        name = nearest.digest.hex()[:8]
     return (
         f"{url} holds nothing for this model yet, only for another model ({name}: other "
         f"{_summary(differences)}); see persistkv why"
@@ -511,7 +515,7 @@ def _notice(
 def _summary(differences: Iterable[FieldDifference]) -> str:
     """Return the names of the fields that differ, the first ones of many."""
     fields = [printable(difference.field) for difference in differences]
-    # those of the model's configuration after weights and dtype
+    # False sorts before True: weights and dtype before the model's configuration
     fields.sort(key=lambda field: field.startswith("config"))
     shown = ", ".join(fields[:_NOTICED_FIELDS])
     if len(fields) > _NOTICED_FIELDS:

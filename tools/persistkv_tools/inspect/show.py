@@ -54,7 +54,7 @@ class _Chain(NamedTuple):
     """Id of the request."""
 
 
-class _Place(NamedTuple):
+class _BlockPlace(NamedTuple):
     """Location of a block: its pack, and the frame in it that contains the block."""
 
     table: PackTable
@@ -359,13 +359,13 @@ def _places(
     namespace: bytes,
     named: Iterable[PackTable],
     keys_by_group: Sequence[list[bytes]],
-) -> dict[bytes, _Place]:
+) -> dict[bytes, _BlockPlace]:
     """Return the locations of blocks by key, without blocks that no pack holds.
 
     :param named: tables to search before all others of the namespace.
     """
     wanted = set(chain.from_iterable(keys_by_group))
-    places: dict[bytes, _Place] = {}
+    places: dict[bytes, _BlockPlace] = {}
 
     def note(tables: Iterable[PackTable]) -> None:
         """Add the wanted blocks of these packs to ``places``; the first pack of a block counts."""
@@ -374,7 +374,7 @@ def _places(
             if wanted.isdisjoint(table.keys.unpack()):
                 continue
             for placed in table.placed_frames():
-                place = _Place(table, placed.frame)
+                place = _BlockPlace(table, placed.frame)
                 for key in wanted.intersection(placed.keys):
                     places.setdefault(key, place)
 
@@ -417,7 +417,7 @@ def _sharers(
 def _group_view(
     number: int,
     keys: list[bytes],
-    places: dict[bytes, _Place],
+    places: dict[bytes, _BlockPlace],
     key_limit: int,
 ) -> GroupView:
     """Return the keys of one KV cache group of the request, and where the first of them are.
@@ -451,7 +451,7 @@ def _group_view(
 
 def _pack_views(
     keys_by_group: Sequence[list[bytes]],
-    places: dict[bytes, _Place],
+    places: dict[bytes, _BlockPlace],
     sharers: dict[bytes, list[str]],
 ) -> list[PackView]:
     """Return the packs of a request, in the order in which its context uses them.

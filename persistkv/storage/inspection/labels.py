@@ -41,15 +41,20 @@ def relabel(
         if labels == found.manifest.labels:
             return labels
 
-        held = packs.in_order(keys)
+        held_packs = packs.in_order(keys)
         manifest = msgspec.structs.replace(found.manifest, labels=labels)
-        write = ManifestWrite(manifest, keys, held)
+        write = ManifestWrite(manifest, keys, held_packs)
+        # read before the commit, which writes the request anew
         (use,) = backend.catalogue(namespace).uses([request])
+        was_hit = use is not None and use.reused
         batch = CommitBatch(manifests=[write], seen=packs.cursor)
         if backend.commit(namespace, batch).stale:
             continue
-        if use is not None and use.reused:  # the new row would count as never hit
-            backend.commit(namespace, CommitBatch(touches=held))
+        # A use of the packs after the request was written counts as a hit. Without one, the new row
+        # would count as never hit.
+        if was_hit:
+            hit = CommitBatch(touches=held_packs)
+            backend.commit(namespace, hit)
         return labels
     raise StoreError(
         f"{request} could not be labelled: other processes wrote during all"

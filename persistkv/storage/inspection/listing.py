@@ -101,71 +101,85 @@ def list_requests(
 
     is_descending = (sort in _DESCENDING) != reverse
     views.sort(key=_KEYS[sort], reverse=is_descending)
-    rows = _rows(views, merge_copies=merge_copies)
+    groups = _groups(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
     # short ids are unique among all requests: those of a page alone would be ambiguous elsewhere
     shorts = short_ids(names)
+    shown = groups[offset:end]
     return Page(
         url=url,
         total=total,
         matched=len(views),
-        rows=len(rows),
+        rows=len(groups),
         offset=offset,
-        requests=_with_uses_and_copies(backend, rows[offset:end], shorts, ttl_s),
+        requests=_with_uses_and_copies(backend, shown, shorts, ttl_s),
         namespaces=[NamespaceSummary.of(space) for space in namespaces],
     )
 
 
-def _rows(views: list[RequestView], *, merge_copies: bool) -> list[list[RequestView]]:
-    """Return the views in groups, each of which is one row of the list: of copies, or of one
-    request."""
+def _groups(
+    views: list[RequestView],
+    *,
+    merge_copies: bool,
+) -> list[list[RequestView]]:
+    """Return the views in groups, each of which is one row of the list: the copies of one request,
+    or a single view."""
     if not merge_copies:
         return [[view] for view in views]
     groups: dict[object, list[RequestView]] = {}
     for view in views:
-        place = (view.namespace, copy_group(view))
-        group = groups.setdefault(place, [])
+        shared = (view.namespace, copy_group(view))
+        group = groups.setdefault(shared, [])
         group.append(view)
     return list(groups.values())
 
 
 def _with_uses_and_copies(
     backend: Backend,
-    rows: list[list[RequestView]],
+    groups: list[list[RequestView]],
     shorts: Mapping[str, str],
     ttl_s: float | None,
 ) -> list[RequestView]:
-    """Return the first view of each row, with its use, the hits of the oldest copy, which are those
-    of all, the number of its copies, and its short id."""
-    # one call for each namespace: it reads the uses of many requests in a transaction
-    names: dict[str, set[str]] = {}
-    for row in rows:
-        first = row[0]
-        ids = names.setdefault(first.namespace, set())
-        ids.add(first.id)
-        ids.add(_oldest(row).id)
-    uses: dict[tuple[str, str], RequestUse | None] = {}
-    for namespace, wanted in names.items():
-        ordered = sorted(wanted)
-        catalogue = backend.catalogue(bytes.fromhex(namespace))
-        found = catalogue.uses(ordered)
-        for name, use in zip(ordered, found, strict=True):
-            uses[namespace, name] = use
-
+    """Return the first view of each group, with its use, the hits of the whole group, the number of
+    its copies, and its short id."""
+    uses = _uses_of(backend, groups)
     shown = []
-    for row in rows:
-        first = row[0]  # the one that the order of the list puts first
+    for group in groups:
+        first = group[0]  # the one that the order of the list puts first
         own_use = uses[first.namespace, first.id]
         view = first.with_use(own_use, ttl_s)
-        oldest = uses[first.namespace, _oldest(row).id]
-        hits = view.hits if oldest is None else oldest.hits
+        # a hit counts for each copy that was stored before it, so the oldest one has all hits
+        oldest_use = uses[first.namespace, _oldest(group).id]
+        hits = view.hits if oldest_use is None else oldest_use.hits
         changed = msgspec.structs.replace(
-            view, copies=len(row), short_id=shorts[view.id], hits=hits
+            view, copies=len(group), short_id=shorts[view.id], hits=hits
         )
         shown.append(changed)
     return shown
 
 
-def _oldest(row: list[RequestView]) -> RequestView:
-    """Return the oldest copy of a row: it alone counts the hits of later requests."""
-    return min(row, key=lambda view: view.created)
+def _uses_of(
+    backend: Backend,
+    groups: list[list[RequestView]],
+) -> dict[tuple[str, str], RequestUse | None]:
+    """Return the uses of the first and of the oldest view of each group, by namespace and id."""
+    ids_by_namespace: dict[str, set[str]] = {}
+    for group in groups:
+        first = group[0]
+        ids = ids_by_namespace.setdefault(first.namespace, set())
+        ids.add(first.id)
+        ids.add(_oldest(group).id)
+    uses: dict[tuple[str, str], RequestUse | None] = {}
+    # one call for each namespace: it reads the uses of many requests in a transaction
+    for namespace, ids in ids_by_namespace.items():
+        ordered_ids = sorted(ids)
+        catalogue = backend.catalogue(bytes.fromhex(namespace))
+        found = catalogue.uses(ordered_ids)
+        for request, use in zip(ordered_ids, found, strict=True):
+            uses[namespace, request] = use
+    return uses
+
+
+def _oldest(group: list[RequestView]) -> RequestView:
+    """Return the oldest copy of a group."""
+    return min(group, key=lambda view: view.created)

@@ -80,11 +80,13 @@ class Packs:
         groups = [group.unpack() for group in keys]
         chosen: dict[bytes, None] = {}  # an ordered set
         # groups with fewer blocks are filled with None, which no pack holds
-        for row in zip_longest(*groups):
-            for key in row:
+        for block_keys in zip_longest(*groups):
+            for key in block_keys:
                 holding = self.holders.get(key)
-                if holding is not None:
-                    chosen[holding[0]] = None
+                if holding is None:
+                    continue
+                pack = holding[0]
+                chosen[pack] = None
         return list(chosen)
 
 
@@ -105,8 +107,9 @@ class NamespacePacks(Packs):
         has_changed = found.cursor != self.cursor
         self.cursor = found.cursor
         # removals come first: a pack that was removed and written again is in both lists
-        gone = list(self.tables) if found.reset else list(found.removed)
-        for pack in gone:
+        # a list of its own: removals change the tables
+        removed = list(self.tables) if found.reset else list(found.removed)
+        for pack in removed:
             self.remove(pack)
         for table in found.added:
             self.add(table)

@@ -28,7 +28,7 @@ class NotFoundError(PersistKVError):
 def short_ids(requests: Iterable[str]) -> dict[str, str]:
     """Return, for each of these ids, its shortest beginning that none of the others has, of at
     least 8 characters."""
-    # the id that shares most with another one is its neighbour in this order
+    # in this order, the id that shares the longest beginning with another one is next to it
     ordered = sorted(set(requests))
     # before each id and after the last one, the number of characters that two neighbours share
     shared = [0]
@@ -134,16 +134,16 @@ class RequestView(msgspec.Struct, frozen=True):
         :param store_ttl_s: ttl of the store in seconds; None: none.
         """
         view = cls(
-            manifest.id,
-            namespace.hex(),
-            manifest.created,
-            manifest.tokens,
-            manifest.blocks,
-            manifest.group_blocks,
-            manifest.raw_bytes,
-            manifest.ordered,
-            manifest.labels,
-            short_id=manifest.id,
+            id=manifest.id,
+            namespace=namespace.hex(),
+            created=manifest.created,
+            tokens=manifest.tokens,
+            blocks=manifest.blocks,
+            group_blocks=manifest.group_blocks,
+            raw_bytes=manifest.raw_bytes,
+            ordered=manifest.ordered,
+            labels=manifest.labels,
+            short_id=manifest.id,  # a caller that knows the other ids shortens it
             context=manifest.context.hex(),
             ttl_s=manifest.ttl_s,
             priority=manifest.priority,
@@ -236,12 +236,22 @@ def chosen_namespaces(
         return found
     prefix = wanted.lower()  # ids are hexadecimal
     matching = [space for space in found if space.id.hex().startswith(prefix)]
-    if wanted and len(matching) == 1:
-        return matching
-    named = matching or found
-    ids = _some(space.id.hex() for space in named)
-    problem = "is ambiguous" if len(matching) > 1 else f"does not exist{otherwise}"
-    raise NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
+    if len(matching) > 1:
+        raise _unknown_namespace(wanted, "is ambiguous", matching)
+    # an empty id is no choice, even of the only namespace
+    if not wanted or not matching:
+        raise _unknown_namespace(wanted, f"does not exist{otherwise}", found)
+    return matching
+
+
+def _unknown_namespace(
+    wanted: str,
+    problem: str,
+    candidates: Iterable[Namespace],
+) -> NotFoundError:
+    """Return the error that ``wanted`` chooses none of the candidates."""
+    ids = _some(space.id.hex() for space in candidates)
+    return NotFoundError(f"namespace {wanted!r} {problem}; namespaces: {ids}")
 
 
 def request_ids(backend: Backend, namespace: bytes) -> list[str]:

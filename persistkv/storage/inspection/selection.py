@@ -54,13 +54,13 @@ class Selection(msgspec.Struct, frozen=True):
         :raises ConfigurationError: an option is invalid; the error names it.
         """
         return cls(
-            tuple(_label(text) for text in labels or ()),
-            _time_before(older_than, "--older-than"),
-            _time_before(newer_than, "--newer-than"),
-            _size(larger_than, "--larger-than"),
-            _size(smaller_than, "--smaller-than"),
-            never_hit,
-            expired,
+            labels=tuple(_label(text) for text in labels or ()),
+            made_before=_time_before(older_than, "--older-than"),
+            made_after=_time_before(newer_than, "--newer-than"),
+            more_bytes_than=_size(larger_than, "--larger-than"),
+            fewer_bytes_than=_size(smaller_than, "--smaller-than"),
+            never_hit=never_hit,
+            expired=expired,
         )
 
     def takes(

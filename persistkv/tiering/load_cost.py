@@ -99,8 +99,10 @@ class _Usual:
         self._num_samples += 1
         # a plain mean of the first ten samples; then each new one counts a tenth, and old ones fade
         rate = max(_SHAPE_RATE, 1 / self._num_samples)
-        self._log_bytes += rate * (math.log(num_bytes) - self._log_bytes)
-        self._log_seconds += rate * (math.log(seconds) - self._log_seconds)
+        log_bytes = math.log(num_bytes)
+        log_seconds = math.log(seconds)
+        self._log_bytes += rate * (log_bytes - self._log_bytes)
+        self._log_seconds += rate * (log_seconds - self._log_seconds)
         self.num_bytes = math.exp(self._log_bytes)
         self.seconds = math.exp(self._log_seconds)
 
@@ -137,8 +139,7 @@ class LoadTimes:
         """Whether the last load brought nothing before its deadline. Loads are expected to take for
         ever then, until one ends."""
         self._by_class: dict[int, _Usual] = {}
-        """Usual times by the number of bits of a load's bytes: a class of sizes from one power of
-        two to the next."""
+        """Usual times by class of sizes (``_size_class``)."""
         self._sizes: list[_Usual] = []
         """The values of ``_by_class``, ascending."""
         self._slowdown = 1.0
@@ -192,7 +193,7 @@ class LoadTimes:
         :param num_bytes: bytes of the load and of those in flight before it, above 0.
         """
         seconds = max(seconds, _LEAST_S)
-        usual = self._by_class.get(num_bytes.bit_length())
+        usual = self._by_class.get(_size_class(num_bytes))
         # The first load of a size sets its usual time, within bounds that follow from other sizes.
         # An excess beyond the bounds remains as ``change``.
         if usual is None:
@@ -242,7 +243,7 @@ class LoadTimes:
         # the estimate is long enough already
         if self._usual_s(num_bytes) >= least_usual_s:
             return
-        usual = self._by_class.get(num_bytes.bit_length())
+        usual = self._by_class.get(_size_class(num_bytes))
         if usual is None:
             self._set_usual(num_bytes, least_usual_s)
         else:
@@ -266,7 +267,7 @@ class LoadTimes:
         A deadline is three times the time that was expected of the load, or later; it is earlier
         only if the engine computes the tokens in less time than that (``_deadline_s``).
         """
-        usual = self._by_class.get(num_bytes.bit_length())
+        usual = self._by_class.get(_size_class(num_bytes))
         # No load of this size is known: the silence may be its usual latency. The store counts as
         # stalled until a probe, a small test read, or a running load ends. The slowdown, which
         # holds for all sizes, does not grow.
@@ -300,10 +301,10 @@ class LoadTimes:
         ``seconds``, or to the nearest time within ``_bounds``."""
         least_s, most_s = self._bounds(num_bytes)
         bounded_s = min(max(seconds, least_s), most_s)
-        self._by_class[num_bytes.bit_length()] = _Usual(num_bytes, bounded_s)
+        self._by_class[_size_class(num_bytes)] = _Usual(num_bytes, bounded_s)
         # the order of the classes is that of the sizes in them
-        ascending = sorted(self._by_class)
-        self._sizes = [self._by_class[size_class] for size_class in ascending]
+        classes = sorted(self._by_class)
+        self._sizes = [self._by_class[size_class] for size_class in classes]
 
     def _bounds(self, num_bytes: int) -> tuple[float, float]:
         """Return the shortest and the longest plausible usual time of loads of a size.
@@ -332,7 +333,7 @@ class LoadTimes:
         # the load ends after those in flight
         total_bytes = num_bytes + self._bytes_in_flight
         expected_s = self._usual_s(total_bytes) * self._slowdown
-        usual = self._by_class.get(total_bytes.bit_length())
+        usual = self._by_class.get(_size_class(total_bytes))
         if usual is not None:
             # Less while few loads of this size are known: a load that was wrongly chosen costs
             # little and corrects the estimate, but nothing would correct a wrong refusal.
@@ -391,6 +392,11 @@ class LoadTimes:
         more_s = max(0.0, seconds - lower.seconds)
         more_bytes = max(1.0, upper.num_bytes - lower.num_bytes)
         return more_s / more_bytes
+
+
+def _size_class(num_bytes: int) -> int:
+    """Return the class of a load's size: the sizes from one power of two to the next."""
+    return num_bytes.bit_length()
 
 
 class PrefillSpeed:

@@ -469,7 +469,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Report to the tiers which of their blocks the request loads."""
         by_tier: dict[IsolatedTier, list[OffloadKey]] = {}
         for key in keys:
-            by_tier.setdefault(request.held[key], []).append(key)
+            source = request.held[key]
+            by_tier.setdefault(source, []).append(key)
         for tier, restored in by_tier.items():
             tier.on_restored(restored, request.context)
 
@@ -562,7 +563,8 @@ class TieringOffloadingManager(OffloadingManager):
             # a lost promotion may never end, and the request would wait for it
             elif in_primary is None and key not in self._promotions.lost:
                 request.awaited_writes.add(key)
-                self._awaiting_write.setdefault(key, set()).add(req_context.req_id)
+                awaiting = self._awaiting_write.setdefault(key, set())
+                awaiting.add(req_context.req_id)
         for tier in request.request_level_tiers:
             new_to_tier = request.not_received(tier, readable)
             self._cascade(tier, new_to_tier, req_context)
@@ -803,7 +805,8 @@ class TieringOffloadingManager(OffloadingManager):
             cascaded = [key for key in keys if key in due]
             # recorded, so that a later store of the request does not pass them again
             if self._cascade(tier, cascaded, request.context):
-                request.received.setdefault(tier, set()).update(cascaded)
+                received = request.received.setdefault(tier, set())
+                received.update(cascaded)
 
     # Requests
 

@@ -798,14 +798,19 @@ class OffloadingConnectorScheduler:
             # offered to the manager. ``update_state_after_alloc`` had set the next offer to begin
             # after them: it begins after the local tokens again.
             request.skip_stores(request.num_local_tokens)
-            return LoadProgress(False, num_tokens, 0)
+            return LoadProgress(success=False, num_tokens=num_tokens, num_bytes=0)
+
         self.stats.loaded_blocks += len(transfer.keys)
         # The KV of the loaded tokens is in the device blocks now. A manager with a request-level
         # policy, which stores whole contexts, is offered their blocks, too: a store is planned. For
         # another policy it is empty, because offers begin after these blocks (``skip_stores``).
         request.num_computed_tokens = request.num_matched_tokens
         self._to_plan[request.context.req_id] = request
-        return LoadProgress(True, num_tokens, result.num_bytes)
+        return LoadProgress(
+            success=True,
+            num_tokens=num_tokens,
+            num_bytes=result.num_bytes,
+        )
 
     def _release_if_done(self, request: _ScheduledRequest) -> None:
         """End a request that is finished and has no transfer in flight or to plan; it is then

@@ -59,7 +59,8 @@ def tensor_offsets(kv_caches: CanonicalKVCaches, block_size_factor: int) -> list
     ends = [0] * len(kv_caches.group_data_refs)
     offsets = []
     for tensor, groups in zip(kv_caches.tensors, groups_of, strict=True):
-        offset = max((ends[group] for group in groups), default=0)
+        ends_before = [ends[group] for group in groups]
+        offset = max(ends_before, default=0)
         offsets.append(offset)
         end = offset + tensor.page_size_bytes * block_size_factor
         for group in groups:
@@ -222,14 +223,19 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
         if not refs:
             raise ConfigurationError(where, refs, "at least one tensor of the group")
         for ref in refs:
-            _check_number(f"{where}.tensor_idx", ref.tensor_idx, 0, last_tensor)
+            _check_number(
+                f"{where}.tensor_idx",
+                ref.tensor_idx,
+                lowest=0,
+                highest=last_tensor,
+            )
             page_bytes = kv_caches.tensors[ref.tensor_idx].page_size_bytes
             _check_number(
                 f"{where}.page_size_bytes",
                 ref.page_size_bytes,
-                1,
-                page_bytes,
-                " bytes of the tensor's page",
+                lowest=1,
+                highest=page_bytes,
+                unit=" bytes of the tensor's page",
             )
 
 
@@ -249,9 +255,9 @@ def _check_tensor(
     _check_number(
         f"{where}.page_size_bytes",
         canonical.page_size_bytes,
-        1,
-        tensor.shape[1],
-        " bytes of a block",
+        lowest=1,
+        highest=tensor.shape[1],
+        unit=" bytes of a block",
     )
     if tensor.device != device:
         raise ConfigurationError(
@@ -262,6 +268,7 @@ def _check_tensor(
 def _check_number(
     field: str,
     value: int,
+    *,
     lowest: int,
     highest: int,
     unit: str = "",
@@ -441,13 +448,15 @@ def compute_sub_block_ptrs(
 def consecutive_runs(*sides: IntArray) -> list[slice]:
     """Return the longest runs, as slices in order, in which each number of every array is the
     previous one plus 1."""
+    num_ids = len(sides[0])
+    if not num_ids:
+        return []
+    # for each number but the last: whether the next one begins a new run
     breaks_of_sides = [np.diff(ids) != 1 for ids in sides]
-    # a break at i is between the numbers i and i + 1
-    breaks = np.flatnonzero(np.logical_or.reduce(breaks_of_sides))
-    begins = breaks + 1
-    bounds = [0, *begins.tolist(), len(sides[0])]
-    # no numbers: one empty run, which is left out
-    return [slice(begin, end) for begin, end in pairwise(bounds) if begin < end]
+    is_break = np.logical_or.reduce(breaks_of_sides)
+    begins = np.flatnonzero(is_break) + 1
+    bounds = [0, *begins.tolist(), num_ids]
+    return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:

@@ -71,9 +71,10 @@ class FilterReusedOffloadingManager(OffloadingManager):
         """Count the lookup for the blocks of ``_to_count``, and return the answer of
         ``backing``."""
         num_lookups = self._num_lookups
-        # removed and added again, so that the least recently counted are first
         for block in self._to_count(key, req_context):
-            num_lookups[block] = num_lookups.pop(block, 0) + 1
+            # removed and added again, so that the least recently counted are first
+            num_before = num_lookups.pop(block, 0)
+            num_lookups[block] = num_before + 1
         while len(num_lookups) > self.max_tracker_size:
             num_lookups.popitem(last=False)
         return self.backing.lookup(key, req_context)

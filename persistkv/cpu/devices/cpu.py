@@ -43,7 +43,10 @@ class CPUCopyEngine(CopyEngine):
     def __init__(self, memory: KVMemory, direction: Direction) -> None:
         super().__init__(memory, direction)
         # one thread, so that jobs end in order of submission
-        self._thread = futures.ThreadPoolExecutor(1, f"persistkv-{direction.value}")
+        self._thread = futures.ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix=f"persistkv-{direction.value}",
+        )
         self._jobs: deque[tuple[int, futures.Future[TransferResult]]] = deque()
         """Ids and results of the jobs that are not reported yet, in order of submission."""
         self._buffer: torch.Tensor | None = None
@@ -176,14 +179,15 @@ class CPUCopyEngine(CopyEngine):
     ) -> None:
         """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
         page_bytes = pages.shape[1]
-        step = max(1, BUFFER_BYTES // page_bytes)  # pages
-        step_bytes = step * page_bytes
-        if self._buffer is None or len(self._buffer) < step_bytes:
+        pages_per_part = max(1, BUFFER_BYTES // page_bytes)
+        part_bytes = pages_per_part * page_bytes
+        if self._buffer is None or len(self._buffer) < part_bytes:
+            # at least one page, which may be larger than 8 MiB
             size = max(BUFFER_BYTES, page_bytes)
             self._buffer = torch.empty(size, dtype=torch.int8)
-        buffer = self._buffer[:step_bytes].view(step, page_bytes)
-        for begin in range(0, len(blocks), step):
-            end = begin + step
+        buffer = self._buffer[:part_bytes].view(pages_per_part, page_bytes)
+        for begin in range(0, len(blocks), pages_per_part):
+            end = begin + pages_per_part
             page_index = torch.from_numpy(blocks[begin:end])
             row_index = _row_index(sub_blocks[begin:end], rows)
             part = buffer[: len(page_index)]

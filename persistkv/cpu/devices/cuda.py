@@ -112,7 +112,12 @@ class CUDACopyEngine(CopyEngine):
                 if not job.end.query():  # type: ignore[no-untyped-call]
                     break
                 seconds = job.begin.elapsed_time(job.end) / 1e3
-                result = TransferResult(job.job_id, True, job.num_bytes, seconds)
+                result = TransferResult(
+                    job.job_id,
+                    success=True,
+                    num_bytes=job.num_bytes,
+                    seconds=seconds,
+                )
             except RuntimeError:
                 logger.exception("%s job %d failed", self.direction.value, job.job_id)
                 result = TransferResult(job.job_id, success=False)
@@ -151,13 +156,22 @@ class CUDACopyEngine(CopyEngine):
         if rows_per_registration is not None:
             row_numbers = part.sub_blocks // factor
             registrations = row_numbers // rows_per_registration
-        # destinations first: rows for a store, pages for a load
         if self.direction is Direction.STORE:
             return CopyBatch.of_pages(
-                row_ptrs, page_ptrs, part.page_bytes, rows, pages, registrations
+                targets=row_ptrs,
+                sources=page_ptrs,
+                page_bytes=part.page_bytes,
+                target=rows,
+                source=pages,
+                registrations=registrations,
             )
         return CopyBatch.of_pages(
-            page_ptrs, row_ptrs, part.page_bytes, pages, rows, registrations
+            targets=page_ptrs,
+            sources=row_ptrs,
+            page_bytes=part.page_bytes,
+            target=pages,
+            source=rows,
+            registrations=registrations,
         )
 
 
@@ -342,7 +356,8 @@ def _try(copier: PageCopier, device: torch.device) -> None:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     num_bytes = 64
     shape = (1, num_bytes)
-    sent = torch.arange(num_bytes, dtype=torch.int8).view(shape).pin_memory()
+    numbers = torch.arange(num_bytes, dtype=torch.int8)
+    sent = numbers.view(shape).pin_memory()
     received = torch.zeros(shape, dtype=torch.int8).pin_memory()
     with torch.cuda.device(device), torch.cuda.stream(stream):
         on_device = torch.zeros(shape, dtype=torch.int8, device=device)

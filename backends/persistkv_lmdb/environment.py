@@ -561,23 +561,23 @@ class Environments:
                 f"than {patience_s:g} s"
             )
         try:
-            found = slot.environment
+            shared = slot.environment
             # It is closed before the next one is opened, because LMDB opens a file once per
             # process. Handles that still use it find it closed, and acquire the next one
             # (``LmdbBackend._follow``).
-            if found is not None and not found.serves(read_only=read_only):
-                found.close()
-                found = None
+            if shared is not None and not shared.serves(read_only=read_only):
+                shared.close()
+                shared = None
                 slot.environment = None
-            if found is None:
-                found = Environment(path, policy, keys, read_only=read_only)
-                slot.environment = found
+            if shared is None:
+                shared = Environment(path, policy, keys, read_only=read_only)
+                slot.environment = shared
             else:
                 # check the key of this handle: those before may have been opened with another one
-                with found.transaction() as rows:
+                with shared.transaction() as rows:
                     keys.seal(read_keyring(rows))
-            found.handles += 1
-            return found
+            shared.handles += 1
+            return shared
         finally:
             slot.lock.release()
 

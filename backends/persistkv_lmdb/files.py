@@ -258,18 +258,16 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
         status = store.stat()
         if not stat.S_ISDIR(status.st_mode):
             raise StoreUnavailableError(f"{store} is a file; a store is a directory")
-        if not read_only and status.st_uid not in (os.geteuid(), _ROOT):
-            raise StoreUnavailableError(
-                f"{store} belongs to user {status.st_uid}, and this process runs as user "
-                f"{os.geteuid()}: run it as that user, or change the owner"
-            )
+        if not read_only:
+            _check_owner(store, status.st_uid)
         for name in STORE_FILES:
             _check_kind(store / name, stat.S_ISREG, "regular file")
         for name in _STORE_DIRECTORIES:
             _check_kind(store / name, stat.S_ISDIR, "directory")
-        # It is a store. With the guard file alone, its creation was interrupted or its catalogue is
-        # lost, and opening it handles that.
-        if (store / DATA_FILE).exists() or (store / GUARD_FILE).exists():
+        # With the guard file alone, its creation was interrupted or its catalogue is lost, and
+        # opening it handles that.
+        is_store = (store / DATA_FILE).exists() or (store / GUARD_FILE).exists()
+        if is_store:
             return
         _check_no_other_files(store)
         if read_only:
@@ -282,6 +280,17 @@ def _create_directories(store: Path) -> None:
         if not directory.exists():
             directory.mkdir(0o700, exist_ok=True)
             sync_directory(directory.parent)
+
+
+def _check_owner(store: Path, owner: int) -> None:
+    """Raise a StoreUnavailableError if a store's directory belongs to another user than that of
+    this process, except root."""
+    user = os.geteuid()
+    if owner not in (user, _ROOT):
+        raise StoreUnavailableError(
+            f"{store} belongs to user {owner}, and this process runs as user {user}: run it as "
+            f"that user, or change the owner"
+        )
 
 
 def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:

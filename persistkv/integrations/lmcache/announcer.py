@@ -18,7 +18,7 @@ from persistkv.storage.blocks import BlockStore
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0  # between looks for changes by other processes
-_AT_ONCE = 4096  # keys in one call to a listener
+_KEYS_PER_CALL = 4096  # of a listener
 
 Keys = Sequence[bytes]
 Announce = Callable[[Place, Keys], None]
@@ -42,9 +42,9 @@ class Announcer:
         self._list_timeout_s = list_timeout_s
         self._stored = stored
         self._removed = removed
-        self._known: set[Place] = set()
+        self._announced: set[Place] = set()
         """Places whose content at the opening was announced."""
-        self._has_news = threading.Event()
+        self._is_woken = threading.Event()
         """Set to have the thread look for events before its next tick, or end."""
         self._is_stopped = False
         self._pid = os.getpid()
@@ -61,19 +61,19 @@ class Announcer:
 
     def wake(self) -> None:
         """Have the thread look for events now."""
-        self._has_news.set()
+        self._is_woken.set()
 
     def stop(self) -> None:
         """End the thread; wait for the list that it reads, if any, for its time limit at most."""
         self._is_stopped = True
-        self._has_news.set()
+        self._is_woken.set()
         self._thread.join()
 
     def _run(self) -> None:
         """Announce changes each second, and when ``wake`` is called, until ``stop``."""
         while not self._is_stopped:
-            self._has_news.wait(_TICK_S)
-            self._has_news.clear()
+            self._is_woken.wait(_TICK_S)
+            self._is_woken.clear()
             self.announce()
 
     def announce(self) -> None:
@@ -98,7 +98,7 @@ class Announcer:
             for place, store in self._stores.items():
                 try:
                     held = _held(store, self._list_timeout_s)
-                    for keys in batched(held, _AT_ONCE):
+                    for keys in batched(held, _KEYS_PER_CALL):
                         stored(place, keys)
                 except PersistKVError as error:
                     logger.warning("stored keys are not announced: %s", error)
@@ -118,15 +118,15 @@ class Announcer:
 
     def _announce_store(self, place: Place, store: BlockStore) -> None:
         """Announce the changes of a store since the last call, at first its whole content."""
-        if place in self._known:
+        if place in self._announced:
             changes = _changes(store)
         else:
             changes = _content(store, self._list_timeout_s)
             # not before: a list that fails is tried again at the next call
-            self._known.add(place)
-        for keys in batched(changes.stored, _AT_ONCE):
+            self._announced.add(place)
+        for keys in batched(changes.stored, _KEYS_PER_CALL):
             self._stored(place, keys)
-        for keys in batched(changes.removed, _AT_ONCE):
+        for keys in batched(changes.removed, _KEYS_PER_CALL):
             self._removed(place, keys)
 
 

@@ -33,9 +33,13 @@ class ObjectLayout(NamedTuple):
     def of_object(cls, memory: Any) -> ObjectLayout:
         """Return the layout of LMCache's ``MemoryObj``."""
         metadata = memory.metadata
-        # objects of one array have no lists
-        shapes = metadata.shapes or [memory.get_shape()]
-        dtypes = metadata.dtypes or [memory.get_dtype()]
+        shapes = metadata.shapes
+        dtypes = metadata.dtypes
+        # an object of one array has no lists
+        if not shapes:
+            shapes = [memory.get_shape()]
+        if not dtypes:
+            dtypes = [memory.get_dtype()]
         return cls._of_arrays(shapes, dtypes, memory.get_size())
 
     @classmethod
@@ -69,7 +73,8 @@ class ObjectLayout(NamedTuple):
 def encode_key(key: Any) -> bytes:
     """Return the block store's key of LMCache's ``ObjectKey``, without the model's name, which is
     the namespace's. Different fields have different keys: ranks and tenants are never mixed."""
-    head = _HEAD.pack(len(key.chunk_hash), key.kv_rank, key.object_group_id)
+    hash_bytes = len(key.chunk_hash)
+    head = _HEAD.pack(hash_bytes, key.kv_rank, key.object_group_id)
     salt = key.cache_salt.encode()
     encoded: bytes = head + key.chunk_hash + salt
     return encoded

@@ -96,7 +96,8 @@ class ObjectLoads:
         :param results: for each object, whether it was loaded.
         """
         load = self._tasks.pop(task)
-        loaded_bytes = sum(itertools.compress(load.sizes, results))
+        loaded_sizes = itertools.compress(load.sizes, results)
+        loaded_bytes = sum(loaded_sizes)
         self._loads.end_load(load.number, loaded_bytes)
 
     @property

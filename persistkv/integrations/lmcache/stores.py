@@ -177,7 +177,8 @@ class LayoutStores:
         more = identity.more
         if identity.engine != _ENGINE or more.get("model") not in self._weights:
             return None
-        shapes = tuple(tuple(shape) for shape in more.get("object_shapes", []))
+        listed_shapes = more.get("object_shapes", [])
+        shapes = tuple(tuple(shape) for shape in listed_shapes)
         dtypes = tuple(more.get("dtypes", []))
         # the adapter's namespaces have one KV cache group, whose blocks are the objects
         object_bytes = block_bytes[0]

@@ -19,6 +19,12 @@ class _Task:
         self.num_parts = num_parts
         """Parts that have not ended."""
 
+    def end_part(self, positions: Sequence[int], results: Sequence[bool]) -> None:
+        """Add the results of a part, for the keys at these positions of the task."""
+        self.num_parts -= 1
+        for position, result in zip(positions, results, strict=True):
+            self.results[position] |= result
+
 
 class _Started(NamedTuple):
     """A call that has not ended."""
@@ -107,9 +113,7 @@ class TaskQueue:
         for ended in self._completions.take(clear=False):
             call = self._started.pop(ended.job_id)
             task = self._tasks[call.task]
-            for position, result in zip(call.positions, ended.results, strict=True):
-                task.results[position] |= result
-            task.num_parts -= 1
+            task.end_part(call.positions, ended.results)
             if task.num_parts == 0:
                 self._done[call.task] = task.results
                 del self._tasks[call.task]

@@ -26,10 +26,10 @@ Page: TypeAlias = list[memoryview]
 StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 """A call for keys, which returns a result for each."""
 
-_DELETED_AT_ONCE = 4096  # keys in one call of a ``clear``
+_KEYS_PER_DELETION = 4096  # in one of the calls of a ``clear``
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
-_PAGES_AT_ONCE = 128  # in a call of SGLang that reads
+_PAGES_PER_READ = 128  # in one of SGLang's calls
 _SEPARATOR = b"\0"
 """Before the tenant's name in a key; neither hashes nor names contain it."""
 
@@ -73,7 +73,7 @@ class PoolStore:
         self._opener = StoreOpener(self._open, options.timeout_s)
         self._loads = PrefixLoads(
             options.prefill_tokens_per_s,
-            call_bytes=_PAGES_AT_ONCE * self._page_bytes,
+            call_bytes=_PAGES_PER_READ * self._page_bytes,
             timeout_s=options.timeout_s,
         )
 
@@ -247,7 +247,7 @@ class PoolStore:
         blocks = store.stored_blocks(timeout_s=timeout_s)
         tenant = self._options.tenant
         keys = [block.key for block in blocks if tenant_of(block.key) == tenant]
-        for some_keys in batched(keys, _DELETED_AT_ONCE):
+        for some_keys in batched(keys, _KEYS_PER_DELETION):
             left_s = max(0.0, deadline - time.monotonic())
             store.delete(some_keys, timeout_s=left_s)
 

@@ -78,17 +78,17 @@ class PageMemory(NamedTuple):
 
     def flat_pages(self, host_indices: Any) -> list[Any]:
         """Return a copy of each page, as SGLang's tensors."""
+        first_indices = host_indices[:: self.page_size].tolist()
         copy_page = self.pool.get_data_page
-        starts = host_indices[:: self.page_size].tolist()
-        return [copy_page(start, flat=True) for start in starts]
+        return [copy_page(index, flat=True) for index in first_indices]
 
     def set_flat_page(self, host_indices: Any, page: int, tensor: Any) -> None:
         """Copy a tensor into a page.
 
         :param page: position of the page in ``host_indices``.
         """
-        start = int(host_indices[page * self.page_size])
-        self.pool.set_from_flat_data_page(start, tensor)
+        first_index = int(host_indices[page * self.page_size])
+        self.pool.set_from_flat_data_page(first_index, tensor)
 
     def new_flat_page(self) -> Any:
         """Return a tensor for a page."""

@@ -126,8 +126,9 @@ def engine_facts() -> dict[str, Any]:
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}
     if device == "cpu":
+        machine = platform.machine()
         flags = set(_CPU_FLAGS).intersection(_cpu_flags())
-        facts["cpu"] = {"machine": platform.machine(), "flags": sorted(flags)}
+        facts["cpu"] = {"machine": machine, "flags": sorted(flags)}
     return facts
 
 
@@ -243,7 +244,8 @@ def engine_identity(
     """
     model = config.model_config
     cache = config.cache_config
-    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    attention = getattr(config, "attention_config", None)
+    backend = getattr(attention, "backend", None)
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
     # rows that are the same for all parallel sizes are found by engines with other sizes, too
     if shared is None:
@@ -314,7 +316,9 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     of their files."""
     if name is not None:
         return f"named:{name}"
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    # an enumeration in some releases, a text in others
+    load_format = load.load_format
+    load_format = str(getattr(load_format, "value", load_format))
     # random weights, which the seed determines
     if load_format == "dummy":
         return f"dummy:{getattr(model, 'seed', None)}"

@@ -188,7 +188,8 @@ class WaitingChunks:
 
         # A store evicts the deepest chunks of a context first, so it holds a prefix: the first
         # missing chunk can be found by bisection.
-        return 1 + bisect_left(self._following, True, key=is_missing)
+        num_following = bisect_left(self._following, True, key=is_missing)
+        return 1 + num_following
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
         """Return the keys of at most ``most`` chunks in a row that a tier holds, from the first one

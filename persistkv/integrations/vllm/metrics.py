@@ -160,7 +160,8 @@ class MetricsReader:
 def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
     """Return the value of each counter: the tier's since its construction, and the store process's
     since its start, 0 until its first report."""
-    found: dict[str, float] = {**dict.fromkeys(COUNTERS, 0), **vars(observed)}
+    found: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+    found.update(vars(observed))
     found["stores_refused"] = stats.client.refused_jobs
     found["restarts"] = stats.client.restarts
     if stats.host is not None:

@@ -198,8 +198,8 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
     the first one."""
     first = next(iter(groups.values()))
     # keys name groups by index, and vLLM may leave some out
-    indices = range(max(groups) + 1)
-    return tuple(groups.get(index, first) for index in indices)
+    num_indices = max(groups) + 1
+    return tuple(groups.get(index, first) for index in range(num_indices))
 
 
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:

@@ -104,18 +104,9 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         arrived or are missing, or after 30 s.
         """
         if self._context is None:
-            found = self._prewarming.next_context()
-            if found is None:
-                return
-            self._contexts += 1
-            # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
-            # this package derive the keys under which their stores have the chunks.
-            req_id = f"{self.tier_type}-{self._contexts}"
-            parameters = {REQUEST_PARAMETER: {"tenant": found.tenant}}
-            self._context = ReqContext(req_id, parameters)
-            self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
-            self._gives_up = time.monotonic() + _PATIENCE_S
-            parent.on_new_request(self._context)
+            self._begin_context(parent)
+        if self._context is None:
+            return
         # Each lookup queues the promotion of a chunk, or tells whether it has ended.
         promoting = []
         for key in self._keys:
@@ -125,6 +116,21 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         if not self._keys or time.monotonic() > self._gives_up:
             parent.on_request_finished(self._context)
             self._context = None
+
+    def _begin_context(self, parent: ParentManager) -> None:
+        """Begin a request for the next context, if there is one."""
+        found = self._prewarming.next_context()
+        if found is None:
+            return
+        self._contexts += 1
+        # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
+        # this package derive the keys under which their stores have the chunks.
+        req_id = f"{self.tier_type}-{self._contexts}"
+        parameters = {REQUEST_PARAMETER: {"tenant": found.tenant}}
+        self._context = ReqContext(req_id, parameters)
+        self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
+        self._gives_up = time.monotonic() + _PATIENCE_S
+        parent.on_new_request(self._context)
 
     def has_pending_work(self) -> bool:
         is_promoting = self._context is not None

@@ -65,12 +65,14 @@ class _Mapping(NamedTuple):
         fields = _MAPS_LINE.match(line)
         if fields is None:
             raise ValueError(f"unknown line of /proc/PID/maps: {line!r}")
-        device = os.makedev(int(fields["major"], 16), int(fields["minor"], 16))
+        major = int(fields["major"], 16)
+        minor = int(fields["minor"], 16)
+        inode = int(fields["inode"])
         return cls(
             start=int(fields["start"], 16),
             stop=int(fields["stop"], 16),
             offset=int(fields["offset"], 16),
-            file=(device, int(fields["inode"])),
+            file=(os.makedev(major, minor), inode),
             path=fields["path"],
         )
 

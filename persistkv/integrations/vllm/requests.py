@@ -250,7 +250,8 @@ class RequestLoads:
             positions[key] = position
         # The engine uses the chunks before the first one that failed. It computes the others, even
         # those that were loaded, because a prefix has no gaps.
-        first_failed = min((positions[key] for key in failed), default=math.inf)
+        failed_positions = [positions[key] for key in failed]
+        first_failed = min(failed_positions, default=math.inf)
         for key, position in positions.items():
             if position < first_failed:
                 self._is_restored[key] = True
@@ -283,7 +284,8 @@ class LiveRequest(RequestDescription):
         group_tokens: Sequence[int],
         labels: Mapping[str, str],
     ) -> None:
-        super().__init__(len(group_tokens), {**labels, **options.labels})
+        all_labels = {**labels, **options.labels}
+        super().__init__(len(group_tokens), all_labels)
         self.retention = options.retention
         self.options = options
         self.has_stored = False

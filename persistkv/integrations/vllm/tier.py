@@ -319,7 +319,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         # the groups cover the same tokens: those of one group suffice
         group = keys[0][-ours.GROUP_INDEX_BYTES :]
         for key in keys:
-            end = request.position(key) if key.endswith(group) else None
+            if not key.endswith(group):
+                continue
+            end = request.position(key)
             if end is not None:
                 stop = max(stop, end)
         # equal if vLLM offers chunks again, or chunks that it has found
@@ -414,7 +416,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._request(req_context)
         options = request.options
         if options.load or options.store:
-            self._tier.touch(request.store_keys(list(keys)), request.context)
+            store_keys = request.store_keys(list(keys))
+            self._tier.touch(store_keys, request.context)
 
     def has_pending_work(self) -> bool:
         """Return whether an engine without requests should take a step: for results of jobs, or for
@@ -597,7 +600,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         options = self.options
         namespace = "none"
         if self._guard.is_in_use:
-            namespace = Identity.of(self._tier.config.identity).digest.hex()
+            identity = Identity.of(self._tier.config.identity)
+            namespace = identity.digest.hex()
         values = (
             options.scheme,
             namespace,
@@ -623,7 +627,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if self._guard.is_opening or not self._metrics.is_due(time.monotonic()):
             return None
         client = self._tier.client
-        return self._metrics.read(client.glance(), len(client))
+        held_chunks = len(client)
+        return self._metrics.read(client.glance(), held_chunks)
 
     def shutdown(self) -> None:
         """End unfinished requests, and wait until the store's process has committed all blocks and
@@ -742,19 +747,20 @@ def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
     max_tokens = engine.model_config.max_model_len
     # of the group with the most chunks; a sliding window needs fewer
     chunk_tokens = min(_chunk_tokens(offloading))
-    needed = max_tokens // chunk_tokens
-    if len(rows) >= needed:
+    num_chunks = len(rows)
+    needed_chunks = max_tokens // chunk_tokens
+    if num_chunks >= needed_chunks:
         return
-    row_bytes = rows.nbytes // max(1, len(rows))
+    chunk_bytes = rows.nbytes // max(1, num_chunks)
     logger.warning(
         "cpu_bytes_to_use is too small: %d chunks, %d tokens. A request of max_model_len, %d "
         "tokens, needs %d chunks: set it to %d bytes or more. Contexts that do not fit are "
         "stored and loaded in part, or not at all",
-        len(rows),
-        len(rows) * chunk_tokens,
+        num_chunks,
+        num_chunks * chunk_tokens,
         max_tokens,
-        needed,
-        needed * row_bytes,
+        needed_chunks,
+        needed_chunks * chunk_bytes,
     )
 
 
@@ -770,7 +776,8 @@ def is_only_source(engine: Any) -> bool:
     transfer = getattr(engine, "kv_transfer_config", None)
     if transfer is None or transfer.kv_connector != "OffloadingConnector":
         return False
-    tiers = (transfer.kv_connector_extra_config or {}).get("secondary_tiers") or ()
+    extra_config = transfer.kv_connector_extra_config or {}
+    tiers = extra_config.get("secondary_tiers") or ()
     return all(tier.get("type") in _TYPES for tier in tiers)
 
 

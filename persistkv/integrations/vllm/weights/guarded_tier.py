@@ -164,9 +164,10 @@ class GuardedTier:
         if is_in_use:
             return
         self._epoch = self.watch.epoch
-        arguments = (self.tier, self.watch.weights)
         self._opening = threading.Thread(
-            target=self._open, args=arguments, name="persistkv-epoch"
+            target=self._open,
+            args=(self.tier, self.watch.weights),
+            name="persistkv-epoch",
         )
         self._opening.start()
 
@@ -229,7 +230,8 @@ class GuardedTier:
         """
         # A detached tier holds nothing by itself. ``tier`` is of ``_epoch``, which follows the
         # watch's only once the old tier has no jobs.
-        if epoch != self._epoch or self._epoch != self.watch.epoch or self.is_opening:
+        is_present = epoch == self._epoch == self.watch.epoch
+        if self.is_opening or not is_present:
             return False
         return self.tier.holds(key)
 

@@ -136,19 +136,21 @@ def _sample_of(tensor: Any) -> Any:
 
     # bits are compared: floats that are NaN differ from themselves
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    kind = integers.get(tensor.element_size())
-    if tensor.numel() == 0 or tensor.device.type == "meta" or kind is None:
+    element_bytes = tensor.element_size()
+    integer = integers.get(element_bytes)
+    if tensor.numel() == 0 or tensor.device.type == "meta" or integer is None:
         return None
     # The sample ignores the strides of the tensor: it is taken from as many elements of the storage
     # in a row. A tensor that repeats elements (stride 0) has fewer there.
     num_elements = tensor.numel()
     if not tensor.is_contiguous():
-        stored = tensor.untyped_storage().nbytes() // tensor.element_size()
-        num_elements = min(num_elements, stored - tensor.storage_offset())
+        num_stored = tensor.untyped_storage().nbytes() // element_bytes
+        num_elements = min(num_elements, num_stored - tensor.storage_offset())
     # equally far apart, from the first element to one of the last
     count = min(_SAMPLES, num_elements)
     step = max(1, (num_elements - 1) // count)
-    return tensor.as_strided((count,), (step,)).view(kind)
+    sample = tensor.as_strided((count,), (step,))
+    return sample.view(integer)
 
 
 def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
@@ -160,11 +162,9 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     :param worker: vLLM's ``WorkerBase``, with its model; None if unknown: the engine then watches
         calls alone.
     """
-    tiers = spec.config.extra_config.get("secondary_tiers") or ()
-    types = [str(tier.get("type", "")).lower() for tier in tiers]
-    is_configured = any(name.startswith("persistkv") for name in types)
-    if worker is None or not is_configured:
+    if worker is None or not _has_tier(spec):
         return
+    # an earlier call: its sample is that of the start
     if getattr(offloading_worker, "watches_weights", False):
         return
     parallel = worker.vllm_config.parallel_config
@@ -174,14 +174,25 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     def sample() -> bytes:
         return sample_parameters(_modules(worker), experts=not moves_experts)
 
+    rank = spec.config.parallel.rank
     try:
-        word = WeightsWord.create(spec.config.engine_id, spec.config.parallel.rank)
+        word = WeightsWord.create(spec.config.engine_id, rank)
         probe = WeightsProbe(sample, word)
     except (OSError, RuntimeError) as error:
         logger.warning("the weights of this worker are not watched: %s", error)
         return
     watch_worker(offloading_worker, probe)
     offloading_worker.watches_weights = True
+
+
+def _has_tier(spec: Any) -> bool:
+    """Return whether a tier of this package is configured."""
+    tiers = spec.config.extra_config.get("secondary_tiers") or ()
+    for tier in tiers:
+        name = str(tier.get("type", ""))
+        if name.lower().startswith("persistkv"):
+            return True
+    return False
 
 
 def _modules(worker: Any) -> list[Any]:

@@ -20,7 +20,8 @@ class WeightsWord:
 
     def __init__(self, file: int) -> None:
         """:param file: descriptor of the word's file; the caller closes it."""
-        self._numbers = memoryview(mmap.mmap(file, _WORD_BYTES)).cast("Q")
+        memory = mmap.mmap(file, _WORD_BYTES)
+        self._numbers = memoryview(memory).cast("Q")
         """``asked``, ``answered``, ``epoch`` and ``changed``, of 8 bytes each."""
 
     @classmethod
@@ -116,5 +117,7 @@ class WeightsWord:
 
 
 def _path(engine_id: str, rank: int, directory: str) -> Path:
-    name = hashlib.blake2b(engine_id.encode(), digest_size=16).hexdigest()
+    # an engine's id may have characters that a name of a file must not have
+    digest = hashlib.blake2b(engine_id.encode(), digest_size=16)
+    name = digest.hexdigest()
     return Path(directory) / f"{WEIGHTS_PREFIX}{name}_{rank}"

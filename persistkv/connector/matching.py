@@ -131,7 +131,7 @@ def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int
     """Return the longest prefix of at most ``length`` tokens that all window groups can serve.
 
     A group that cannot serve a length shortens it for all others, which may have accepted the
-    longer one. So the groups are asked in turn, until all of them have accepted the same length.
+    longer one. The search ends when all groups, one after the other, have accepted the same length.
 
     :param searches: for each window group, a function that returns the longest prefix, of at most
         so many tokens, that it can serve.

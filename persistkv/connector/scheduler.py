@@ -582,8 +582,8 @@ class OffloadingConnectorScheduler:
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-        # The blocks to load are in the primary tier already. Those of local tokens were offered by
-        # the requests that computed them.
+        # The blocks to load are in the primary tier already. The requests that computed the local
+        # tokens have offered theirs.
         request.skip_stores(request.num_matched_tokens)
         return request.num_external_tokens
 

@@ -165,7 +165,7 @@ class LRUCachePolicy(CachePolicy):
         victims: list[Victim] = []
         while self._released_heap and len(victims) < count:
             block, key = heapq.heappop(self._released_heap)
-            # the block was used, removed or parked anew since this entry was made
+            # since this entry was added, the block was used, evicted or removed
             is_stale = self._released.get(key) != block
             if is_stale:
                 continue

@@ -138,8 +138,8 @@ class RegionFile:
         *,
         created: bool,
     ) -> RegionFile | None:
-        """Lock the open file, and allocate it if this process created it. If it cannot be used yet,
-        or no more, close it and return None."""
+        """Lock the open file, and allocate it if this process created it. If it is not
+        ready, or was removed, close it and return None."""
         file = None
         try:
             _check_private(lock_fd, path)

@@ -81,7 +81,7 @@ class JobsInFlight:
         give_up_at = math.inf
         if math.isfinite(limit_s):
             deadline = time.monotonic() + limit_s
-            # until the tier has reported what it had loaded at the deadline
+            # for the tier's report of the blocks that were loaded at the deadline
             answer_s = _ANSWER_S + _ANSWER_SHARE * limit_s
             give_up_at = deadline + answer_s
         job_id = next(self._job_ids)

@@ -420,7 +420,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
-        # every context was returned, and the tier was asked for no more
+        # every context was returned, and no question is open
         if prewarming.ended and not prewarming.waits:
             return
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
@@ -680,7 +680,7 @@ class TieringOffloadingManager(OffloadingManager):
         return limit_s
 
     def _decision_of(self, context: ReqContext) -> LoadDecision | None:
-        """Return what was decided for a request; None: nothing, or the request is not known."""
+        """Return the load decision for a request; None: there is none."""
         request = self._requests.get(context.req_id)
         return None if request is None else request.decision
 
@@ -767,7 +767,7 @@ class TieringOffloadingManager(OffloadingManager):
             request = self._requests.get(req_id)
             if request is None:
                 continue
-            # a finished request loads nothing more, but its tiers receive what it has offered
+            # a finished request loads nothing more; its tiers still receive the offered blocks
             wanted = set() if request.finished else waited_for
             self._cascade_promoted(request, keys, wanted, source)
             if wanted:

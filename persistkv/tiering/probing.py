@@ -38,7 +38,7 @@ class ProbeTimer:
         """Return whether the caller must begin a probe now."""
         if not self.is_due:
             return False
-        # both sizes in turn: one shows the latency of the store, the other its bandwidth
+        # the sizes alternate: a small probe shows the latency, a large one the bandwidth
         self.is_small = not self.is_small
         self.is_running = True
         self._next_at = self._clock() + self._distance_s

@@ -303,22 +303,25 @@ class _Lookups:
         # ``lookup_prefix`` counts blocks to wait for as hits. A request that waits for none looks
         # up each block by itself.
         prefix = None if request.gave_up_waiting else self._prefix
-        groups = []
-        for geometry, keys in zip(
-            request.geometries, request.description.group_keys, strict=True
-        ):
-            groups.append(GroupBlocks(geometry, keys, self._is_available, prefix))
-        return groups
+        blocks = []
+        groups = zip(request.geometries, request.description.group_keys, strict=True)
+        for geometry, keys in groups:
+            blocks.append(GroupBlocks(geometry, keys, self._is_available, prefix))
+        return blocks
 
     def _is_available(self, key: OffloadKey) -> bool:
+        """Return whether the block can be loaded, now or in a later step."""
         answer = self._manager.lookup(key, self._request.context)
-        # the block will be there in a later step
         if answer is None and not self._request.gave_up_waiting:
             self.waiting.add(key)
             return True
-        return answer or False
+        # None is a miss for a request that waits for no block
+        return answer is True
 
     def _prefix(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the keys, from the first on without a gap, have blocks that can be
+        loaded, now or in a later step."""
+        # one answer for each of these blocks; the first miss has none
         answers = self._manager.lookup_prefix(keys, self._request.context)
         for key, answer in zip(keys, answers, strict=False):
             if answer is None:

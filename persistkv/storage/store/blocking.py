@@ -87,7 +87,8 @@ class BlockingStore:
         """Accept blocks for storage; return whether the rows may be reused now. If not, they may be
         after ``flush``. See ``Store.put``.
         """
-        job = self._wait(self.store.put(request, keys, block_ids, depths, tenant))
+        putting = self.store.put(request, keys, block_ids, depths, tenant)
+        job = self._wait(putting)
         return not job.writes
 
     def end_request(self, end: RequestEnd) -> None:
@@ -114,9 +115,11 @@ class BlockingStore:
         self._wait(self._flush())
 
     async def _flush(self) -> None:
-        # ``flush`` starts first and requests a commit, which ``work`` then makes: no task runs
-        # ``Committer.run`` here
-        await asyncio.gather(self.store.flush(), self.store.committer.work())
+        # no task runs ``Committer.run`` here: ``flush``, which starts first, requests the commit
+        # that ``work`` then makes
+        flushing = self.store.flush()
+        working = self.store.committer.work()
+        await asyncio.gather(flushing, working)
 
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
         """Record savings; see ``persistkv.storage.store.savings.add_savings``."""

@@ -234,9 +234,12 @@ class CommitQueue:
 
     def seconds_to_due(self) -> float:
         """Return the seconds until packs or ends are to be written; infinite if none wait."""
-        if self._direct or (self.staging.num_bytes and self.staging.due()):
+        # the size of staged packs can make them due before their age does
+        if self._direct or self.staging.due():
             return 0.0
-        return min(self.ends.seconds_to_due(), self.staging.seconds_to_due())
+        until_ends = self.ends.seconds_to_due()
+        until_staged = self.staging.seconds_to_due()
+        return min(until_ends, until_staged)
 
     @property
     def has_room(self) -> bool:

@@ -99,8 +99,9 @@ class Committer:
         if self._canary.needs_update:
             return 0.0
         due_at = min(self._refresh_at, self._upkeep_at())
-        seconds = min(due_at - time.monotonic(), self._queue.seconds_to_due())
-        return max(0.0, seconds)
+        until_timed_work = due_at - time.monotonic()
+        until_queue = self._queue.seconds_to_due()
+        return max(0.0, min(until_timed_work, until_queue))
 
     def _upkeep_at(self) -> float:
         """Return when a commit without blocks is due, for uses or the expiry of packs, by

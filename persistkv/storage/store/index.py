@@ -78,6 +78,8 @@ _ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", _PACK_NUMBER)])
 
 Fps = npt.NDArray[np.uint64]
 Ints = npt.NDArray[np.int64]
+_Flags = npt.NDArray[np.bool_]
+_PackNumberArray = npt.NDArray[np.uint32]
 
 
 _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
@@ -258,7 +260,7 @@ def _empty_table() -> tuple[memoryview, int]:
     return words, slots
 
 
-def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[npt.NDArray[np.bool_], Ints]:
+def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[_Flags, Ints]:
     """Return for each fingerprint whether the table has it, and the slot at which its probe ended:
     the first one that contains the fingerprint, else an empty one. ``table`` may have more entries
     than ``slots``.
@@ -335,7 +337,7 @@ class _FingerprintTable:
     def insert(
         self,
         fingerprints: Fps,
-        pack_numbers: npt.NDArray[np.uint32],
+        pack_numbers: _PackNumberArray,
     ) -> Ints:
         """Add an entry for each fingerprint and pack number; return their slots."""
         probed = _first_slots(fingerprints, self.slots)
@@ -658,7 +660,7 @@ class Index:
         self._packs.put(own_id, number)
         return number
 
-    def _insert(self, fingerprints: Fps, packs: npt.NDArray[np.uint32]) -> None:
+    def _insert(self, fingerprints: Fps, packs: _PackNumberArray) -> None:
         """Insert entries; begin to replace a table that becomes too full, and continue the
         replacement."""
         # no time for a replacement in slices: the entries do not fit into this table

@@ -128,7 +128,7 @@ class Loader:
         row_bytes = wanted.rows.layout.row_stride
         num_bytes = len(wanted.keys) * row_bytes
         num_threads = self._catalogue.threads.readers
-        size = part_bytes(num_bytes, num_threads, remote=self._remote)
+        bytes_per_part = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
         is_timed = wanted.deadline is not None
         is_probe = wanted.rows is not self._rows  # it has rows of its own
@@ -144,14 +144,13 @@ class Loader:
                 # all blocks are misses, or the next namespace serves them
                 source.log_failure(error)
                 continue
-            rows = [row_of[key] for key in missing]
             plan = plan_reads(
                 holders,
                 wanted.rows,
-                missing,
-                rows,
-                size,
-                self._scratch_bytes,
+                keys=missing,
+                block_ids=[row_of[key] for key in missing],
+                part_bytes=bytes_per_part,
+                scratch_bytes=self._scratch_bytes,
                 remote=self._remote,
                 is_timed=is_timed,
             )

@@ -256,29 +256,34 @@ def fold(backend: Backend, last_day: int) -> None:
 
     :raises StoreError: the medium failed; nothing is lost, and it can be repeated.
     """
-    # name without the source, which has the day and the namespace → names of the sources
-    groups: dict[str, list[str]] = {}
-    for name in backend.note_names(STORE):
-        found = _NAME.fullmatch(name)
-        if found is None or found["source"] == _FOLDED:
-            continue
-        if int(found["day"]) <= last_day:
-            prefix = name.removesuffix(found["source"])
-            groups.setdefault(prefix, []).append(name)
-    for prefix, sources in groups.items():
+    for sum_name, sources in _final_sources(backend, last_day).items():
         # the sum is durable before the sources are deleted
-        has_sum = _ensure_sum(backend, prefix + _FOLDED, sources)
+        has_sum = _ensure_sum(backend, sum_name, sources)
         if has_sum:
             for name in sources:
                 backend.put_note(STORE, name, None)
 
 
-def _ensure_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
-    """Write the sum of the sources into the note ``folded``, unless it exists. Return whether it
-    exists now; False: the sum is not known, so the sources must stay."""
-    # it includes all sources of its day, because it was written before the first of them was
+def _final_sources(backend: Backend, last_day: int) -> dict[str, list[str]]:
+    """Return the names of the sources of each day up to ``last_day`` and each namespace, by the
+    name of the note that will have their sum."""
+    sources: dict[str, list[str]] = {}
+    for name in backend.note_names(STORE):
+        found = _NAME.fullmatch(name)
+        if found is None or found["source"] == _FOLDED:
+            continue
+        if int(found["day"]) <= last_day:
+            sum_name = name.removesuffix(found["source"]) + _FOLDED
+            sources.setdefault(sum_name, []).append(name)
+    return sources
+
+
+def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool:
+    """Write the sum of the sources into a note, unless it exists. Return whether it exists now;
+    False: the sum is not known, so the sources must stay."""
+    # an existing sum includes all sources of its day: it was written before the first of them was
     # deleted, and when no further ones could begin
-    if backend.note(STORE, folded) is not None:
+    if backend.note(STORE, sum_name) is not None:
         return True
     contents = list(backend.notes(STORE, sources))
     if None in contents:
@@ -290,7 +295,7 @@ def _ensure_sum(backend: Backend, folded: str, sources: Sequence[str]) -> bool:
         return False
     (total,) = totals.values()
     content = msgspec.msgpack.encode(total)
-    backend.put_note(STORE, folded, content)
+    backend.put_note(STORE, sum_name, content)
     return True
 
 

@@ -216,7 +216,8 @@ class Store:
             each key, or the tenant's name is not valid; nothing is accepted.
         """
         check_tenant("tenant", tenant)
-        depths = [UNKNOWN_DEPTH] * len(keys) if depths is None else depths
+        if depths is None:
+            depths = [UNKNOWN_DEPTH] * len(keys)
         if not len(keys) == len(block_ids) == len(depths):
             raise ValueError(
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
@@ -227,9 +228,10 @@ class Store:
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
         groups = [group_of[suffix] for suffix in suffixes]
         num_groups = len(self.rows.layout.groups)
-        if max(groups, default=0) >= num_groups:
+        last_group = max(groups, default=0)
+        if last_group >= num_groups:
             raise ValueError(
-                f"key of group {max(groups)}; there are {num_groups} groups"
+                f"key of group {last_group}; there are {num_groups} groups"
             )
         blocks = Blocks(keys, groups, block_ids, depths)
         if self._is_writable:

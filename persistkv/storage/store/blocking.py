@@ -42,7 +42,7 @@ class BlockingStore:
         The parameters and errors are those of ``Store``.
         """
         self._turn = asyncio.Lock()
-        """Held by the coroutine that runs; see ``_in_turn``."""
+        """Held by the coroutine that runs, so that one runs at a time."""
         # the caller of ``Store`` owns its threads: here, this object
         threads = start_threads(backend, options)
         try:
@@ -92,7 +92,7 @@ class BlockingStore:
         return not job.writes
 
     def end_request(self, end: RequestEnd) -> None:
-        """End a request; see ``Store.end_request``."""
+        """End a request: the next commit writes its staged blocks and its manifest."""
         self.store.end_request(end)
 
     def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:

@@ -170,7 +170,7 @@ class CommitQueue:
 
     def in_flight(self, keys: Iterable[bytes]) -> dict[bytes, asyncio.Future[bool]]:
         """Return those of the keys whose blocks are still to be written from their rows, with the
-        futures of their packs; see ``add``. These rows must not change."""
+        futures of their packs, as ``add`` returned them. These rows must not change."""
         return {key: self._in_flight[key] for key in keys if key in self._in_flight}
 
     def take_direct(self) -> list[PackWriter]:
@@ -182,7 +182,7 @@ class CommitQueue:
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
         """Remove and return the packs of these tenants that no commit has taken yet, for the caller
         to drop."""
-        # the jobs that wait for these packs then drop their blocks: see ``Store.finish``
+        # so that the jobs that wait for these packs do not store their blocks again
         self.losses.update(tenants)
         taken: list[PackWriter] = []
         for writer in self.take_direct():

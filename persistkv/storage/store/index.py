@@ -121,7 +121,7 @@ class LookupTable:
         self._released = 0
         """Bytes of the first of them that are released."""
         self._collisions: dict[bytes, None] = {}
-        """See ``set_collisions``; an ordered set."""
+        """Ordered set of the keys that are not held although held keys have their fingerprints."""
         self._memory: mmap.mmap | None = None
         """The mapped table; None: empty."""
         self._table = _empty_table()
@@ -382,12 +382,12 @@ class _FingerprintTable:
             # a probe continues behind a hit: several keys of a pack may share a fingerprint
             left = left[values != _EMPTY]
             _advance(probed, left, self.slots)
-        slots = np.sort(np.concatenate(found))
+        all_slots = np.sort(np.concatenate(found))
         # equal fingerprints have found the same slots; NumPy's ``unique`` would drop the copies,
         # after 100 ms for its imports
-        is_first = np.ones(len(slots), np.bool_)
-        is_first[1:] = slots[1:] != slots[:-1]
-        return slots[is_first]
+        is_first = np.ones(len(all_slots), np.bool_)
+        is_first[1:] = all_slots[1:] != all_slots[:-1]
+        return all_slots[is_first]
 
     def remove(self, at: Ints) -> None:
         """Remove the entries in these slots, which must be distinct."""

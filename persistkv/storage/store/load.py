@@ -53,7 +53,8 @@ _PART_BYTES = (1 << 20, 16 << 20)
 parts keep the disk waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and
 16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
 
-# 256 KiB: a call reads the bytes between two frames if they are fewer, see ``shared.packs``
+# 256 KiB: largest gap between two frames that one call reads together with them, in less time than
+# another call takes
 _MOST_GAP_BYTES = 256 << 10
 
 Take = Callable[[int], memoryview]
@@ -260,7 +261,7 @@ def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[Fram
 
 
 def _follows(before: FrameRead, read: FrameRead, most_gap_bytes: int) -> bool:
-    """Return whether a frame continues the run that another one ends; see ``_runs``."""
+    """Return whether one call can read a frame together with the one before it."""
     if read.pack is not before.pack:
         return False
     end = align(before.frame.offset + before.frame.stored_length)
@@ -394,8 +395,9 @@ class PartRead:
         return self._end(unread_are_absent=True)
 
     def abandon(self) -> ReadOutcome | None:
-        """See ``AbandonableCall``. Frames that are not verified yet have failed. Waits until the
-        frame that is being decoded is in its rows."""
+        """Return the result now, while the call is running; None: it must be waited for. Frames
+        that are not verified yet have failed. Waits until the frame that is being decoded is in
+        its rows."""
         return self.drop() if self._may_abandon else None
 
     def drop(self) -> ReadOutcome:

@@ -40,7 +40,7 @@ class _Wanted(NamedTuple):
     rows: BlockMemory
     """Memory to fill: that of the engine, or of a probe."""
     deadline: float | None
-    """See ``StoreThreads.read_until``."""
+    """Time, by ``time.monotonic``, at which blocks that are not read yet fail; None: none."""
 
 
 class Loader:
@@ -74,7 +74,7 @@ class Loader:
         block_ids: Sequence[int],
         deadline: float | None = None,
     ) -> ReadOutcome:
-        """See ``Store.read``."""
+        """Load blocks into rows, verify and count them. Parameters as for ``Store.read``."""
         wanted = _Wanted(keys, block_ids, self._rows, deadline)
         outcome = await self._read(wanted)
         num_failed = len(outcome.failed)

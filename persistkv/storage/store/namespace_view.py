@@ -80,13 +80,14 @@ class _RepairWork:
 
     suspects: dict[bytes, _Suspect] = field(default_factory=dict)
     """Packs, by id, that were removed from the index because a read of them failed, until the
-    backend reports their removal or replacement, or ``quarantine`` decides about them."""
+    backend reports their removal or replacement, or ``_quarantine`` deletes or restores them."""
     undecided: bool = False
-    """Whether ``quarantine`` has to decide about some of them."""
+    """Whether ``_quarantine`` has to decide about some of them."""
     unread: dict[bytes, int] = field(default_factory=dict)
     """Number in the index of each pack, by id, whose table could not be read."""
     index_lacks: bool = False
-    """Whether packs were removed from the index that the store may still hold."""
+    """Whether packs were removed from the index that the store may still hold, because their tables
+    are unreadable. Then the index is not saved."""
 
 
 class _RecentTables:
@@ -177,7 +178,8 @@ class NamespaceView:
         """Where the index is saved; None: nowhere."""
         try:
             with no_collections():
-                self._learn(self._load())
+                changes = self._load()
+                self._learn(changes)
         except BaseException:
             self.index.close()
             raise
@@ -231,7 +233,8 @@ class NamespaceView:
             return await self.threads.write(call)
 
     async def read_changes(self, cursor: bytes | None) -> Changes:
-        """Return ``Backend.changes`` after a position, with all tables in memory; see ``call``."""
+        """Return ``Backend.changes`` after a position, with all tables in memory. Raises as
+        ``call``."""
         read = partial(_changes, self.backend, self.namespace, cursor)
         return await self.call(read)
 

@@ -306,13 +306,13 @@ class PersistentTier(SecondaryTierManager):
         keys = job_metadata.keys
         context = job_metadata.req_context
         if self.refuses(context):
-            self._finished.append(JobResult(job_metadata.job_id, success=False))
+            self._end_unsent(job_metadata, success=False)
             return
         # without a description, these keys are all that is known of the context at its end
         if context.description is None:
             self._blocks_of(context).stored_keys.extend(keys)
         if self._detached:
-            self._finished.append(JobResult(job_metadata.job_id, success=False))
+            self._end_unsent(job_metadata, success=False)
             return
         holds_all = False
         # the host may want every job, also those of held blocks
@@ -322,22 +322,26 @@ class PersistentTier(SecondaryTierManager):
         if holds_all:
             # a store of held blocks is a use of them
             self.touch(keys, context)
-            self._finished.append(JobResult(job_metadata.job_id, success=True))
+            self._end_unsent(job_metadata, success=True)
             return
         self.client.submit_store(
             job_metadata.job_id,
             context.req_id,
             keys,
-            job_metadata.block_ids.tolist(),
-            _depths(context.description, keys),
-            self._num_bytes(keys),
+            block_ids=job_metadata.block_ids.tolist(),
+            depths=_depths(context.description, keys),
+            num_bytes=self._num_bytes(keys),
             tenant=context.tenant or DEFAULT_TENANT,
         )
+
+    def _end_unsent(self, job: JobMetadata, *, success: bool) -> None:
+        """End a job that is not sent to the host."""
+        self._finished.append(JobResult(job.job_id, success))
 
     def submit_load(self, job_metadata: JobMetadata) -> None:
         """Send a load job to the host, with the earlier of the job's and the tier's deadlines."""
         if self._detached:
-            self._finished.append(JobResult(job_metadata.job_id, success=False))
+            self._end_unsent(job_metadata, success=False)
             return
         job_id = job_metadata.job_id
         deadline = time.monotonic() + self.load_deadline_s
@@ -439,9 +443,14 @@ class PersistentTier(SecondaryTierManager):
         """Count a request by the reason for the use of its blocks, and report it to the host."""
         self.load_counts[reason] += 1
         compute_s = None if decision is None else decision.compute_s
+        # infinite: the store is stalled, or nothing was to be loaded
         known_s = load_s if math.isfinite(load_s) else None
         report = LoadReport(
-            req_context.req_id, reason.value, known_s, compute_s, time.time()
+            request=req_context.req_id,
+            reason=reason.value,
+            load_s=known_s,
+            compute_s=compute_s,
+            time=time.time(),
         )
         self.client.report_load(report)
 
@@ -478,8 +487,8 @@ class PersistentTier(SecondaryTierManager):
             self._finished.append(result)
         if self._probes.is_running:
             self._end_probe()
-        for req_id, whole in self.client.take_persisted().items():
-            self._remember(req_id, whole)
+        for req_id, is_durable in self.client.take_persisted().items():
+            self._remember(req_id, is_durable)
         finished = self._finished
         self._finished = []
         return finished
@@ -507,7 +516,8 @@ class PersistentTier(SecondaryTierManager):
         if num_tokens:
             description = req_context.description
             labels = {} if description is None else description.labels
-            self.client.report_saved(Saved(num_tokens, labels))
+            saved = Saved(restored_tokens=num_tokens, labels=labels)
+            self.client.report_saved(saved)
         return num_tokens
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -573,7 +583,7 @@ class PersistentTier(SecondaryTierManager):
         blocks = self._blocks_of(req_context)
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
-            self._remember(req_id, False)
+            self._remember(req_id, is_durable=False)
             return
         description = req_context.description
         is_described = description is not None
@@ -587,7 +597,7 @@ class PersistentTier(SecondaryTierManager):
                 num_groups,
                 len(self.config.layout.groups),
             )
-            self._remember(req_id, False)
+            self._remember(req_id, is_durable=False)
             return
         stored_id = req_id
         # an id that is used again after a restart would replace the earlier request in the store
@@ -622,12 +632,12 @@ class PersistentTier(SecondaryTierManager):
                 description.extend(group, [key])
         return description
 
-    def _remember(self, req_id: str, whole: bool) -> None:
+    def _remember(self, req_id: str, is_durable: bool) -> None:
         """Keep whether all blocks of an ended request are durable, and forget the oldest request if
         there are too many."""
         # removed first, so that an id that is used again becomes the newest one
         self._ended.pop(req_id, None)
-        self._ended[req_id] = whole
+        self._ended[req_id] = is_durable
         if len(self._ended) > REMEMBERED_ENDS:
             oldest = next(iter(self._ended))
             del self._ended[oldest]

@@ -236,6 +236,21 @@ class TestConcurrentChanges:
         )
 
 
+def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory):
+    backend, writer = memory
+    spaces = read_catalogues(backend)
+    state = VerifyState.begin(URL, 1.0)
+    verifier = Verifier(backend, spaces, state, ignore, portion_bytes=1)
+    verifier.begin()
+    last = max(writer.packs.values())
+    backend.commit(writer.namespace, CommitBatch(deletions=[last]))
+    # applies the deletion
+    assert count_rows(backend, spaces) == []
+    assert len(list(verifier.packs())) == 6
+    assert state.packs == 5
+    assert state.findings == []
+
+
 class TestResume:
     def test_verifier_saved_state_checks_only_remaining_packs(self, memory, tmp_path):
         backend, writer = memory

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -246,10 +246,19 @@ def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
         yield Defect(problem=problem, detail=detail, count=abs(rows))
 
 
+class PackToRead(NamedTuple):
+    """A pack that a run has to read."""
+
+    space: NamespacePacks
+    """The packs of its namespace, which are refreshed during the run."""
+    table: PackTable
+    """As of the start of the run. The pack may be deleted or replaced meanwhile."""
+
+
 def packs_left(
     spaces: list[NamespacePacks],
     state: VerifyState,
-) -> list[tuple[NamespacePacks, bytes]]:
+) -> list[PackToRead]:
     """Return the packs that a run still has to read, in the order of namespace and pack ids."""
     left = []
     for space in spaces:
@@ -257,7 +266,7 @@ def packs_left(
             # an interrupted run has not read the packs that come later in this order
             is_left = (space.namespace + pack_id).hex() > state.after
             if is_left and state.draws(pack_id):
-                left.append((space, pack_id))
+                left.append(PackToRead(space, space.tables[pack_id]))
     return left
 
 
@@ -281,17 +290,13 @@ def _cut(
 
 
 def _portions(
-    packs: Iterable[tuple[NamespacePacks, bytes]],
+    packs: Iterable[PackToRead],
     most_bytes: float,
-) -> Iterator[list[tuple[NamespacePacks, bytes]]]:
+) -> Iterator[list[PackToRead]]:
     """Divide packs, sorted by namespace, into portions of one namespace each and of at most
     ``most_bytes``; a larger pack is a portion of its own."""
-
-    def payload_bytes(pack: tuple[NamespacePacks, bytes]) -> int:
-        space, pack_id = pack
-        return space.tables[pack_id].payload_length
-
-    for _, of_namespace in groupby(packs, key=itemgetter(0)):
+    payload_bytes = attrgetter("table.payload_length")
+    for _, of_namespace in groupby(packs, key=attrgetter("space")):
         yield from _cut(of_namespace, payload_bytes, most_bytes)
 
 
@@ -325,9 +330,8 @@ class Verifier:
         packs = packs_left(spaces, state)
         self._portions = _portions(packs, portion_bytes)
         """Portions that have not begun."""
-        self._portion: list[tuple[NamespacePacks, bytes]] | None = None
-        """Packs of the portion in progress, by namespace and id; None: no portion is in
-        progress."""
+        self._portion: list[PackToRead] | None = None
+        """Packs of the portion in progress; None: no portion is in progress."""
         self._reads: Iterable[_Read] = ()
         """Reads of the portion in progress, in the order of its packs."""
         # None: the thread that iterates ``packs`` reads
@@ -343,17 +347,15 @@ class Verifier:
             if self._portion is not None:
                 self._reads = self._start_reads(self._portion)
 
-    def _start_reads(
-        self,
-        portion: list[tuple[NamespacePacks, bytes]],
-    ) -> list[_Read]:
+    def _start_reads(self, portion: list[PackToRead]) -> list[_Read]:
         """Cut the packs of a portion into batches, and return a read for each. With threads, they
         start now; without, each is made when its result is asked for."""
         parts: list[Piece] = []
-        for space, pack_id in portion:
-            # it may have been evicted since the portions were made
-            if pack_id in space.tables:
-                parts.extend(pieces(space.tables[pack_id], self._batch_bytes))
+        for pack in portion:
+            table = pack.space.tables.get(pack.table.pack_id)
+            # it may have been evicted since the start of the run
+            if table is not None:
+                parts.extend(pieces(table, self._batch_bytes))
         reads: list[_Read] = []
         for batch in _cut(parts, attrgetter("length"), self._batch_bytes):
             result: Callable[[], list[bool]] = partial(self._check_batch, batch)
@@ -366,10 +368,12 @@ class Verifier:
         """Check one portion after the other, and yield the run's state after each."""
         self.begin()
         while self._portion is not None:
+            last_pack = self._portion[-1]
             # all packs of a portion are in one namespace
-            space, last_pack = self._portion[-1]
+            space = last_pack.space
             tally = self._check_portion(space)
-            self._state.take(tally, (space.namespace + last_pack).hex())
+            after = space.namespace + last_pack.table.pack_id
+            self._state.take(tally, after.hex())
             self._portion = None
             yield self._state
             self.begin()

@@ -345,8 +345,8 @@ def check_store(
 
     spaces = read_catalogues(backend)
     total_bytes = 0
-    for space, pack_id in packs_left(spaces, state):
-        total_bytes += space.tables[pack_id].payload_length
+    for pack in packs_left(spaces, state):
+        total_bytes += pack.table.payload_length
     on_bytes = counted(progress, "verify", total_bytes, pace.throttle)
     verifier = Verifier(
         backend,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -365,15 +366,16 @@ def check_totals(backend: Backend) -> BackendStats:
 
 def check_tenants(backend: Backend, packs: Sequence[PackTable]) -> None:
     """Assert that ``backend.tenants()`` equals a count of these packs, which are all."""
-    counted: dict[str, tuple[int, int]] = {}
+    num_packs: Counter[str] = Counter()
+    stored_bytes: Counter[str] = Counter()
     for pack in packs:
-        number, stored_bytes = counted.get(pack.tenant, (0, 0))
-        counted[pack.tenant] = (number + 1, stored_bytes + pack.payload_length)
+        num_packs[pack.tenant] += 1
+        stored_bytes[pack.tenant] += pack.payload_length
     quotas = backend.policy().quotas
     found = backend.tenants()
     names = [totals.tenant for totals in found]
-    assert names == sorted({*counted, *quotas})
+    assert names == sorted({*num_packs, *quotas})
     for totals in found:
-        expected = counted.get(totals.tenant, (0, 0))
-        assert (totals.packs, totals.stored_bytes) == expected
+        assert totals.packs == num_packs[totals.tenant]
+        assert totals.stored_bytes == stored_bytes[totals.tenant]
         assert totals.quota == quotas.get(totals.tenant)

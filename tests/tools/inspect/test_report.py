@@ -92,7 +92,7 @@ class TestReportData:
         assert held == sorted(held)
         assert [request.id for request in data.largest] == ["second", "first", "third"]
         assert data.tree is not None
-        assert data.tree.requests == 3
+        assert data.tree.top.requests == 3
 
     def test_empty_store_has_no_history(self, run, url, tmp_path):
         open_backend(url).close()

@@ -29,7 +29,7 @@ from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_totals
 from persistkv_tools import options, render, savings
 from persistkv_tools.command import URL, Command
-from persistkv_tools.inspect.show import TreeNode, prefix_tree
+from persistkv_tools.inspect.show import PrefixTree, TreeNode, prefix_tree
 from persistkv_tools.inspect.stat import TENANTS, has_tenants
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
@@ -155,10 +155,8 @@ class ReportData(msgspec.Struct, frozen=True):
     periods: list[Period]
     """Intervals of the time charts, oldest first; empty if the store holds no requests."""
     largest: list[RequestView]
-    tree: TreeNode | None
+    tree: PrefixTree | None
     """Prefix tree of the largest request's namespace; None if the store holds no requests."""
-    group: int
-    """Index of the KV cache group whose keys ``tree`` is made of."""
     engines: list[EngineView]
 
 
@@ -198,10 +196,9 @@ def report_data(url: str, backend: Backend) -> ReportData:
     found.sort(key=attrgetter("manifest.created", "manifest.id"))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     tree = None
-    group = 0
     # the tree of the largest request's namespace, with its path highlighted
     if by_size:
-        tree, group = prefix_tree(backend, by_size[0], _NODES)
+        tree = prefix_tree(backend, by_size[0], _NODES)
     return ReportData(
         url=url,
         made=time.time(),
@@ -209,7 +206,6 @@ def report_data(url: str, backend: Backend) -> ReportData:
         periods=_periods(backend, found),
         largest=[request.view(backend) for request in by_size],
         tree=tree,
-        group=group,
         engines=Watch(url, backend).snapshot().engines,
     )
 
@@ -282,7 +278,7 @@ def _parts(data: ReportData) -> Iterator[str]:
     if data.tree is not None:
         # the tree is that of the largest request
         largest_request = data.largest[0]
-        yield _tree(data.tree, data.group, largest_request)
+        yield _tree(data.tree, largest_request)
     yield _section(
         "Codecs",
         "Raw bytes per stored byte, for each KV cache group.",
@@ -356,10 +352,10 @@ def _hits(periods: list[Period]) -> str:
     return _chart("Hit rate over time", note, periods, rates, texts, "100 %")
 
 
-def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
+def _tree(tree: PrefixTree, request: RequestView) -> str:
     """Return the section of the prefix tree: a bar for each node, from its first to its last
     block."""
-    nodes = list(_walk(tree.children))
+    nodes = list(_walk(tree.top.children))
     # the right end of all bars
     deepest = max((node.end for _, node in nodes), default=1)
     rows = []
@@ -380,7 +376,7 @@ def _tree(tree: TreeNode, group: int, request: RequestView) -> str:
         )
         rows.append(bar)
     note = (
-        f"Runs of blocks that the same requests share (keys of group {group} of namespace"
+        f"Runs of blocks that the same requests share (keys of group {tree.group} of namespace"
         f" {request.namespace[:8]}). The path of the largest request, {request.id}, is highlighted."
     )
     return _section(

@@ -140,6 +140,15 @@ class TreeNode(msgspec.Struct):
         return self.start + self.blocks
 
 
+class PrefixTree(NamedTuple):
+    """Prefix tree of the requests in one namespace."""
+
+    top: TreeNode
+    """Its root, which has no blocks."""
+    group: int
+    """Index of the KV cache group whose keys it is made of."""
+
+
 _GROUPS = render.columns(
     "group blocks missing raw=raw_bytes stored=stored_bytes ratio",
     ratio=lambda group: render.format_ratio(group.raw_bytes, group.stored_bytes),
@@ -177,18 +186,17 @@ def show(
         if tree:
             shorts = short_ids(request_ids(backend, found.namespace.id))
         context = show_context(url, backend, found, key_limit=keys)
-        top, group = prefix_tree(backend, found, nodes) if tree else (None, 0)
+        drawn = prefix_tree(backend, found, nodes) if tree else None
     if json:
+        top = None if drawn is None else drawn.top
         render.print_json({"context": context, "tree": top})
         return
     _print(context)
-    if top is not None:
-        requests = render.count(top.requests, "request")
+    if drawn is not None:
+        requests = render.count(drawn.top.requests, "request")
         space = context.request.namespace[:8]
-        title = (
-            f"prefix tree of {requests} in namespace {space} (keys of group {group})"
-        )
-        render.console().print(_rich_tree(top, title, shorts))
+        title = f"prefix tree of {requests} in namespace {space} (keys of group {drawn.group})"
+        render.console().print(_rich_tree(drawn.top, title, shorts))
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -491,12 +499,10 @@ def prefix_tree(
     backend: Backend,
     found: FoundRequest,
     node_limit: int,
-) -> tuple[TreeNode, int]:
-    """Return the prefix tree of all requests in a request's namespace, and the index of the KV
-    cache group whose keys it is made of: the one with the most blocks of the request. Requests
-    without readable keys in it are left out.
-
-    The top node has no blocks.
+) -> PrefixTree:
+    """Return the prefix tree of all requests in a request's namespace, made of the keys of one KV
+    cache group: the one with the most blocks of the request. Requests without readable keys in it
+    are left out.
 
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
@@ -531,7 +537,7 @@ def prefix_tree(
                 to_grow.appendleft((child, branch))
             else:
                 to_grow.append((child, branch))
-    return top, group
+    return PrefixTree(top, group)
 
 
 def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Chain]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -262,6 +263,20 @@ class _Usage:
         return set(request_ids(backend, self.namespace.id))
 
 
+class _Chosen(NamedTuple):
+    """A request that was chosen for deletion."""
+
+    created: float
+    request: str
+    """Id of the request."""
+    usage: _Usage
+    """That of its namespace."""
+
+    def keep(self) -> None:
+        """Take the request out of the choice."""
+        self.usage.chosen.remove(self.request)
+
+
 def plan_prune(
     store: StoreHandle,
     selection: Selection | None = None,
@@ -383,27 +398,27 @@ class Prune:
         if rules.keep_bytes is not None:
             self._shrink_to(rules.keep_bytes)
 
-    def _oldest_first(self) -> list[tuple[float, str, _Usage]]:
-        """Return (time of creation, id, usage) of the chosen requests of all namespaces."""
-        found = []
+    def _oldest_first(self) -> list[_Chosen]:
+        """Return the chosen requests of all namespaces."""
+        chosen = []
         for usage in self._usages:
             for name in usage.chosen:
-                found.append((usage.manifests[name].created, name, usage))
-        found.sort(key=lambda candidate: candidate[:2])
-        return found
+                created = usage.manifests[name].created
+                chosen.append(_Chosen(created, name, usage))
+        chosen.sort(key=attrgetter("created", "request"))
+        return chosen
 
     def _keep_newest(self, last: int, days: int) -> None:
         """Take the newest requests, and the newest one of each of the newest days, out of the
         choice."""
         newest_first = reversed(self._oldest_first())
         days_seen: set[date] = set()
-        for number, (created, name, usage) in enumerate(newest_first):
-            day = date.fromtimestamp(created)
+        for number, chosen in enumerate(newest_first):
+            day = date.fromtimestamp(chosen.created)
             is_newest_of_day = day not in days_seen and len(days_seen) < days
             days_seen.add(day)
-            # taken out of the choice: the prune keeps it
             if number < last or is_newest_of_day:
-                usage.chosen.remove(name)
+                chosen.keep()
 
     def _shrink_to(self, stored_bytes: int) -> None:
         """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
@@ -415,15 +430,17 @@ class Prune:
             return
         remaining_bytes = sum(usage.payload_bytes() for usage in self._usages)
         users = {usage.namespace.id: usage.users() for usage in self._usages}
-        for _, name, usage in self._oldest_first():
-            # enough is deleted: this request is kept
+        for chosen in self._oldest_first():
+            # enough is deleted
             if remaining_bytes <= stored_bytes:
-                usage.chosen.remove(name)
+                chosen.keep()
                 continue
+            usage = chosen.usage
+            packs = usage.packs[chosen.request]
             users_left = users[usage.namespace.id]
-            users_left.subtract(usage.packs[name])
+            users_left.subtract(packs)
             # a pack is deleted with the last of its requests
-            for pack in usage.packs[name]:
+            for pack in packs:
                 if users_left[pack] == 0:
                     remaining_bytes -= usage.held.tables[pack].payload_length
 

@@ -158,12 +158,11 @@ class Engine:
         :raises StoreError: ``required`` is set and a store cannot be opened.
         """
         block_size = arguments.integer("block_size", block_size, 1)
-        blocks = _DEFAULT_DEVICE_TOKENS // block_size
-        if device_blocks is not None:
-            blocks = device_blocks
-        blocks = arguments.integer("device_blocks", blocks, 1)
+        if device_blocks is None:
+            device_blocks = _DEFAULT_DEVICE_TOKENS // block_size
+        num_blocks = arguments.integer("device_blocks", device_blocks, 1)
         urls = _store_urls(store)
-        num_bytes = parse_size(cpu_bytes, name="cpu_bytes")
+        primary_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         # options that a tier would refuse are refused before the model is loaded
         parse_codec(arguments.text("codec", codec))
         for name, value in (
@@ -179,22 +178,21 @@ class Engine:
         if tenant not in TENANT_OPTIONS:
             expected = f"one of {', '.join(TENANT_OPTIONS)}"
             raise ConfigurationError("tenant", tenant, expected)
-        loaded, checkpoint, texts = _open_model(
-            model, dtype, attn_implementation, device, tokenizer
-        )
+        loaded, checkpoint = _open_model(model, dtype, attn_implementation, device)
+        opened_tokenizer = _open_tokenizer(tokenizer, model)
         loaded.eval()
         geometry = probe_model(loaded)
         # the fingerprint of the weights takes seconds, and only a store needs it
         identity: dict[str, Any] = {}
         if urls:
             identity = model_identity(loaded, checkpoint, geometry, block_size)
-        cache = PagedKVCache(geometry, blocks, block_size)
+        paged_cache = PagedKVCache(geometry, num_blocks, block_size)
         try:
             tiers = Tiers(
-                cache,
+                paged_cache,
                 identity,
                 urls,
-                cpu_bytes=num_bytes,
+                cpu_bytes=primary_bytes,
                 lookup_deadline_s=deadline_s,
                 prewarm_share=share,
                 codec=codec,
@@ -214,7 +212,7 @@ class Engine:
             ) from error
         if share:
             tiers.prewarm()
-        return cls(loaded, cache, tiers, tokenizer=texts, stores=urls)
+        return cls(loaded, paged_cache, tiers, tokenizer=opened_tokenizer, stores=urls)
 
     def generate(
         self,
@@ -509,37 +507,38 @@ def _open_model(
     dtype: torch.dtype | str,
     attn_implementation: str | None,
     device: torch.device | str | None,
-    tokenizer: Any,
-) -> tuple[Any, Path | None, Tokenizer]:
-    """Return the model, the directory that it was loaded from (None: identified by its state dict),
-    and its tokenizer; parameters as for ``Engine.open``."""
-    checkpoint: Path | None = None
-    texts = Tokenizer(None, "Engine.open takes one as tokenizer=")
+) -> tuple[Any, Path | None]:
+    """Return the model, and the directory that it was loaded from; None: it is identified by its
+    state dict. Parameters as for ``Engine.open``."""
     if isinstance(model, (str, Path)):
         checked_device = None if device is None else arguments.device(device)
         if attn_implementation is not None:
             arguments.text("attn_implementation", attn_implementation)
-        source = model
-        model, checkpoint = load_model(
-            source, arguments.dtype(dtype), attn_implementation, checked_device
+        return load_model(
+            model, arguments.dtype(dtype), attn_implementation, checked_device
         )
-        if tokenizer is None:
-            texts = Tokenizer.load(source)
-    else:
-        check_model_object(model)
-        # options of loading would have no effect on an object
-        for name, value, default in (
-            ("dtype", dtype, "auto"),
-            ("attn_implementation", attn_implementation, None),
-            ("device", device, None),
-        ):
-            if value != default:
-                raise ConfigurationError(
-                    name, value, "no value: it is for a model that is loaded here"
-                )
+    check_model_object(model)
+    # options of loading would have no effect on an object
+    for name, value, default in (
+        ("dtype", dtype, "auto"),
+        ("attn_implementation", attn_implementation, None),
+        ("device", device, None),
+    ):
+        if value != default:
+            raise ConfigurationError(
+                name, value, "no value: it is for a model that is loaded here"
+            )
+    return model, None
+
+
+def _open_tokenizer(tokenizer: Any, model: Any) -> Tokenizer:
+    """Return the given tokenizer, or else that of the checkpoint; parameters as for
+    ``Engine.open``."""
     if isinstance(tokenizer, (str, Path)):
         check_source("tokenizer", tokenizer)
-        texts = Tokenizer.load(tokenizer)
-    elif tokenizer is not None:
-        texts = Tokenizer(tokenizer)
-    return model, checkpoint, texts
+        return Tokenizer.load(tokenizer)
+    if tokenizer is not None:
+        return Tokenizer(tokenizer)
+    if isinstance(model, (str, Path)):
+        return Tokenizer.load(model)
+    return Tokenizer(None, "Engine.open takes one as tokenizer=")

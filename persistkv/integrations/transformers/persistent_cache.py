@@ -258,30 +258,40 @@ class PersistentCache(RequestCache):
         :raises StoreError: the store failed; the cache is empty.
         """
         group_keys = self._keys_of(tokens)
-        unreadable: set[bytes] = set()
         # the codec is for blocks to be stored: those of any codec can be read
         with self._open_store("raw") as store:
-
-            def is_available(key: bytes) -> bool:
-                return key not in unreadable and store.contains(key)
-
-            groups = []
-            for geometry, keys in zip(self._groups, group_keys, strict=True):
-                groups.append(GroupBlocks(geometry, keys, is_available))
-            # A block in the index may turn out to be unreadable: it is a miss in the next round.
-            while True:
-                length = longest_match(groups, self._block_size, 0, len(tokens) - 1)
-                needed = [group.device_blocks(length) for group in self._groups]
-                failed = self._read(store, group_keys, needed)
-                if not failed:
-                    break
-                unreadable.update(failed)
+            length = self._restore(store, group_keys, len(tokens) - 1)
             if length:
                 self._add_savings(store, requests=1, tokens=length)
         self.restored_tokens = tuple(tokens[:length])
-        self._first_cached = [positions.start for positions in needed]
         self.set_length(length)
         self._record = ForwardRecord(self, model, self.restored_tokens)
+
+    def _restore(
+        self,
+        store: BlockingStore,
+        group_keys: Sequence[Sequence[OffloadKey]],
+        limit: int,
+    ) -> int:
+        """Copy the blocks of the longest stored prefix, of at most ``limit`` tokens, to the
+        buffers; return its length."""
+        unreadable: set[bytes] = set()
+
+        def is_available(key: bytes) -> bool:
+            return key not in unreadable and store.contains(key)
+
+        groups = []
+        for geometry, keys in zip(self._groups, group_keys, strict=True):
+            groups.append(GroupBlocks(geometry, keys, is_available))
+        while True:
+            length = longest_match(groups, self._block_size, 0, limit)
+            needed = [group.device_blocks(length) for group in self._groups]
+            failed = self._read(store, group_keys, needed)
+            if not failed:
+                self._first_cached = [positions.start for positions in needed]
+                return length
+            # the index has blocks that turned out to be unreadable: the next match is without them
+            unreadable.update(failed)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
         """See the function ``save``."""

@@ -260,7 +260,11 @@ class BackendConformance(BackendSuite):
         source = _FailingSource([sample_blocks(3, 40, block_bytes)])
         segment = Segment(0, block_bytes, sample_keys(3, 40), source)
         torn = PackWriter(rig.namespace, RawCodec(), [segment], seal=rig.backend.seal)
-        batch = CommitBatch([good, torn], [sample_manifest("r1")], [held.pack_id])
+        batch = CommitBatch(
+            packs=[good, torn],
+            manifests=[sample_manifest("r1")],
+            deletions=[held.pack_id],
+        )
         with pytest.raises(_SourceFailure):
             rig.commit_batch(batch)
 
@@ -280,7 +284,11 @@ class BackendConformance(BackendSuite):
         cursor = small_rig.commit(held).cursor
         # 8 MiB, twice the capacity
         large = small_rig.pack(2, blocks=32, block_bytes=1 << 18)
-        batch = CommitBatch([large], [sample_manifest("r1")], [held.pack_id])
+        batch = CommitBatch(
+            packs=[large],
+            manifests=[sample_manifest("r1")],
+            deletions=[held.pack_id],
+        )
         with pytest.raises(StoreFullError):
             small_rig.commit_batch(batch)
         small_rig.check_holds(held)
@@ -695,8 +703,9 @@ class BackendConformance(BackendSuite):
         with other_process(_commit_all, self.driver, url, numbers) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
         rig = self.open_rig(url)
-        # two more than are held: the last one may have been interrupted
-        for number in range(rig.backend.stats().requests + 2):
+        # one request in each batch; the last ones may have been interrupted
+        num_batches = rig.backend.stats().requests + 2
+        for number in range(num_batches):
             held = _held(rig, _batch(rig.backend, number))
             # whole batches only
             assert len(set(held)) == 1

@@ -178,13 +178,15 @@ class _Pace(NamedTuple):
         if beside_engines and bytes_per_s is None:
             share = _SHARE_BESIDE_ENGINES
         throttle = Throttle(bytes_per_s, share=share)
-        # portions only serve the saving of the progress
         if throttle.bounded:
             # without threads: they read ahead, and a limit of the pace would not slow them down
-            portion_bytes = _BOUNDED_PORTION_BYTES if resumable else math.inf
-            return cls(throttle, 0, portion_bytes, _BOUNDED_BATCH_BYTES)
-        portion_bytes = _PORTION_BYTES if resumable else math.inf
-        return cls(throttle, _THREADS, portion_bytes, BATCH_BYTES)
+            pace = cls(throttle, 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES)
+        else:
+            pace = cls(throttle, _THREADS, _PORTION_BYTES, BATCH_BYTES)
+        # portions only serve the saving of the progress
+        if not resumable:
+            return pace._replace(portion_bytes=math.inf)
+        return pace
 
 
 _PACKS = render.columns("pack namespace blocks size=stored_bytes")

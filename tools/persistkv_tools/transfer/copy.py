@@ -163,9 +163,9 @@ def copy_content(
     spaces = chosen_namespaces(backend, namespace) if everything else []
     sources = _sources(backend, chosen, spaces)
     # sizes are compared before the target is created or opened for writing
-    with open_if_exists(target) as there:
-        plan = CopyPlan(sources, there, everything=everything)
-        place = plan.place(there, target, backend.stats().capacity)
+    with open_if_exists(target) as existing:
+        plan = CopyPlan(sources, existing, everything=everything)
+        place = plan.place(existing, target, backend.stats().capacity)
     if dry_run:
         return CopyOutcome(plan.expected(), place)
     with closing(open_backend(place.url)) as writable:

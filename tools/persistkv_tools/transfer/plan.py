@@ -235,7 +235,9 @@ class CopyPlan:
             keys = source.keys(manifest.id)
             packs_of_requests |= source.packs.holding(all_keys(keys))
             if not is_held:
-                packs_of_missing |= self._add(source, manifest, keys, lacking_packs)
+                packs_of_missing |= self._add_request(
+                    source, manifest, keys, lacking_packs
+                )
 
         packs_to_have = packs_of_missing
         if everything:
@@ -249,7 +251,7 @@ class CopyPlan:
             self.orphans.append((source, pack))
             self._add_table(source, pack)
 
-    def _add(
+    def _add_request(
         self,
         source: Source,
         manifest: RequestManifest,

@@ -57,10 +57,10 @@ def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> N
     # packs that no request names come first: those of requests are then used last, and evicted last
     for owner, pack in plan.orphans:
         if owner is source:
-            writer.pack(pack)
+            writer.add_pack(pack)
     for request in plan.missing:
         if request.source is source:
-            writer.request(request.manifest)
+            writer.add_request(request.manifest)
     writer.flush()
 
 
@@ -92,7 +92,7 @@ class _NamespaceWriter:
         self._held_requests = self._present()
         """Ids of the requests that the target held before the copy."""
 
-    def pack(self, pack: bytes) -> None:
+    def add_pack(self, pack: bytes) -> None:
         """Read a pack for the next commit, if the target lacks any of its blocks; only count it if
         it is damaged or gone.
 
@@ -116,7 +116,7 @@ class _NamespaceWriter:
         copied = msgspec.structs.replace(table, pack_id=copy.pack_id)
         self._packs.add(copied)
 
-    def request(self, manifest: RequestManifest) -> None:
+    def add_request(self, manifest: RequestManifest) -> None:
         """Commit a request with those of its packs that the target lacks, and with other waiting
         packs. If it is held already, or incomplete, it is only counted."""
         if manifest.id in self._held_requests:
@@ -125,7 +125,7 @@ class _NamespaceWriter:
         keys = self._source.keys(manifest.id)
         if keys is not None:
             for pack in self._source.packs.in_order(keys):
-                self.pack(pack)
+                self.add_pack(pack)
         # the packs above may be damaged, or evicted by source or target meanwhile
         if keys is None or not self._packs.hold(all_keys(keys)):
             self._copied.incomplete.append(manifest.id)

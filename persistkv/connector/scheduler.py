@@ -267,7 +267,8 @@ def _device_blocks(
 ) -> GPULoadStoreSpec:
     """Return a spec of device blocks.
 
-    :param tables: for each KV cache group, the blocks to transfer. None of them is None.
+    :param tables: for each KV cache group, the blocks to transfer, which the group has: no entry is
+        None.
     :param starts: for each group, the index of the first of them among those of the request.
     """
     block_ids: list[int] = []
@@ -694,6 +695,7 @@ class OffloadingConnectorScheduler:
         if not request.context.store:
             return None
         filled = request.take_filled_blocks()
+        # refused blocks that have left the sliding window since are in no offer any more
         self.stats.dropped_blocks += request.num_lost(filled)
         request.refused = []
 

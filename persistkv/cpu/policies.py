@@ -314,8 +314,8 @@ class ARCCachePolicy(CachePolicy):
         while len(self._recent_ghosts) > max_recent_ghosts:
             self._recent_ghosts.popitem(last=False)
         num_held = len(self._recent) + len(self._frequent)
-        others = num_held + len(self._recent_ghosts)
-        max_frequent_ghosts = max(0, 2 * self._num_blocks - others)
+        num_others = num_held + len(self._recent_ghosts)
+        max_frequent_ghosts = max(0, 2 * self._num_blocks - num_others)
         while len(self._frequent_ghosts) > max_frequent_ghosts:
             self._frequent_ghosts.popitem(last=False)
 

@@ -234,8 +234,11 @@ class CommitQueue:
 
     def seconds_to_due(self) -> float:
         """Return the seconds until packs or ends are to be written; infinite if none wait."""
+        if self._direct:
+            return 0.0
         # the size of staged packs can make them due before their age does
-        if self._direct or self.staging.due():
+        has_staged = self.staging.num_bytes > 0
+        if has_staged and self.staging.due():
             return 0.0
         until_ends = self.ends.seconds_to_due()
         until_staged = self.staging.seconds_to_due()

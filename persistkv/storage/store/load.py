@@ -353,8 +353,9 @@ class PartRead:
         self._part = part
         is_remote = backend.capabilities.remote
         self._streams = is_remote and (is_timed or _any_encoded(part))
-        """Whether frames pass through a buffer (``_stream``), so that only this object writes rows;
-        otherwise the backend may (``_gather``). The reasons are those of ``_remote_parts``."""
+        """Whether frames pass through a buffer (``_stream``): encoded ones must be decoded anyway,
+        and a timed read can then be abandoned, because only this object writes rows. Otherwise the
+        backend may write them (``_gather``)."""
         self._may_abandon = self._streams or is_private
         """Whether a running read may be abandoned: the call of the backend, which continues, then
         writes no rows that have another use."""

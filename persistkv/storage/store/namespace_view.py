@@ -356,18 +356,18 @@ class NamespaceView:
         fingerprints: dict[bytes, bytes] = {}
         # None: the keys of a pack are not known
         removed: dict[bytes, PackedKeys | None] = {}
-        for pack_id, known in packs.items():
-            # ``suspect`` adds its packs again after this call
+        for pack_id, content in packs.items():
+            # a removed pack is no suspect; ``suspect`` adds its packs again after this call
             self._repair_work.suspects.pop(pack_id, None)
             number = self.index.number_of(pack_id)
-            if not number:
+            if not number:  # the index lacks the pack already
                 continue
-            if isinstance(known, PackTable):
-                removed[pack_id] = known.keys
-                fingerprints[pack_id] = known.keys.fingerprints
+            if isinstance(content, PackTable):
+                removed[pack_id] = content.keys
+                fingerprints[pack_id] = content.keys.fingerprints
             else:
                 removed[pack_id] = self._keys_of(pack_id, number)
-                fingerprints[pack_id] = known
+                fingerprints[pack_id] = content
         self.index.remove(fingerprints)
         # after the removal: keys that other packs hold can still be loaded
         self._announce_removed(removed)
@@ -618,7 +618,8 @@ class NamespaceView:
             if pack.namespace == self.namespace:
                 evicted[pack.pack_id] = pack
                 self._counters.evicted_blocks += len(pack.keys)
-        self._forget(evicted)
+        if evicted:
+            self._forget(evicted)
 
     def suspect(
         self,

@@ -281,9 +281,10 @@ def convert_options(
     try:
         return msgspec.convert(values, kind, strict=False)
     except msgspec.ValidationError as error:
-        # raised by a check of the struct, with a better message
-        if isinstance(error.__cause__, ConfigurationError):
-            raise error.__cause__ from None
+        cause = error.__cause__
+        if isinstance(cause, ConfigurationError):
+            # from a check of the struct, with a better message
+            raise cause from None
         raise _option_error(error, known, options, where) from None
 
 

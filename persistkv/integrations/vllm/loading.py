@@ -33,7 +33,9 @@ from persistkv.tiering.persistent import PersistentTier
 
 _FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
 _LONGEST_STEP_S = 30.0  # a longer one includes a pause of the engine
-_SURPRISE = 5.0  # times the expected time of a step, above which it includes a pause
+_PAUSE_RATIO = (
+    5.0  # of a step that includes a pause: its time by the expected one, at least
+)
 
 # start of the name of a class of KV cache specs, and its field with the window
 _WINDOW_FIELDS = (
@@ -111,7 +113,7 @@ class StepMeter:
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return
         expected_s = self._expected_s(computed)
-        includes_pause = expected_s is not None and step_s > _SURPRISE * expected_s
+        includes_pause = expected_s is not None and step_s > _PAUSE_RATIO * expected_s
         if includes_pause:
             return
         for tokens in computed:

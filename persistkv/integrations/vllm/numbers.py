@@ -53,9 +53,9 @@ def number_layout(
         return None
     # replicated: all workers have the same bytes, and a row has them once
     replicated = getattr(offloading, "replicated_layout", False)
-    workers = 1 if replicated else offloading.parallel.world_size
+    num_workers = 1 if replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
-    if workers > 1 and not worker_stride:
+    if num_workers > 1 and not worker_stride:
         return None
 
     groups: dict[int, VectorLayout] = {}
@@ -72,7 +72,7 @@ def number_layout(
             group,
             attention,
             number_bytes,
-            (workers, worker_stride),
+            workers=(num_workers, worker_stride),
             device=device,
         )
         if vectors is None:
@@ -116,8 +116,8 @@ def _vectors(
     group: Any,
     attention: Any,
     number_bytes: int,
-    workers: tuple[int, int],
     *,
+    workers: tuple[int, int],
     device: str,
 ) -> VectorLayout | None:
     """Return where the vectors of one group are in a row; None if a worker's part of the row
@@ -170,9 +170,13 @@ def _vectors(
         num_vectors = (key_length + value_length) // vector_length
         kinds = (num_vectors, vector_length * number_bytes)
     layers = (len(group.layer_names), strides["L"])
-    cells = (workers, layers, (heads, strides["H"]), kinds)
-    places = ((blocks, strides["B"]), (tokens, token_bytes))
-    return VectorLayout(0, cells, places, vector_length)
+    heads_of_layer = (heads, strides["H"])
+    return VectorLayout(
+        offset=0,
+        cells=(workers, layers, heads_of_layer, kinds),
+        tokens=((blocks, strides["B"]), (tokens, token_bytes)),
+        length=vector_length,
+    )
 
 
 def _strides(

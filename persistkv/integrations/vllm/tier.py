@@ -129,10 +129,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self.options = vllm_options(options)
         scheme = self.options.scheme
         backend = BACKENDS.get(scheme)
-        use_vllm_logging("persistkv", backend.__module__.partition(".")[0])
-        is_remote = backend.capabilities.remote
-        default = "REMOTE" if is_remote else "LOCAL"
-        self.locality = Locality(self.options.locality or default)
+        backend_package, _, _ = backend.__module__.partition(".")
+        use_vllm_logging("persistkv", backend_package)
+        locality = self.options.locality
+        if locality is None:
+            locality = "REMOTE" if backend.capabilities.remote else "LOCAL"
+        self.locality = Locality(locality)
         # several entries of ``secondary_tiers`` are several stores of one engine
         self._tiers = EngineTiers(persistent_tiers(offloading_spec))
         self._isolation = Isolation("tier persistkv")
@@ -141,10 +143,14 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._steps = StepRequests(find_wake())
         """Requests for steps in which an idle engine exports metrics and events."""
         offloading = offloading_spec.config
+
+        # whether loads are worth their time, by the measured speed of the engine
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)
         self._store_loads = StoreLoads(offloading, group_tokens, prefill)
+
+        # the store
         engine = find_vllm_config()
         algorithm = engine.cache_config.prefix_caching_hash_algo
         self._context_keys = partial(_context_keys, offloading, algorithm)
@@ -160,6 +166,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         except BaseException:
             close_region(self._region_fds)
             raise
+
+        # requests
         labels = {"model": str(offloading.model.name), **self.options.labels}
         self._new_request = partial(
             LiveRequest, group_tokens=group_tokens, labels=labels

@@ -45,36 +45,37 @@ class GuardedTier:
         the engine.
         :param clock: returns seconds.
         """
-        self.tier = make_tier(watch.weights if watch.epoch else None)
-        """The tier of the present weights, or the last one. Must not be used while
-        ``is_opening``."""
         self.watch = watch
+        self._clock = clock
         self._make_tier = make_tier
+        self.tier = make_tier(watch.weights if watch.epoch else None)
+        """The tier that was opened last: that of the present weights, unless it is detached. Must
+        not be used while ``is_opening``."""
+        self._epoch = watch.epoch
+        """Epoch of ``tier``, or of the one that is being opened."""
+        self._is_detached = False
+        """Whether ``tier`` is out of use. It begins with a change of the weights, and ends when a
+        request has named the new weights and their tier is open."""
         self._opening: threading.Thread | None = None
         """The thread that opens a tier; set until the engine's thread has seen its end."""
         self._opened: PersistentTier | None = None
         """The tier that the thread has opened."""
-        self._clock = clock
         self._called = clock()
         """Time of the last ``follow_weights``. If it is long ago, the engine has taken no step
         since."""
-        self.dropped_blocks = 0
-        """Blocks in flight that were not stored or not served, because the weights had changed or
-        might have."""
-        self._epoch = watch.epoch
-        """Epoch of ``tier``, or of the one that is being opened."""
+
+        # jobs that wait until the weights are known
         self._held: deque[JobMetadata | ReqContext] = deque()
-        """Stores, and ends of requests (contexts) among them, that wait until the weights are
-        known."""
+        """Stores, and ends of requests (contexts) among them."""
         self._loads: dict[int, _GuardedLoad] = {}
         """Load jobs that have not been reported to vLLM, by id."""
         self._loaded: list[JobResult] = []
-        """Results of loads that wait for their comparisons."""
+        """Results of those that have ended, and wait for their comparisons."""
         self._finished: list[JobResult] = []
         """Results for the next ``get_finished_jobs``."""
-        self._is_detached = False
-        """Whether ``tier`` is out of use. It begins with a change of the weights, and ends when a
-        request has named the new weights and their tier is open."""
+        self.dropped_blocks = 0
+        """Blocks in flight that were not stored or not served, because the weights had changed or
+        might have."""
 
     def follow_weights(self) -> bool:
         """Act on what the watch has noticed since the last call: detach the tier after a change,
@@ -160,8 +161,8 @@ class GuardedTier:
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
         # its jobs must end first, and vLLM must have their results: a shutdown frees their rows
-        is_in_use = self.tier.has_pending_work() or self._loaded
-        if is_in_use:
+        has_jobs = self.tier.has_pending_work() or self._loaded
+        if has_jobs:
             return
         self._epoch = self.watch.epoch
         self._opening = threading.Thread(

@@ -244,8 +244,6 @@ def engine_identity(
     """
     model = config.model_config
     cache = config.cache_config
-    attention = getattr(config, "attention_config", None)
-    backend = getattr(attention, "backend", None)
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
     # rows that are the same for all parallel sizes are found by engines with other sizes, too
     if shared is None:
@@ -264,15 +262,8 @@ def engine_identity(
         "mamba_cache_dtype",
     )
     kv_cache["layout"] = plain(getattr(offloading, "kv_cache_layout", None))
-    groups = []
-    for group in offloading.groups:
-        groups.append(
-            {
-                "id": group.group_id,
-                "tokens": group.tokens_per_block,
-                "layers": list(group.layer_names),
-            }
-        )
+    lora = getattr(config, "lora_config", None)
+    speculative = getattr(config, "speculative_config", None)
     return {
         "version": IDENTITY_VERSION,
         MODEL_NAME: str(model.model),
@@ -286,16 +277,10 @@ def engine_identity(
         },
         "kv_cache": kv_cache,
         "quantization": plain(getattr(model, "quantization", None)),
-        "attention": {
-            "backend": getattr(backend, "name", plain(backend)),
-            "sliding_window": plain(getattr(cache, "sliding_window", None)),
-            "window_disabled": bool(getattr(model, "disable_sliding_window", False)),
-        },
-        "adapters": _adapters(getattr(config, "lora_config", None), adapters),
-        "speculation": _speculation(
-            getattr(config, "speculative_config", None), config.load_config
-        ),
-        "groups": groups,
+        "attention": _attention(config),
+        "adapters": _adapters(lora, adapters),
+        "speculation": _speculation(speculative, config.load_config),
+        "groups": _groups(offloading),
         "block": block,
         "world": world,
         "hash": {
@@ -303,6 +288,31 @@ def engine_identity(
             "seed": os.environ.get(_SEED_VARIABLE),
         },
     }
+
+
+def _attention(config: Any) -> dict[str, Any]:
+    """Return the identity of the attention: its kernels and its window."""
+    attention = getattr(config, "attention_config", None)
+    backend = getattr(attention, "backend", None)
+    window = getattr(config.cache_config, "sliding_window", None)
+    is_disabled = getattr(config.model_config, "disable_sliding_window", False)
+    return {
+        # an enumeration, or a text
+        "backend": getattr(backend, "name", plain(backend)),
+        "sliding_window": plain(window),
+        "window_disabled": bool(is_disabled),
+    }
+
+
+def _groups(offloading: Any) -> list[dict[str, Any]]:
+    """Return the identity of the KV cache groups that vLLM offloads."""
+    groups = []
+    for group in offloading.groups:
+        layers = list(group.layer_names)
+        groups.append(
+            {"id": group.group_id, "tokens": group.tokens_per_block, "layers": layers}
+        )
+    return groups
 
 
 def has_random_hashes(algorithm: str) -> bool:

@@ -61,16 +61,20 @@ class WeightsProbe:
         pause_s = _COST_FACTOR * (end - begin)
         self._next_due = end + min(_LONGEST_PAUSE_S, pause_s)
 
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the engine has asked for a comparison since the last one."""
+        return self._word.asked != self._word.answered
+
     def check_if_asked(self) -> None:
         """Compare if the engine has asked for it since the last comparison."""
-        if self._word.asked != self._word.answered:
+        if self._is_asked:
             self.check()
 
     def check_if_due(self) -> None:
         """Compare, unless the last comparison is recent and the engine has not asked for
         another."""
-        is_asked = self._word.asked != self._word.answered
-        if is_asked or self._clock() >= self._next_due:
+        if self._is_asked or self._clock() >= self._next_due:
             self.check()
 
 
@@ -125,7 +129,8 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for group in samples.values():
         joined = torch.cat(group).cpu()
-        digest.update(joined.numpy().tobytes())
+        elements = joined.numpy()
+        digest.update(elements.tobytes())
     return digest.digest()
 
 

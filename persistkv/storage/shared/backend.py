@@ -109,7 +109,8 @@ class SharedBackend(Backend):
         writes = not self._read_only
         self.capabilities = replace(self.capabilities, writable=writes)
         self.status_interval_s = options.status_s if writes else None
-        self._medium = Medium(blobs, options.store_key(), clock or Clock())
+        key = options.store_key()
+        self._medium = Medium(blobs, key, clock or Clock())
         self._policy = RecordedPolicy(
             self._medium, options.policy, place, creates=writes
         )
@@ -427,8 +428,7 @@ class SharedBackend(Backend):
 
     def _add_identity(self, identity: Identity) -> Namespace:
         """Add a namespace that begins now; ``Identities.write_new`` makes it durable."""
-        # the machine's time until the medium has told its own
-        created = self._medium.time.now() or self._medium.clock.wall()
+        created = self._medium.time.now_or_wall()
         namespace = Namespace(identity, created)
         self._identities.add(namespace, writes=not self._read_only)
         return namespace

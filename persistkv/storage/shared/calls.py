@@ -14,6 +14,7 @@ from persistkv.storage.format.seal import Seal
 from persistkv.storage.shared.clock import Clock, ServerTime
 from persistkv.storage.shared.forgetting.records import ForgetRecords
 from persistkv.storage.shared.format import (
+    LATEST_TIME,
     MAX_OBJECT_BYTES,
     MAX_SMALL_BYTES,
     StoreNames,
@@ -110,6 +111,11 @@ class Medium:
         """
         return StoreNames(self.keys.keyring_id)
 
+    def entry_time(self) -> float:
+        """Return the time of an entry that an index object gets now. If it is unknown, it is later
+        than any: readers limit it to the time of the object (``Delta.clamped``)."""
+        return self.time.time_of_use() or LATEST_TIME
+
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
         """Write a blob (``Blobs.put``); return the medium's time, and learn it."""
         written = self.blobs.put(name, pieces)
@@ -129,12 +135,13 @@ class Medium:
         :raises StoreError: it is larger than ``limit``, and was not written; or the medium failed.
         """
         data = seal_object(name, body, self.seal, namespace)
-        if len(data) > limit:
+        size = len(data)
+        if size > limit:
             raise StoreError(
-                f"{name}: {len(data)} bytes are more than the {limit} that readers accept"
+                f"{name}: {size} bytes are more than the {limit} that readers accept"
             )
         written = self.put(name, [data])
-        return BlobInfo(name, len(data), written)
+        return BlobInfo(name, size, written)
 
     def read(self, name: str, start: int, length: int) -> bytearray:
         """Return ``length`` bytes of a blob; fewer if it ends before.
@@ -170,7 +177,8 @@ class Medium:
         :raises CorruptPackError: it is damaged, too large, or not written with the key;
             ``NewerFormatError``: it was written by a newer release.
         """
-        return open_object(name, self.whole(name, limit), self.seal, namespace)
+        content = self.whole(name, limit)
+        return open_object(name, content, self.seal, namespace)
 
     def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.

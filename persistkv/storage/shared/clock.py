@@ -95,6 +95,10 @@ class ServerTime:
         """Return the medium's time in seconds since the epoch; 0 if it has never told it."""
         return self._extrapolate(self._newest)
 
+    def now_or_wall(self) -> float:
+        """Return the medium's time; the machine's time if the medium has never told it."""
+        return self.now() or self._clock.wall()
+
     def time_of_use(self) -> float:
         """Return the time of a use at present: that of the medium, or a later one that it has shown
         before and that the machine's clock still confirms. 0 if no time is known.

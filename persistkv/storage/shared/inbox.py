@@ -149,8 +149,7 @@ class Inbox:
 
         :param used: packs that it uses, besides those that its requests name.
         """
-        # unknown: readers limit it to the time of the commit's blob (``Delta.clamped``)
-        now = self._medium.time.time_of_use() or LATEST_TIME
+        now = self._medium.entry_time()
         packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
         uses = _uses_at(now, used, batch.manifests)
 
@@ -183,7 +182,8 @@ class Inbox:
         """
         if not self._medium.records.forgotten.tenants:
             return 1
-        return max(1, int(1000 * self._medium.time.now()))
+        milliseconds = int(1000 * self._medium.time.now())
+        return max(1, milliseconds)
 
     def _digest(self, write: ManifestWrite) -> bytes:
         """Return the digest of a request's id."""
@@ -205,6 +205,7 @@ class Inbox:
         if len(body) > _MOST_BODY_BYTES:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)
+
         # The reader must not apply the commit when a list shows it: this call returns the cursors
         # before and after it.
         publishing = self._reader.publishing
@@ -221,6 +222,7 @@ class Inbox:
             cursors = self._replica.apply([(name, delta)])
         finally:
             publishing.discard(name)
+
         now = self._clock.monotonic()
         # the next merge of this engine takes the content from here
         self._merger.own[name] = OwnCommit(now, delta)
@@ -268,7 +270,7 @@ class Inbox:
         """Remove a pack whose blob is missing: now from the replica, with the next commit from the
         index. Any thread may call this.
         """
-        now = self._medium.time.time_of_use() or LATEST_TIME
+        now = self._medium.entry_time()
         self._lost[name] = now
         removal = Delta(removed=[Tombstone(name, now)])
         self._replica.apply([("", removal)])
@@ -343,6 +345,7 @@ def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
     joined: list[UseEntry] = []
     by_time = groupby(uses, key=uses.__getitem__)
     for time, pack_ids in by_time:
-        joined.append(UseEntry(time, b"".join(pack_ids)))
+        use = UseEntry(time, b"".join(pack_ids))
+        joined.append(use)
     removed = [Tombstone(name, time) for name, time in lost.items()]
     return Delta(uses=joined, removed=removed)

@@ -189,9 +189,13 @@ class StoreKeys:
         with self._lock:
             listed_blobs = self._add_listed()
             known = self._known()
+        found: dict[bytes, BlobInfo] = {}
         # a handle never knows destroyed keys, so these are left out
-        own = {key.id for key in known.of_tenants() if key.tenant == tenant}
-        return {key_id: info for key_id, info in listed_blobs.items() if key_id in own}
+        for data_key in known.of_tenants():
+            info = listed_blobs.get(data_key.id)
+            if data_key.tenant == tenant and info is not None:
+                found[data_key.id] = info
+        return found
 
     def undeleted(self) -> set[bytes]:
         """Return the ids of the destroyed data keys whose blobs are in the store: they are not
@@ -386,8 +390,11 @@ class StoreKeys:
         # in the threads for uploads: those for loads and the index may wait for ``_lock``
         found = self._medium.uploads.all(self._tenant_key, names)
         destroyed = self._medium.records.forgotten.keys
-        keys = [key for key in found if key is not None and key.id not in destroyed]
-        self._keyring = self._known().extended(keys)
+        usable: list[DataKey] = []
+        for data_key in found:
+            if data_key is not None and data_key.id not in destroyed:
+                usable.append(data_key)
+        self._keyring = self._known().extended(usable)
 
     def _tenant_key(self, name: str) -> DataKey | None:
         """Return the data key of a tenant in a blob; None if it is absent, damaged or no key."""
@@ -513,8 +520,10 @@ class StoreKeys:
 
     def _write(self, key: StoreKey, keyring: Keyring) -> str:
         """Write a blob with all data keys of the store in a keyring, and return its name."""
-        name = _blob(key.id, os.urandom(_NAME_BYTES).hex())
-        wrapped = tuple(key.wrap(keyring.id, one) for one in keyring.of_store())
+        random_part = os.urandom(_NAME_BYTES).hex()
+        name = _blob(key.id, random_part)
+        data_keys = keyring.of_store()
+        wrapped = tuple(key.wrap(keyring.id, data_key) for data_key in data_keys)
         content = encode_keys(StoredKeys(wrapped))
         self._medium.put(name, [content])
         return name

@@ -158,9 +158,10 @@ class PackBlobs:
         for write in writes:
             data_key = self._medium.seal.key_of(write.manifest.tenant)
             sealed = self._sealed_keys(write, data_key)
-            places.append(KeysPlace(nonce, offset, len(sealed), data_key))
+            length = len(sealed)
+            places.append(KeysPlace(nonce, offset, length, data_key))
             records.append(sealed)
-            offset += len(sealed)
+            offset += length
         return _KeyRecords(nonce, records, places)
 
     def _upload_keys(self, keys: _KeyRecords) -> _Uploaded:
@@ -180,18 +181,23 @@ class PackBlobs:
         return record_name(self._replica.namespace, f"keys of {manifest_id}")
 
     def _upload_pack(self, pack: NewPack, budget: UploadBudget) -> _Uploaded:
-        """Upload a pack to a blob of its own."""
+        """Upload a pack when there is memory for it."""
+        with budget.reserved(pack):
+            entry = self._put_pack(pack)
+        return _Uploaded(entry.time, entry)
+
+    def _put_pack(self, pack: NewPack) -> PackEntry:
+        """Write a pack to a blob of its own; return its entry in the index, with the medium's
+        time."""
+        payload: list[Buffer] = list(pack.stream())
         # no name is used twice, also if the same pack is uploaded again
         nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
         blob = self._names.pack(pack.pack_id + nonce)
-        with budget.reserved(pack):
-            payload: list[Buffer] = list(pack.stream())
-            # The table behind the payload describes the pack, so that a rebuild can find it without
-            # the index.
-            table = self._medium.seal.encode_table(pack.table)
-            time = self._medium.put(blob, [*payload, table])
-            entry = PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
-        return _Uploaded(time, entry)
+        # The table behind the payload describes the pack, so that a rebuild can find it without the
+        # index.
+        stored_table = self._medium.seal.encode_table(pack.table)
+        time = self._medium.put(blob, [*payload, stored_table])
+        return PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
 
     # Reads
 
@@ -204,7 +210,8 @@ class PackBlobs:
         filled = [False] * len(spans)
 
         def fill(run: _Range) -> None:
-            if self._fill(run, iter(run.buffers)):
+            is_filled = self._fill(run, iter(run.buffers))
+            if is_filled:
                 for index in run.spans:
                     filled[index] = True
 
@@ -386,4 +393,5 @@ def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
     def place(index: int) -> tuple[bytes, int]:
         return spans[index].pack_id, spans[index].offset
 
-    return sorted(range(len(spans)), key=place)
+    indexes = range(len(spans))
+    return sorted(indexes, key=place)

@@ -150,8 +150,9 @@ class RecordedPolicy:
         """
         before = self._stored
         found = None
+        has_keys = self._medium.keys.open(creates=self._creates)
         # without data keys, there is no store
-        if self._medium.keys.open(creates=self._creates):
+        if has_keys:
             found = self._read()
             # first: content is served as soon as the policy counts as read
             self._read_records(found)

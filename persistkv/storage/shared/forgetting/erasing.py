@@ -53,7 +53,7 @@ class Eraser:
         :raises StoreError: the medium failed; some may be deleted.
         """
         packs = [self._names.pack(name) for name in removals.packs]
-        keys = [self._names.keys_blob(nonce) for nonce in removals.keys]
+        keys = [self._names.keys_blob(nonce) for nonce in removals.key_blobs]
         left: list[str] = []
         left += self._erase(self._names.packs, packs)
         left += self._erase(self._names.keys, keys)

@@ -84,14 +84,17 @@ class Forgetting:
             self._packs += rest.packs
             self._stored_bytes += rest.stored_bytes
             self._left += rest.left
+        key_ids = sorted(key_id.hex() for key_id in deleted_now)
+        # each sentence once: namespaces leave the same
+        left = dict.fromkeys(self._left)
         return Forgotten(
             tenant=self._tenant,
-            time=self._medium.time.now() or self._medium.clock.wall(),
-            key_ids=tuple(sorted(key_id.hex() for key_id in deleted_now)),
+            time=self._medium.time.now_or_wall(),
+            key_ids=tuple(key_ids),
             packs=self._packs,
             requests=self._requests,
             stored_bytes=self._stored_bytes,
-            out_of_reach=(*dict.fromkeys(self._left), _REPLICAS),
+            out_of_reach=(*left, _REPLICAS),
         )
 
     def _write_records(self) -> None:

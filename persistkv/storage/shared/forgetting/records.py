@@ -200,8 +200,10 @@ class ForgetRecords:
 
         :param keys: ids of the data keys to destroy.
         """
+        # the machine's time, if the medium has never told its own
         time = self._medium.time.time_of_use() or self._medium.clock.wall()
-        return ForgetRecord(tenant_digest(tenant), time, tuple(sorted(keys)))
+        digest = tenant_digest(tenant)
+        return ForgetRecord(digest, time, tuple(sorted(keys)))
 
     def write(self, record: ForgetRecord) -> float:
         """Write a record, and honour it from now on.

@@ -35,7 +35,6 @@ from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import AGREEING_S, ROUNDING_S
 from persistkv.storage.shared.format import (
     BASE_LEVEL,
-    LATEST_TIME,
     NONCE_BYTES,
     Delta,
     Latest,
@@ -318,7 +317,7 @@ class Merger:
         now = self._expiry_time()
         removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
         # an unknown time: no base drops the tombstones as old ones
-        time = self._medium.time.time_of_use() or LATEST_TIME
+        time = self._medium.entry_time()
         evictions = self._replica.tombstones(removals, time)
 
         contents = [*deltas.values(), evictions, *older.values()]

@@ -84,11 +84,11 @@ class ReplicaFolder:
     def close(self, replica: Replica, *, keep: bool) -> None:
         """Close the replica; ``keep`` it for the next process, unless it has traces of forgotten
         tenants. Failures are only logged."""
-        keep = keep and not replica.has_traces and self._temporary is None
+        is_kept = keep and not replica.has_traces and self._temporary is None
         try:
-            replica.close(keep=keep)
+            replica.close(keep=is_kept)
             # after the files are complete
-            if keep:
+            if is_kept:
                 (self.path / "clean").touch()
         except (StoreError, OSError) as error:
             logger.warning(
@@ -116,7 +116,8 @@ class ReplicaFolder:
             except BlockingIOError:
                 os.close(lock)
                 continue
-            self._lock, self.path = lock, self._folder / str(number)
+            self._lock = lock
+            self.path = self._folder / str(number)
             self.path.mkdir(exist_ok=True, mode=0o700)
             return
         raise OSError(f"{_MOST_REPLICAS} replicas are in use")

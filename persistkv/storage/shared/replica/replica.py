@@ -130,7 +130,7 @@ class Removals:
     """Digests of removed requests."""
     tables: list[PackTable] = field(default_factory=list)
     """Tables of the removed packs."""
-    keys: list[bytes] = field(default_factory=list)
+    key_blobs: list[bytes] = field(default_factory=list)
     """Nonces of the blobs that have only keys of removed requests; known of forgotten tenants
     only."""
 
@@ -535,7 +535,7 @@ class Replica:
                     key_blobs.add(request.nonce)
                 else:
                     kept_key_blobs.add(request.nonce)
-        found.keys = sorted(key_blobs - kept_key_blobs)
+        found.key_blobs = sorted(key_blobs - kept_key_blobs)
         return found
 
     def remove_forgotten(self) -> None:

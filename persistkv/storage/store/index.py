@@ -703,10 +703,14 @@ class Index:
             for table, slots in zip(self._tables, slots_of, strict=True):
                 table.remove(slots)
         if searched:
-            numbers = np.array(searched, np.uint32)
-            for table in self._tables:
-                is_removed = np.isin(table.packs, numbers)
-                table.remove(np.flatnonzero(is_removed))
+            self._search_and_remove(searched)
+
+    def _search_and_remove(self, numbers: Sequence[int]) -> None:
+        """Remove the entries of packs, given by their numbers, by a search of all slots."""
+        wanted = np.array(numbers, np.uint32)
+        for table in self._tables:
+            is_wanted = np.isin(table.packs, wanted)
+            table.remove(np.flatnonzero(is_wanted))
 
     @property
     def _tables(self) -> list[_FingerprintTable]:

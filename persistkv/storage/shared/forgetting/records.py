@@ -23,7 +23,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError, TenantForgottenError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.blobs import BlobMissingError, UnavailableError
+from persistkv.storage.blobs import BlobInfo, BlobMissingError, UnavailableError
 from persistkv.storage.catalog.catalogue import tenants_of
 from persistkv.storage.format.pack import PLAIN_KEY
 from persistkv.storage.shared.format import (
@@ -168,7 +168,7 @@ class ForgetRecords:
             # it may become readable: the next list reads it again
             if records is None:
                 continue
-            self._honour(records)
+            self._apply(records)
             self._read.add(info.name)
         return missing
 
@@ -188,7 +188,7 @@ class ForgetRecords:
             self._junk.add(name)
             return None
 
-    def _honour(self, records: Collection[ForgetRecord]) -> None:
+    def _apply(self, records: Collection[ForgetRecord]) -> None:
         """Apply records from now on: drop the data keys that they name, and note their tenants for
         ``refuse_forgotten``."""
         self.forgotten.add(records)
@@ -206,30 +206,36 @@ class ForgetRecords:
         return ForgetRecord(digest, time, tuple(sorted(keys)))
 
     def write(self, record: ForgetRecord) -> float:
-        """Write a record, and honour it from now on.
+        """Write a record, and apply it from now on.
 
         :returns: the time of its blob on the medium's clock, perhaps rounded down to a second.
         :raises StoreError: the medium failed; the record may be durable.
         """
         with self._lock:
             names = self._medium.names
-            before = self._medium.listed(names.forgotten)
+            present = self._medium.listed(names.forgotten)
             # not those that were not read: the new blob does not include them
-            replaced = [info.name for info in before if info.name in self._read]
+            replaced = [info.name for info in present if info.name in self._read]
             # one blob for all, so that a new handle reads one
             body = encode([*self.forgotten.records, record])
             name = names.new_record(self._medium.clock.random)
             written = self._medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
-            self._honour([record])
+            self._apply([record])
             # Only now: the one that includes them is durable. Those that remain do no harm.
             with suppress(StoreError):
                 self._medium.blobs.delete(replaced)
-            # The date of a reply may be wrong. The caller compares this time with those of the
-            # blobs of data keys: a list shows both by the same clock.
-            listed = self._medium.listed(names.forgotten)
-            times = [info.time for info in listed if info.name == name]
-            return min(times, default=written.time)
+            return self._listed_time(written)
+
+    def _listed_time(self, written: BlobInfo) -> float:
+        """Return the time that a list shows for a blob of records; that of the reply to its write
+        if no list shows it. The date of a reply may be wrong, and the caller compares this time
+        with those of the blobs of data keys: lists show both by the same clock."""
+        listed = self._medium.listed(self._medium.names.forgotten)
+        for info in listed:
+            if info.name == written.name:
+                return info.time
+        return written.time
 
     def write_again(self) -> None:
         """Write all known records again, after the store was deleted: other handles may still have

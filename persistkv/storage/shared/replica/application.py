@@ -109,7 +109,7 @@ class Application:
         self._namespace = namespace
         self._order = TimedOrder(rows)
         self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
-        self._grown = 0
+        self._growth_bytes = 0
         """Bytes by which the present delta has made the namespace larger, as the capacity counts
         them. ``apply`` adds them to the total at its end."""
 
@@ -138,11 +138,11 @@ class Application:
 
     def _count_bytes(self) -> None:
         """Add the bytes of this delta to the total of the namespace."""
-        if not self._grown:
+        if not self._growth_bytes:
             return
         before = read_bytes(self._rows)
         # not negative, also if rows are damaged
-        total = max(0, before + self._grown)
+        total = max(0, before + self._growth_bytes)
         self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
     # Packs
@@ -173,7 +173,7 @@ class Application:
             if not is_added:
                 others.append(entry)
         additions.write(self._rows, self._namespace)
-        self._grown += additions.counted
+        self._growth_bytes += additions.counted
         # the one from before has read totals without these packs, and would write them
         self._catalogue = CatalogTransaction(
             self._rows, None, self._namespace, order=self._order
@@ -227,18 +227,20 @@ class Application:
         if table is None:
             return
         counted = table.payload_length + len(entry.body) + OVERHEAD_BYTES
-        self._grown += counted
+        self._growth_bytes += counted
 
         rows = self._rows
         shown = shown_name(rows, entry.pack_id)
-        if shown is not None and shown < entry.name:
-            # hidden
-            put_blob_row(rows, entry.name, BlobRow(counted, entry.body))
+        is_hidden = shown is not None and shown < entry.name
+        if is_hidden:
+            row = BlobRow(counted, entry.body)
+            put_blob_row(rows, entry.name, row)
             return
         if shown is not None:
             self._hide(shown)
         # without the table, which the catalogue has now
-        put_blob_row(rows, entry.name, BlobRow(counted, b""))
+        row = BlobRow(counted, b"")
+        put_blob_row(rows, entry.name, row)
         self._show(table)
 
     def _table_of(self, entry: PackEntry) -> PackTable | None:
@@ -251,7 +253,8 @@ class Application:
             logger.warning(text, self._namespace.hex(), error)
             return None
         is_here = table.namespace == self._namespace
-        if not is_here or table.pack_id != entry.pack_id:
+        is_named = table.pack_id == entry.pack_id
+        if not is_here or not is_named:
             text = "the index of %s names a pack of another place"
             logger.warning(text, self._namespace.hex())
             return None
@@ -309,7 +312,7 @@ class Application:
         pack_id = name[:ID_BYTES]
         # before its row is deleted
         was_shown = shown_name(rows, pack_id) == name
-        self._grown -= blob_row(rows, name).counted
+        self._growth_bytes -= blob_row(rows, name).counted
         rows.delete(BLOBS, name)
         if was_shown:
             self._remove_from_catalogue(pack_id)
@@ -384,7 +387,7 @@ class Application:
             data_key=entry.data_key,
         )
         self._rows.put(MANIFEST_KEYS, name, row.encode())
-        self._grown += row.counted
+        self._growth_bytes += row.counted
 
     def _manifest_of(self, entry: ManifestEntry) -> RequestManifest | None:
         """Return the manifest of a request; None, with a line in the log, if it is not readable;
@@ -438,15 +441,15 @@ class Application:
         """Subtract the bytes of a request from the total, if it is held."""
         row = KeysRow.decode(self._rows.get(MANIFEST_KEYS, name))
         if row is not None:
-            self._grown -= row.counted
+            self._growth_bytes -= row.counted
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
     """Return a digest of the content of a version of a request. Two engines may write equal
     versions at the same time: then the one with the greater digest counts, in all replicas."""
     place = _PLACE.pack(entry.keys, entry.offset, entry.length, 0)
-    content = b"".join([entry.head, entry.packs, entry.keys, place])
-    return blake2b(content, digest_size=16).digest()
+    parts = [entry.head, entry.packs, entry.keys, place]
+    return blake2b(b"".join(parts), digest_size=16).digest()
 
 
 class _Additions:

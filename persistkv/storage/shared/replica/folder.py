@@ -19,6 +19,8 @@ from persistkv.storage.shared.replica.replica import Replica
 logger = logging.getLogger(__name__)
 
 _MOST_REPLICAS = 64  # per namespace and machine
+# file in the directory of a replica that was closed and kept
+_CLEAN_MARKER = "clean"
 
 
 class ReplicaFolder:
@@ -60,10 +62,10 @@ class ReplicaFolder:
             self._acquire()
             # ``close`` creates it. It is absent while the replica is open, so a process that is
             # killed leaves none.
-            clean = self.path / "clean"
-            if not clean.exists():
+            marker = self.path / _CLEAN_MARKER
+            if not marker.exists():
                 self._clear()
-            clean.unlink(missing_ok=True)
+            marker.unlink(missing_ok=True)
         except OSError as error:
             self._release()
             raise StoreError(
@@ -89,7 +91,8 @@ class ReplicaFolder:
             replica.close(keep=is_kept)
             # after the files are complete
             if is_kept:
-                (self.path / "clean").touch()
+                marker = self.path / _CLEAN_MARKER
+                marker.touch()
         except (StoreError, OSError) as error:
             logger.warning(
                 "%s: the replica of the index is not kept (%s)", self.path, error

@@ -58,13 +58,17 @@ def evict(
     # Tenants first: evicting their excess makes room in the capacity, too.
     for tenant, bound in sorted(limits.tenants.items()):
         goal = _Goal(
-            bound,
-            partial(_bytes_of, transaction, tenant),
-            partial(order.oldest_of, tenant),
+            bound=bound,
+            num_bytes=partial(_bytes_of, transaction, tenant),
+            candidates=partial(order.oldest_of, tenant),
         )
         transaction.evict_of(tenant, goal.is_met, at_most)
     if limits.whole is not None:
-        goal = _Goal(limits.whole, _WholeBytes(rows, transaction), order.oldest)
+        goal = _Goal(
+            bound=limits.whole,
+            num_bytes=_WholeBytes(rows, transaction),
+            candidates=order.oldest,
+        )
         transaction.evict(goal.is_met, at_most)
 
 

@@ -555,8 +555,10 @@ class Replica:
         most = max(len(ends.removed), len(ends.dropped))
         # in several transactions: commits wait for them
         for start in range(0, most, _FORGOTTEN_AT_ONCE):
-            some = slice(start, start + _FORGOTTEN_AT_ONCE)
-            part = Delta(removed=ends.removed[some], dropped=ends.dropped[some])
+            end = start + _FORGOTTEN_AT_ONCE
+            part = Delta(
+                removed=ends.removed[start:end], dropped=ends.dropped[start:end]
+            )
             self.apply([("", part)])
         self._num_applied_records = num_records
 
@@ -636,14 +638,15 @@ def _steps(
     :param num_bytes: of all packs, pinned ones included, whose number is ``packs``.
     """
     # steps with about the same number of packs each
-    steps = min(points, len(moments))
+    num_steps = min(points, len(moments))
     ages: list[tuple[float, int]] = []
-    for number in range(1, steps + 1):
-        # number of packs up to this step
-        last = len(moments) * number // steps
-        time = TimedOrder.time_of(moments[last - 1])
-        until = num_bytes * last // max(1, packs)
-        ages.append((time, until))
+    for step in range(1, num_steps + 1):
+        # packs up to this step
+        num_packs = len(moments) * step // num_steps
+        last_moment = moments[num_packs - 1]
+        time = TimedOrder.time_of(last_moment)
+        bytes_so_far = num_bytes * num_packs // max(1, packs)
+        ages.append((time, bytes_so_far))
     return ages
 
 

@@ -255,8 +255,9 @@ class PackBlobs:
             take(index, stored)
             is_read[index] = True
 
-        # If the blob is gone, read the frames that are left from another blob of the pack, as
-        # ``read`` does; but one call after another, because they share the memory.
+        # If the blob is gone, ``_fill`` removes it from the replica, which then shows another blob
+        # of the pack: read the frames that are left from that one. One call follows another,
+        # because the frames share the memory.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read)
             for run in ranges:
@@ -366,6 +367,7 @@ class _Range:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end
+        # a larger gap gets new memory; earlier ones keep theirs
         if gap > len(self._gap_memory):
             self._gap_memory = memoryview(bytearray(gap))
         if gap:

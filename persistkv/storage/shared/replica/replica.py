@@ -464,7 +464,7 @@ class Replica:
         :returns: the cursors (``Changes.cursor``) before and after.
         :raises StoreError: the replica failed; nothing was applied.
         """
-        # object → the object that includes it (see ``contained``), for all that this call adds
+        # of the objects that this call adds: name → name of the object that includes it
         includers: dict[str, str] = {}
         with self.rows(write=True) as rows:
             cursor_before = read_state(rows, self.namespace).cursor
@@ -474,8 +474,8 @@ class Replica:
                 # an includer that is known already, from before or from this call, stays
                 if name and name not in includers:
                     includers[name] = self.contained.get(name, NO_INCLUDER)
-                # Their content was in the delta: they count as contained, and are not read any
-                # more. Of several includers, the last one is recorded.
+                # The delta has their content: they count as contained, and are not read any more.
+                # Of several includers, the last one is recorded.
                 for included in delta.includes:
                     includers[included] = name
             self._put_includers(rows, includers)

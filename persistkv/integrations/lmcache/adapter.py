@@ -200,7 +200,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         lookup = self._looked_up.pop(task_id)
         hits = self._loads.hits(lookup.keys, lookup.parts, results)
         hit_keys = list(itertools.compress(lookup.keys, hits))
-        # expired with each lookup, because nobody releases the locks of processes that are gone
+        # with each lookup, because locks of processes that are gone are never released
         self._leases.expire()
         self._leases.acquire(hit_keys)
         if hit_keys:

@@ -162,6 +162,6 @@ def _held(store: BlockStore, list_timeout_s: float) -> list[bytes]:
     """Return the keys that can be loaded now."""
     blocks = store.stored_blocks(timeout_s=list_timeout_s)
     listed = [block.key for block in blocks]
-    # the list may be ahead of the store's index
+    # the list may contain keys that the store's index does not have yet
     are_held = store.contains(listed)
     return list(itertools.compress(listed, are_held))

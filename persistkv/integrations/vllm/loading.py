@@ -75,8 +75,7 @@ class StepMeter:
         """Seconds of the step that ended last; None: not known, because the engine may have waited
         for requests in it."""
         self._computed: dict[str, range] = {}
-        """By request: the tokens that the same step has computed, as far as their chunks were
-        stored."""
+        """By request: the tokens of that step whose chunks were stored so far."""
 
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""

@@ -30,8 +30,8 @@ _CONSTANT_SCALES = (0, 1)
 """Values of ``kv_quant_mode`` without scales that depend on the content: not quantized, and one
 constant scale per tensor."""
 _LATENT_PART = 64
-"""Largest count of numbers in one part of MLA's latent vector, which stands for keys and values. It
-is compared in parts of equal length, because RoPE rotates only its end."""
+"""Largest count of numbers in one part of MLA's latent vector, the common source of the key and the
+value. It is compared in parts of equal length, because RoPE rotates only its end."""
 
 
 def number_layout(
@@ -222,7 +222,7 @@ def _is_plain(spec: Any, tokens: int, device: str) -> bool:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
         return False
-    # the other modes store scales beside the numbers
+    # in the other modes, a block also contains scales
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
     # on a CPU, the values follow after as many bytes as the keys have

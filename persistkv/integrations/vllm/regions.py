@@ -117,8 +117,8 @@ def close_region(fds: Iterable[int]) -> None:
 def _open(part: _Part, *, may_be_longer: bool) -> int | None:
     """Open the file of a part. None: that is not possible, or the file has another size.
 
-    :param may_be_longer: whether the file may go on behind the part, as the last file of the rows
-        does if its size was rounded up: nothing follows after it.
+    :param may_be_longer: whether the file may have more bytes than the part. Those of the last file
+        may have been rounded up, and no other part follows.
     """
     wanted = part.first.file
     # an unlinked file can only be opened through a descriptor of this process

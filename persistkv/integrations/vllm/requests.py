@@ -99,21 +99,11 @@ def request_options(
     :param actions: the ``KvHintAction`` objects of the request; those for other components are
         skipped.
     """
-    prefetches: list[Prefetch] = []
-    is_refused = False
-    # parsed on its own: an invalid one must not refuse the request
+    # parsed on its own: an invalid prefetch must not refuse the request
     separated = _separate_prefetch(parameters)
-    if separated.prefetch is not None:
-        try:
-            prefetch = Prefetch.parse(separated.prefetch)
-            prefetches.append(prefetch)
-        except ValueError as error:
-            logger.warning(
-                "request %s: ignored prefetch in its kv_transfer_params: %s",
-                req_id,
-                error,
-            )
+    prefetches = _parse_prefetch(req_id, separated.prefetch)
     options = _UNUSED
+    is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
     except ConfigurationError as error:
@@ -140,7 +130,7 @@ def request_options(
 
 
 class _SeparatedPrefetch(NamedTuple):
-    """A request's ``kv_transfer_params`` in two parts."""
+    """A request's ``kv_transfer_params``, divided."""
 
     prefetch: object
     """The option ``prefetch``; None: there is none."""
@@ -149,6 +139,7 @@ class _SeparatedPrefetch(NamedTuple):
 
 
 def _separate_prefetch(parameters: Mapping[str, Any] | None) -> _SeparatedPrefetch:
+    """Return a request's ``kv_transfer_params`` in two parts."""
     # clients pass any value by ``vllm_xargs``
     if not isinstance(parameters, Mapping):
         return _SeparatedPrefetch(None, parameters)
@@ -159,6 +150,22 @@ def _separate_prefetch(parameters: Mapping[str, Any] | None) -> _SeparatedPrefet
     prefetch = other_options.pop("prefetch")
     others = {**parameters, REQUEST_PARAMETER: other_options}
     return _SeparatedPrefetch(prefetch, others)
+
+
+def _parse_prefetch(req_id: str, payload: object) -> list[Prefetch]:
+    """Return the prefetch in a request's parameters; none if there is none, or if it is invalid,
+    which is logged."""
+    if payload is None:
+        return []
+    try:
+        return [Prefetch.parse(payload)]
+    except ValueError as error:
+        logger.warning(
+            "request %s: ignored prefetch in its kv_transfer_params: %s",
+            req_id,
+            error,
+        )
+        return []
 
 
 def _refuses_if_invalid(action: Any) -> bool:
@@ -177,6 +184,7 @@ def _log_invalid_hint(
     *,
     refuses: bool,
 ) -> None:
+    """Log that a hint is invalid, and whether it refuses its request."""
     logger.warning(
         "request %s %s its hint %s: %s",
         req_id,

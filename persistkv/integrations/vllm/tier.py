@@ -550,7 +550,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         restored = request.loads.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
-        # the end of a context also reports what was restored; without one, this is done here
+        # the store reports the restored blocks at the end of a context: without a context, here
         if request.has_stored:
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:
@@ -584,8 +584,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 event.removed,
                 self.locality,
                 self.tier_type,
-                # vLLM remembers which blocks a stored chunk has only if it is told to expect the
-                # removal. Otherwise the removal would name the last block alone, as the key does.
+                # True: vLLM keeps the list of a stored chunk's blocks until the removal. Without
+                # it, the removal would name the last block alone, as the key does.
                 removal_expected=not event.removed,
             )
             events.append(translated)

@@ -183,8 +183,8 @@ class WeightsWatch:
             return False
         may_hold_old_kv = self._may_hold_kv or not self._is_only_source
         if may_hold_old_kv or self._calls:
-            # Refused for good: the weights may change once more before vLLM holds no KV of earlier
-            # ones, and this would not be the name of the latest.
+            # For good: before all KV of earlier weights is removed, they may change once more, and
+            # this would not be the name of the latest.
             self._left.add(weights)
             others = ""
             if not self._is_only_source:

@@ -110,7 +110,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         # Each lookup queues the promotion of a chunk, or tells whether it has ended.
         promoting = []
         for key in self._keys:
-            if parent.lookup(key, self._context) in _ON_ITS_WAY:
+            result = parent.lookup(key, self._context)
+            if result in _ON_ITS_WAY:
                 promoting.append(key)
         self._keys = promoting
         if not self._keys or time.monotonic() > self._gives_up:

@@ -191,7 +191,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
     ) -> None:
         super().__init__(memory, direction)
         self._mappings = mappings
-        self._sizes = _canonical_sizes(mappings, len(memory.pages))
+        self._page_bytes = _canonical_sizes(mappings, len(memory.pages))
         """For each KV tensor, the bytes of one page in a row."""
 
     def _copy(self, part: PageCopies) -> None:
@@ -237,7 +237,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         pages_per_row = self.memory.block_size_factor
         return rows.as_strided(
             (len(rows), pages_per_row, run.num_fragments, run.fragment_size),
-            (rows.stride(0), self._sizes[tensor], run.canonical_stride, 1),
+            (rows.stride(0), self._page_bytes[tensor], run.canonical_stride, 1),
             rows.storage_offset() + run.canonical_offset,
         )
 

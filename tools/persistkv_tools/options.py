@@ -15,17 +15,18 @@ from persistkv_tools import render
 
 def show_adoptions(found: Iterable[AdoptionView]) -> None:
     """Print one line for each verdict of a namespace about that of another engine release."""
-    for one in found:
-        error = f"error {one.error:.2g}, limit {one.limit:.2g}"
-        if one.verdict == "adopted":
-            depths = " and ".join(map(str, one.depths))
+    for adoption in found:
+        ours = adoption.ours[:8]
+        theirs = adoption.theirs[:8]
+        text = f"does not use namespace {theirs}, of another release: a block differed"
+        if adoption.verdict == "adopted":
+            depths = " and ".join(map(str, adoption.depths))
             text = (
-                f"uses the first {depths} blocks of the contexts in namespace "
-                f"{one.theirs[:8]}, of another release"
+                f"uses the first {depths} blocks of the contexts in namespace {theirs}, of another "
+                f"release"
             )
-        else:
-            text = f"does not use namespace {one.theirs[:8]}, of another release: a block differed"
-        render.say(f"namespace {one.ours[:8]} {text} ({error})")
+        error = f"error {adoption.error:.2g}, limit {adoption.limit:.2g}"
+        render.say(f"namespace {ours} {text} ({error})")
 
 
 def write_file(path: Path, content: bytes) -> None:

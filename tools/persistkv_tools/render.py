@@ -162,7 +162,8 @@ def print_exact(text: str) -> None:
     escaped."""
     # programs that read a pipe or file get the exact bytes; a terminal would obey them
     if sys.stdout.isatty():
-        text = "\n".join(map(printable, text.split("\n")))
+        lines = map(printable, text.split("\n"))
+        text = "\n".join(lines)
     _write(text)
 
 
@@ -192,10 +193,11 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
     """
     made: dict[str, str | Callable[[Any], str]] = {}
     for word in spec.split():
-        name, _, field = word.partition("=")
-        field = field or name
+        name, _, cell = word.partition("=")
         header = name.replace("_", " ")
-        made[header] = derived.get(field, field)
+        cell = cell or name
+        # the function of this name, or else the field
+        made[header] = derived.get(cell, cell)
     return made
 
 
@@ -322,20 +324,20 @@ def table(
 ) -> Table:
     """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken
     over lines."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     on_the_left = left.split(",")
     for position, header in enumerate(headers):
         if position == 0 or header in on_the_left:
             lengths = [len(row[position]) for row in rows]
             # a short id that is broken over lines cannot be copied
             is_short = max(lengths, default=0) <= _UNBROKEN
-            made.add_column(header, overflow="fold", no_wrap=is_short)
+            drawn.add_column(header, overflow="fold", no_wrap=is_short)
         else:
             # a number over two lines reads as two numbers
-            made.add_column(header, justify="right", no_wrap=True)
+            drawn.add_column(header, justify="right", no_wrap=True)
     for row in rows:
-        made.add_row(*map(plain, row))
-    return made
+        drawn.add_row(*map(plain, row))
+    return drawn
 
 
 def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
@@ -347,12 +349,12 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
 
 def pair_table(rows: dict[str, str]) -> Table:
     """Return a table of two columns: the names and the values of ``rows``."""
-    made = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
-    made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
+    drawn = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
+    drawn.add_column(no_wrap=True)
+    drawn.add_column(overflow="fold")
     for name, value in rows.items():
-        made.add_row(plain(name), plain(value))
-    return made
+        drawn.add_row(plain(name), plain(value))
+    return drawn
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -403,5 +405,7 @@ def console(*, stderr: bool = False) -> Console:
     """Return a console as wide as the terminal; for pipes and files, 1000 columns wide, so that no
     line is broken."""
     file = sys.stderr if stderr else OUTPUT
-    made = Console(file=file)
-    return made if made.is_terminal else Console(file=file, width=_PLAIN_WIDTH)
+    of_terminal = Console(file=file)
+    if of_terminal.is_terminal:
+        return of_terminal
+    return Console(file=file, width=_PLAIN_WIDTH)

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,16 @@ _SPARE_TOKENS = 256  # capacity after the prompt
 _GROWTH = 2  # factor of the capacity when the cache is full
 
 
+class _ForwardCall(NamedTuple):
+    """A call of the model with the cache."""
+
+    position: int
+    """Number of tokens in the cache before the call."""
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor | None
+    """As given to the model; None: none were given."""
+
+
 class ForwardRecord:
     """The tokens whose KV a cache holds, observed at the calls of one model. Made for one cache,
     which it refers to weakly; the observation ends with the cache.
@@ -88,10 +98,7 @@ class ForwardRecord:
         self._prefill_begin: float | None = None
         """Time at which the present prefill began; None: none is being measured."""
         self._restored = restored
-        self._calls: list[tuple[int, torch.Tensor]] = []
-        """Position and token ids of each observed call."""
-        self._positions: list[tuple[int, torch.Tensor]] = []
-        """Position of a call, and the ``position_ids`` that it was given."""
+        self._calls: list[_ForwardCall] = []
         self._mask: torch.Tensor | None = None
         """The last attention mask; None: no call had any."""
         # weakly, because the hook would keep the cache, and its KV, as long as the model
@@ -108,9 +115,9 @@ class ForwardRecord:
         filled has a value that equals no token."""
         known = list(self._restored)
         # A call replaces the tokens from its position on: the cache may have been cropped before.
-        for position, input_ids in self._calls:
-            known = self._fitted(known, position)
-            known.extend(input_ids.tolist())
+        for call in self._calls:
+            known = self._fitted(known, call.position)
+            known.extend(call.token_ids.tolist())
         return self._fitted(known, length)
 
     def check(self) -> None:
@@ -121,10 +128,12 @@ class ForwardRecord:
         # Tensors may be on a device: they are read here, not in each forward pass.
         if self._mask is not None and not bool(self._mask.all()):
             self.problem = "an attention mask that hides tokens"
-        for position, given in self._positions:
-            expected = torch.arange(
-                position, position + len(given), device=given.device
-            )
+        for call in self._calls:
+            given = call.position_ids
+            if given is None:
+                continue
+            end = call.position + len(given)
+            expected = torch.arange(call.position, end, device=given.device)
             if not torch.equal(given, expected):
                 self.problem = "other position_ids than those of the tokens"
         if self.problem:
@@ -151,11 +160,11 @@ class ForwardRecord:
         if input_ids is None or input_ids.shape[0] != 1:
             return
         position = cache.get_seq_length()
-        # a clone: the caller may reuse the tensor
-        self._calls.append((position, input_ids[0].clone()))
-        given = options.get("position_ids")
-        if given is not None:
-            self._positions.append((position, given.reshape(-1).clone()))
+        position_ids = options.get("position_ids")
+        if position_ids is not None:
+            position_ids = position_ids.reshape(-1).clone()
+        # clones: the caller may reuse the tensors
+        self._calls.append(_ForwardCall(position, input_ids[0].clone(), position_ids))
         mask = options.get("attention_mask")
         if mask is not None:
             self._observe_mask(mask)
@@ -168,9 +177,9 @@ class ForwardRecord:
         if self._prefill_begin is None:
             return
         # the last call is the one that has just ended: ``_observe`` recorded it
-        input_ids = self._calls[-1][1]
-        _synchronize(input_ids.device)
-        self.prefill_tokens += len(input_ids)
+        token_ids = self._calls[-1].token_ids
+        _synchronize(token_ids.device)
+        self.prefill_tokens += len(token_ids)
         self.prefill_s += time.perf_counter() - self._prefill_begin
         self._prefill_begin = None
 

@@ -96,17 +96,17 @@ def doctor(url: str | None, *, json: bool) -> None:
     if json:
         render.print_json({"url": url, "findings": findings})
     else:
-        made = render.table(("check", "level", "found"), [], left="level,found")
-        # without rows, ``table`` takes the texts of this column for short ones
-        made.columns[-1].no_wrap = False
+        table = render.table(("check", "level", "found"), [], left="level,found")
+        # without rows, ``render.table`` takes the texts of the last column for short ones
+        table.columns[-1].no_wrap = False
         for finding in findings:
             level = render.plain(finding.level.value, _STYLES[finding.level])
             found = render.plain(finding.found)
             if finding.todo:
                 todo = render.plain(f"→ {finding.todo}")
                 found = Text("\n").join([found, todo])
-            made.add_row(render.plain(finding.check), level, found)
-        render.console().print(made)
+            table.add_row(render.plain(finding.check), level, found)
+        render.console().print(table)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
         raise SystemExit(1)
 
@@ -189,15 +189,16 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     )
     yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
     # files of primary tiers that killed engines left
-    left = list(filter(_is_left, sorted(directory.glob(REGIONS))))
+    leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
     found = "none"
-    if left:
-        regions = render.count(len(left), "region")
-        size = render.format_size(sum(path.stat().st_size for path in left))
-        names = " ".join(map(str, left))
+    if leftovers:
+        regions = render.count(len(leftovers), "region")
+        num_bytes = sum(path.stat().st_size for path in leftovers)
+        names = " ".join(map(str, leftovers))
+        size = render.format_size(num_bytes)
         found = f"{regions} of killed engines, {size}: {names}"
     todo = "the next engine removes them, or delete them by hand"
-    yield _passed("leftover regions", not left, found, todo)
+    yield _passed("leftover regions", not leftovers, found, todo)
 
 
 def _is_left(path: Path) -> bool:

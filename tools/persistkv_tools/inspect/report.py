@@ -167,12 +167,13 @@ def report(url: str, *, output: Path, json: bool) -> None:
     Example: persistkv report lmdb:///var/cache/kv -o report.html
     """
     with opened(url) as backend:
-        made = report_page(report_data(url, backend)).encode()
-    options.write_file(output, made)
+        data = report_data(url, backend)
+    page = report_page(data).encode()
+    options.write_file(output, page)
     if json:
-        render.print_json({"url": url, "file": str(output), "bytes": len(made)})
+        render.print_json({"url": url, "file": str(output), "bytes": len(page)})
     else:
-        render.say(f"{output}: {render.format_size(len(made))}")
+        render.say(f"{output}: {render.format_size(len(page))}")
 
 
 def _add_options(parser: ArgumentParser) -> None:

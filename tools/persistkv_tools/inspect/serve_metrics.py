@@ -153,8 +153,8 @@ def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
     """Return all samples of the metrics as JSON objects."""
     samples: list[dict[str, object]] = []
     for metric in metrics:
-        for one in metric.samples:
-            sample = {"name": one.name, "labels": one.labels, "value": one.value}
+        for found in metric.samples:
+            sample = {"name": found.name, "labels": found.labels, "value": found.value}
             samples.append(sample)
     return samples
 

@@ -105,36 +105,36 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
     first_frame = 0
     first_block = 0
     start = 0
+    for frames in _frame_runs(table, most_bytes):
+        length = sum(align(frame.stored_length) for frame in frames)
+        next_frame = first_frame + len(frames)
+        yield Piece(
+            table=table,
+            frames=frames,
+            first_frame=first_frame,
+            first_block=first_block,
+            start=start,
+            length=length,
+            is_last=next_frame == table.frame_count,
+        )
+        first_frame = next_frame
+        first_block += sum(frame.block_count for frame in frames)
+        start += length
+
+
+def _frame_runs(table: PackTable, most_bytes: int) -> Iterator[list[Frame]]:
+    """Yield the frames of a pack in runs of ``most_bytes``, or of one larger frame; an empty run if
+    the pack has none."""
+    run: list[Frame] = []
     length = 0
-    frames: list[Frame] = []
     for frame in table.frames:
-        # ``frames`` is empty for the first frame of a piece, which may be larger than the limit
-        if frames and length + frame.stored_length > most_bytes:
-            yield Piece(
-                table=table,
-                frames=frames,
-                first_frame=first_frame,
-                first_block=first_block,
-                start=start,
-                length=length,
-                is_last=False,
-            )
-            first_frame += len(frames)
-            first_block += sum(done.block_count for done in frames)
-            start += length
+        if run and length + frame.stored_length > most_bytes:
+            yield run
+            run = []
             length = 0
-            frames = []
-        frames.append(frame)
+        run.append(frame)
         length += align(frame.stored_length)
-    yield Piece(
-        table=table,
-        frames=frames,
-        first_frame=first_frame,
-        first_block=first_block,
-        start=start,
-        length=length,
-        is_last=True,
-    )
+    yield run
 
 
 def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]:

@@ -312,15 +312,16 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     ones of one layer type included.
     """
     found: list[dict[str, Any]] = []
-    todo = [
+    # values that may be parameters, or contain those of one layer type
+    candidates = [
         getattr(config, "rope_parameters", None),
         getattr(config, "rope_scaling", None),
     ]
-    while todo:
-        item = todo.pop()
-        if isinstance(item, dict):
-            found.append(item)
-            todo += item.values()
+    while candidates:
+        candidate = candidates.pop()
+        if isinstance(candidate, dict):
+            found.append(candidate)
+            candidates += candidate.values()
     return found
 
 
@@ -355,7 +356,7 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     name = type(model).__name__
     cache = DynamicCache(config=config)
     for layer_idx, layer in enumerate(cache.layers):
-        # these exactly: a subclass may keep more than keys and values
+        # these classes exactly: a subclass may keep more than keys and values
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "
@@ -380,12 +381,11 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
 
 
 class _Kind(NamedTuple):
-    """Properties that all layers of a KV cache group have in common: the fields of
-    ``KVGroupGeometry`` after ``layers``, in the same order."""
+    """Properties that all layers of a KV cache group have in common; see ``KVGroupGeometry``."""
 
     num_heads: int
     head_dim: int
-    window: int | None
+    sliding_window: int | None
     """Tokens of the sliding window; None: full attention."""
     dtype: torch.dtype
     device: torch.device
@@ -403,7 +403,15 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
         layers_of.setdefault(kind, []).append(layer_idx)
     groups = []
     for kind, members in layers_of.items():
-        groups.append(KVGroupGeometry(tuple(members), *kind))
+        group = KVGroupGeometry(
+            layers=tuple(members),
+            num_heads=kind.num_heads,
+            head_dim=kind.head_dim,
+            sliding_window=kind.sliding_window,
+            dtype=kind.dtype,
+            device=kind.device,
+        )
+        groups.append(group)
     places = sorted({f"{group.dtype} on {group.device}" for group in groups})
     if len(places) != 1:
         raise UnsupportedModelError(
@@ -437,7 +445,13 @@ def _kind_of(where: str, layer: DynamicLayer) -> _Kind:
     if window is not None:
         window = int(window)
     _, num_heads, _, head_dim = keys.shape
-    return _Kind(num_heads, head_dim, window, keys.dtype, keys.device)
+    return _Kind(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        sliding_window=window,
+        dtype=keys.dtype,
+        device=keys.device,
+    )
 
 
 def model_identity(

@@ -156,58 +156,50 @@ class _NamespaceWriter:
     def _commit(self, manifests: list[ManifestWrite]) -> None:
         """Commit the packs that wait, and requests; leave out what the quota of its tenant
         refuses."""
-        packs = self._waiting
+        batch = CommitBatch(self._waiting, manifests)
         self._waiting = []
-        # Each attempt that a quota refuses has written nothing. The next one leaves out the content
-        # of that tenant.
-        while packs or manifests:
-            batch = CommitBatch(packs, manifests)
+        while batch.packs or batch.manifests:
             try:
                 result = self._backend.commit(self._namespace, batch)
             except QuotaExceededError as error:
-                refused = error.tenant
-                self._refuse(refused, batch)
-                packs = [pack for pack in packs if pack.tenant != refused]
-                manifests = [
-                    write for write in manifests if write.manifest.tenant != refused
-                ]
-            else:
-                self._count(packs, manifests, result)
-                self._forget(packs)
-                break
-        # adds the packs that the target holds now, without what the commit evicted
+                # this attempt has written nothing; the next one is without the tenant's content
+                batch = self._without(error.tenant, batch)
+                continue
+            self._count(batch, result)
+            # the refresh adds those that the target holds: packs that the commit evicted at once
+            # must not stay
+            for pack in batch.packs:
+                self._packs.remove(pack.pack_id)
+            break
         self._packs.refresh()
 
-    def _forget(self, packs: list[PackCopy]) -> None:
-        """Remove packs that waited from those of the target. The next refresh adds the ones that it
-        holds: a pack that the commit evicted at once must not stay."""
-        for pack in packs:
-            self._packs.remove(pack.pack_id)
-
-    def _refuse(self, tenant: str, batch: CommitBatch) -> None:
-        """Count the content of a tenant in a batch that its quota refuses."""
+    def _without(self, tenant: str, batch: CommitBatch) -> CommitBatch:
+        """Return a batch without the content of a tenant, which its quota refuses; count this
+        content."""
+        packs = []
         for pack in batch.packs:
-            if pack.tenant == tenant:
-                self._copied.refused_packs += 1
-                self._packs.remove(pack.pack_id)
+            if pack.tenant != tenant:
+                packs.append(pack)
+                continue
+            self._copied.refused_packs += 1
+            self._packs.remove(pack.pack_id)
+        manifests = []
         for write in batch.manifests:
-            if write.manifest.tenant == tenant:
-                self._copied.incomplete.append(write.manifest.id)
+            if write.manifest.tenant != tenant:
+                manifests.append(write)
+                continue
+            self._copied.incomplete.append(write.manifest.id)
+        return CommitBatch(packs, manifests)
 
-    def _count(
-        self,
-        packs: list[PackCopy],
-        manifests: list[ManifestWrite],
-        result: CommitResult,
-    ) -> None:
+    def _count(self, batch: CommitBatch, result: CommitResult) -> None:
         """Count the content that a commit has written."""
-        self._copied.packs += len(packs)
+        self._copied.packs += len(batch.packs)
         self._copied.evicted_packs += len(result.evicted)
-        for pack in packs:
+        for pack in batch.packs:
             self._copied.stored_bytes += pack.table.payload_length
             # by a key: another pack with the same blocks, and another id, may replace it
             first_key = pack.keys.unpack()[0]
             self._written_keys.append(first_key)
-        for write in manifests:
+        for write in batch.manifests:
             self._written_requests.append(write.manifest.id)
             self._copied.requests += 1

@@ -119,28 +119,28 @@ class _Usage:
             self.manifests[manifest.id] = manifest
         self.chosen: set[str] = set()
         """Ids of the requests that were chosen for deletion."""
-        self.going: set[str] = set()
+        self.requests_to_delete: set[str] = set()
         """Ids of the requests that the plan deletes: chosen ones, and others that lose a pack."""
-        self.deleted: set[bytes] = set()
+        self.packs_to_delete: set[bytes] = set()
         """Ids of the packs that the plan deletes."""
         self.private_blocks_left = 0
         """Blocks that only chosen requests name, and that stay in packs of other requests."""
         self._backend = backend
 
     @cached_property
-    def held(self) -> NamespacePacks:
+    def held_packs(self) -> NamespacePacks:
         """The packs of the namespace, read when they are first needed."""
         return NamespacePacks(self._backend, self.namespace.id)
 
     @cached_property
-    def packs(self) -> dict[str, set[bytes]]:
+    def packs_of(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys
         cannot be read."""
         # found by key: the packs that a manifest names may be old, because a block that was deleted
         # and stored again is in another pack
         packs: dict[str, set[bytes]] = {}
         for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
-            packs[name] = self.held.holding(all_keys(keys))
+            packs[name] = self.held_packs.holding(all_keys(keys))
         return packs
 
     def uses(
@@ -154,19 +154,19 @@ class _Usage:
         return with_uses(self._backend, self.namespace.id, manifests, needed=needed)
 
     def payload_bytes(self) -> int:
-        return sum(table.payload_length for table in self.held.tables.values())
+        return sum(table.payload_length for table in self.held_packs.tables.values())
 
-    def users(self) -> Counter[bytes]:
+    def user_counts(self) -> Counter[bytes]:
         """Return the number of requests that use each pack, by pack id."""
         users: Counter[bytes] = Counter()
-        for packs in self.packs.values():
+        for packs in self.packs_of.values():
             users.update(packs)
         return users
 
-    def used(self, requests: Iterable[str]) -> set[bytes]:
+    def used_by(self, requests: Iterable[str]) -> set[bytes]:
         used: set[bytes] = set()
         for name in requests:
-            used |= self.packs[name]
+            used |= self.packs_of[name]
         return used
 
     def choose(
@@ -200,24 +200,27 @@ class _Usage:
         return names
 
     def plan(self, *, orphans: bool, shared_packs: bool) -> None:
-        """Set ``deleted``, ``going`` and ``private_blocks_left`` according to the chosen
-        requests."""
-        used_by_chosen = self.used(self.chosen)
-        used_by_others = self.used(self.manifests.keys() - self.chosen)
+        """Set the packs and requests to delete, and ``private_blocks_left``, according to the
+        chosen requests."""
+        used_by_chosen = self.used_by(self.chosen)
+        used_by_others = self.used_by(self.manifests.keys() - self.chosen)
         private_blocks = self._private_blocks(used_by_chosen & used_by_others)
-        self.deleted = used_by_chosen - used_by_others
+        self.packs_to_delete = used_by_chosen - used_by_others
         if shared_packs:
-            self.deleted.update(private_blocks)
+            self.packs_to_delete.update(private_blocks)
         else:
             self.private_blocks_left = private_blocks.total()
         if orphans:
-            self.deleted |= self.held.tables.keys() - used_by_others - used_by_chosen
-        self.going = self.chosen.union(self._users_of(self.deleted))
+            all_packs = self.held_packs.tables.keys()
+            self.packs_to_delete |= all_packs - used_by_others - used_by_chosen
+        # with shared packs, others lose a pack, too
+        users = self._users_of(self.packs_to_delete)
+        self.requests_to_delete = self.chosen.union(users)
 
     def _users_of(self, packs: set[bytes]) -> list[str]:
         """Return the ids of the requests that have a block in one of these packs."""
         users = []
-        for name, used in self.packs.items():
+        for name, used in self.packs_of.items():
             if not used.isdisjoint(packs):
                 users.append(name)
         return users
@@ -231,7 +234,7 @@ class _Usage:
         # keys of the shared packs, with the id of their pack
         pack_of: dict[bytes, bytes] = {}
         for pack in shared:
-            for key in self.held.tables[pack].keys.unpack():
+            for key in self.held_packs.tables[pack].keys.unpack():
                 pack_of[key] = pack
         named_by_chosen: set[bytes] = set()
         named_by_others: set[bytes] = set()
@@ -252,7 +255,7 @@ class _Usage:
         added = self.present(backend) - self.manifests.keys()
         used: set[bytes] = set()
         for _, keys in keys_of(backend, self.namespace.id, added):
-            used |= self.held.holding(all_keys(keys))
+            used |= self.held_packs.holding(all_keys(keys))
         return used
 
     def present(self, backend: Backend) -> set[str]:
@@ -374,7 +377,7 @@ class Prune:
         # opened for writing only if there is something to delete
         backend = self._writable() if self.deletes else self._backend
         for usage in self._usages:
-            if usage.going or usage.deleted:
+            if usage.requests_to_delete or usage.packs_to_delete:
                 self._run_namespace(backend, usage)
         if self.quarantined.directories:
             self.quarantined.deleted_bytes = backend.delete_quarantined()
@@ -429,30 +432,30 @@ class Prune:
                 usage.chosen.clear()
             return
         remaining_bytes = sum(usage.payload_bytes() for usage in self._usages)
-        users = {usage.namespace.id: usage.users() for usage in self._usages}
+        users = {usage.namespace.id: usage.user_counts() for usage in self._usages}
         for chosen in self._oldest_first():
             # enough is deleted
             if remaining_bytes <= stored_bytes:
                 chosen.keep()
                 continue
             usage = chosen.usage
-            packs = usage.packs[chosen.request]
+            packs = usage.packs_of[chosen.request]
             users_left = users[usage.namespace.id]
             users_left.subtract(packs)
             # a pack is deleted with the last of its requests
             for pack in packs:
                 if users_left[pack] == 0:
-                    remaining_bytes -= usage.held.tables[pack].payload_length
+                    remaining_bytes -= usage.held_packs.tables[pack].payload_length
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
         """Add the packs and requests to delete from one namespace to the plan."""
         usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
         self.plan.private_blocks_left += usage.private_blocks_left
-        tables = usage.held.tables
-        for pack in usage.deleted:
+        tables = usage.held_packs.tables
+        for pack in usage.packs_to_delete:
             self.plan.goes.add(tables[pack])
         ttl_s = self._backend.policy().ttl_s
-        for manifest, use in usage.uses(usage.going):
+        for manifest, use in usage.uses(usage.requests_to_delete):
             view = RequestView.of(usage.namespace.id, manifest, use, ttl_s)
             self.plan.requests.append(view)
 
@@ -472,7 +475,7 @@ class Prune:
         """Delete the chosen packs and requests of one namespace, in commits of a few each, and
         count the requests that are gone."""
         try:
-            for packs in batched(sorted(usage.deleted), _AT_ONCE):
+            for packs in batched(sorted(usage.packs_to_delete), _AT_ONCE):
                 # before each commit: engines store requests all the time
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
@@ -508,7 +511,7 @@ class Prune:
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
         """Count the planned requests of a namespace that the store no longer holds."""
-        self.done.requests += len(usage.going - usage.present(backend))
+        self.done.requests += len(usage.requests_to_delete - usage.present(backend))
 
 
 def _halves(batch: CommitBatch) -> list[CommitBatch]:

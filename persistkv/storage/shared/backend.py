@@ -227,8 +227,8 @@ class SharedBackend(Backend):
             return backend.rebuild_index(progress)
 
     def rebuild_index(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """Commit all packs again that no index names; return what was found. None: no namespace has
-        such packs, nor blobs that were skipped.
+        """Commit all packs again that no index names, and return their totals. None: no namespace
+        has such packs, nor blobs that were skipped.
 
         :raises StoreError: the medium failed; packs that were named before stay.
         """
@@ -291,7 +291,8 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.current())
             except StoreError as error:
                 self._log(error)
-                # Soon: the step has left the rest of its work. What failed has a pause of its own.
+                # Soon: the step has left the rest of its work. The failed part has a pause of its
+                # own.
                 due_at = -math.inf
             due_at = min(due_at, namespace.due_at())
         pause_s = due_at - self._medium.clock.monotonic()

@@ -210,7 +210,7 @@ def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
 
 
 class TenantContent(ArrayStruct, frozen=True):
-    """What one data key seals in an object of the index."""
+    """Content of an object of the index that one data key seals."""
 
     packs: Sequence[PackEntry] = ()
     manifests: Sequence[ManifestEntry] = ()

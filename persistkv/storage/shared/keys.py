@@ -433,7 +433,7 @@ class StoreKeys:
         if wrapped and not newer:
             return wrapped
         # The others are from an engine whose request took effect after the rotation: the newer
-        # store key cannot read what they seal.
+        # store key cannot read content that they seal.
         usable = [entry for entry in wrapped if entry.id in newer]
         if not usable:
             raise ConfigurationError(

@@ -320,6 +320,6 @@ class SharedNamespace:
             text = "%s: the last uses are lost (%s)"
             logger.warning(text, self.replica.namespace.hex(), error)
             # The replica may lack packs (``Inbox.lose``) whose tombstones are not written now: the
-            # next process must read the index anew.
+            # next process must read the whole index.
             is_clean = False
         self._folder.close(self.replica, keep=is_clean)

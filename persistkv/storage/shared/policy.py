@@ -282,7 +282,7 @@ class RecordedPolicy:
                 logger.warning(text, self._place, error)
                 # the store's name is not known: zeros
                 return StoredPolicy(bytes(NONCE_BYTES), None, None, {})
-            # with a key, perhaps somebody without the key has changed it: each read warns
+            # a store with a key: a process without the key may have changed it, so each read warns
             if self._medium.seal.encrypts:
                 text = "%s: the policy does not read (%s): the limits that were read before stay"
                 logger.warning(text, self._place, error)

@@ -113,7 +113,7 @@ class Statuses:
             text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
             raise StoreError(text)
         self._medium.put(name, [row])
-        # after the first write, whose reply tells the medium's time
+        # after the first write: its reply contains the medium's time
         if not self._has_deleted_old:
             self._delete_old()
             self._has_deleted_old = True

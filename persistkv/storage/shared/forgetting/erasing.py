@@ -22,7 +22,7 @@ class Erased(NamedTuple):
     stored_bytes: int
     """Bytes of their payloads."""
     left: Sequence[str]
-    """What the medium has kept (``Blobs.erase``)."""
+    """Blobs that the medium has kept, in sentences (``Blobs.erase``)."""
 
 
 class Eraser:

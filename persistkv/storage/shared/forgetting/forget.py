@@ -54,13 +54,13 @@ class Forgetting:
         self._tenant = tenant
         self._policy = policy
         self._contents: list[tuple[SharedNamespace, Removals]] = []
-        """What is to be deleted: packs and requests of the tenant by namespace."""
+        """Packs and requests of the tenant that are to be deleted, by namespace."""
         # for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
         self._left: list[str] = []
-        """What the medium has kept, in sentences (``Blobs.erase``)."""
+        """Blobs that the medium has kept, in sentences (``Blobs.erase``)."""
 
     def run(self) -> Forgotten:
         """Write the record, then delete keys and content.

@@ -5,9 +5,9 @@
 2. Every handle reads the records when it opens the store, before anything is served, and when the
    policy, which it reads each minute, shows that there are new ones. It drops the data keys that
    they name.
-3. What these keys have sealed does not exist: the replica refuses it, so that no merge, base or
-   rebuild writes it again, and the sweep deletes its packs. That depends on no clock, and on no
-   order of requests: they may be executed late, and machines may be suspended or restored.
+3. Content that these keys have sealed does not exist: the replica refuses it, so that no merge,
+   base or rebuild writes it again, and the sweep deletes its packs. That depends on no clock, and
+   on no order of requests: they may be executed late, and machines may be suspended or restored.
 4. In a store without a key, all content of the tenant up to the time of the record is refused. The
    time is that of its last use, so content that is used later may return.
 """
@@ -133,8 +133,8 @@ class ForgetRecords:
     def refresh(self) -> None:
         """Read new records, and drop the data keys that they name.
 
-        :raises StoreError: the medium failed, or others write records all the time; what was read
-            before stays.
+        :raises StoreError: the medium failed, or others write records all the time; records that
+            were read before stay.
         """
         with self._lock:
             missing: set[str] = set()
@@ -222,7 +222,7 @@ class ForgetRecords:
             written = self._medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
             self._apply([record])
-            # Only now: the one that includes them is durable. Those that remain do no harm.
+            # Only now: the blob that includes them is durable. Undeleted ones do no harm.
             with suppress(StoreError):
                 self._medium.blobs.delete(replaced)
             return self._listed_time(written)

@@ -474,7 +474,7 @@ class _Additions:
         self._new: defaultdict[str, list[tuple[bytes, bytes]]] = defaultdict(list)
         """Rows by their tables."""
         self._tenants: dict[str, TenantTotals] = {}
-        """What the new packs add to the totals of each tenant except the default one."""
+        """Totals of the new packs of each tenant except the default one."""
 
     def add(self, namespace: bytes, entry: PackEntry) -> bool:
         """Add a pack; return False, and add nothing, if its table is not one of this pack, or its

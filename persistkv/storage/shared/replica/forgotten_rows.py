@@ -1,4 +1,4 @@
-"""Search of a replica for what it holds of forgotten tenants."""
+"""Search of a replica for content of forgotten tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of what a namespace may keep, and eviction until its content is within them."""
+"""Limits of a namespace's content, and eviction until the content is within them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Bound(NamedTuple):
     num_bytes: int
     """Most bytes in this one; what exceeds them is evicted, least recently used first."""
     horizon: float = -math.inf
-    """What was last used before this time is evicted."""
+    """Content that was last used before this time is evicted."""
     share: int = 0
     """Bytes of the free space that are part of ``num_bytes``."""
 
@@ -35,9 +35,9 @@ class Limits(NamedTuple):
     """Content expires this many seconds after its last use; None: requests by their own ttl
     only."""
     whole: Bound | None = None
-    """What this namespace may keep; None: the store has no capacity."""
+    """Of all content of this namespace; None: the store has no capacity."""
     tenants: Mapping[bytes, Bound] = MappingProxyType({})
-    """What this namespace may keep of each tenant with a quota, by the digest of its name."""
+    """Of the content of each tenant with a quota in this namespace, by the digest of its name."""
 
 
 Candidates: TypeAlias = Iterator[tuple[bytes, Use | Chain]]

@@ -79,8 +79,8 @@ class Block(NamedTuple):
 
 @dataclass
 class _Request:
-    """Record of the blocks that a request has offered to the store, to decide whether the engine
-    computed them all (rule 2 of the module)."""
+    """Record of the blocks that a request has offered to the store. It decides whether the engine
+    computed them all, so that they can be compared."""
 
     counts: list[int]
     """One more than the largest offered depth, by group. All blocks before it were offered, unless
@@ -98,14 +98,14 @@ class _Request:
 
         :param is_held: whether the engine's own namespace holds it already.
         """
-        count = self.counts[block.group]
+        next_depth = self.counts[block.group]
         # offered before: the first offer counts, because the store may hold the block since then
-        if block.depth < count:
+        if block.depth < next_depth:
             return False
-        self.held |= is_held
-        if block.depth > count:
+        if block.depth > next_depth:
             self.gaps.add(block.group)
         self.counts[block.group] = block.depth + 1
+        self.held |= is_held
         return True
 
     @property
@@ -400,11 +400,11 @@ class Canary:
     def _fits_row(self, numbers: NumberLayout, group: int) -> bool:
         """Return whether the described numbers of a group are within its blocks."""
         ranges = self._rows.layout.groups[group].ranges
-        # positions are counted from the start of the row, and know no gaps
+        # blocks without gaps, at the start of the row, from which the positions are counted
         if len(ranges) != 1:
             return False
-        offset, length = ranges[0]
-        return offset == 0 and fits(numbers, group, length)
+        offset, block_bytes = ranges[0]
+        return offset == 0 and fits(numbers, group, block_bytes)
 
     def _find(self, identity: Identity) -> None:
         """Open the namespace of a recorded adoption, or else collect the candidates without a
@@ -421,19 +421,22 @@ class Canary:
                 if backend.capabilities.writable:
                     self._candidates.append(namespace)
                 continue
-            # refused; or the depths are not those of these groups
-            if verdict.verdict != "adopted" or len(verdict.depths) != self._num_groups:
-                continue
-            self.other = self._open(namespace.id, verdict.depths)
-            self.verdict = verdict
-            # one namespace is adopted, and no other one is compared
-            self._candidates = []
-            logger.warning(
-                "blocks of namespace %s are used, as recorded: %s",
-                _name(namespace),
-                _depths(verdict.depths),
-            )
-            return
+            # a record of another number of groups is not of this layout
+            is_of_layout = len(verdict.depths) == self._num_groups
+            if verdict.verdict == "adopted" and is_of_layout:
+                self._use_recorded(namespace, verdict)
+                return
+
+    def _use_recorded(self, namespace: Namespace, verdict: Verdict) -> None:
+        """Use a namespace whose adoption is recorded. No other one is compared."""
+        self.other = self._open(namespace.id, verdict.depths)
+        self.verdict = verdict
+        self._candidates = []
+        logger.warning(
+            "blocks of namespace %s are used, as recorded: %s",
+            _name(namespace),
+            _depths(verdict.depths),
+        )
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
         """Read the catalogue of another namespace, on the caller's thread."""
@@ -463,7 +466,8 @@ class Canary:
             return
         known = list(keys)
         self._loaded.update(known)
-        self._has_unknown_loads = not known or len(self._loaded) > _MOST_LOADED
+        are_too_many = len(self._loaded) > _MOST_LOADED
+        self._has_unknown_loads = not known or are_too_many
 
     def ended(self, request: str) -> None:
         """Forget which blocks a request offered, because it has ended."""

@@ -210,19 +210,19 @@ def _relative_errors(differences: Floats, norms: Floats) -> Floats:
 
 def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
-    item = _ITEM_BYTES[dtype]
-    numbers = (layout.length, item)
+    item_bytes = _ITEM_BYTES[dtype]
+    numbers = (layout.length, item_bytes)
     axes = (*layout.cells, *layout.tokens, numbers)
     shape = [count for count, _ in axes]
     strides = [stride for _, stride in axes]
-    items = row[layout.offset :].view(f"u{item}")
     # ``fits`` has checked that shape and strides end within the block; NumPy only needs the address
     # of the first item
-    first = items[:1]
+    end = layout.offset + item_bytes
+    first_item = row[layout.offset : end].view(f"u{item_bytes}")
     as_strided = np.lib.stride_tricks.as_strided
-    strided = as_strided(first, shape, strides, writeable=False)
+    items = as_strided(first_item, shape, strides, writeable=False)
     num_cells = math.prod(count for count, _ in layout.cells)
-    return strided.reshape(num_cells, -1, layout.length)
+    return items.reshape(num_cells, -1, layout.length)
 
 
 def _norms(vectors: Floats) -> Floats:
@@ -257,7 +257,7 @@ def _float8(dtype: str) -> Floats:
     bias = (1 << (exponent_bits - 1)) - 1
     exponent_mask = (1 << exponent_bits) - 1
     mantissa_mask = (1 << mantissa_bits) - 1
-    # sign, exponent, mantissa
+    # bits of a code: sign, exponent, mantissa
     codes = np.arange(256)
     exponent = (codes >> mantissa_bits) & exponent_mask
     mantissa = (codes & mantissa_mask) / (1 << mantissa_bits)

@@ -43,6 +43,7 @@ _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 _CACHE_VERSION = 1
+_CACHE_NAME_DIGITS = 32  # hexadecimal, of the hash of a weight file's path
 # 2 s: a more recently changed file may change again without a new time stamp
 _SETTLED_NS = 2_000_000_000
 
@@ -395,7 +396,8 @@ def _cache_file(path: Path) -> Path:
     configured = os.environ.get("XDG_CACHE_HOME")
     root = Path(configured) if configured else Path.home() / ".cache"
     encoded_path = os.fsencode(path.absolute())
-    name = hashlib.sha256(encoded_path).hexdigest()[:32]
+    digest = hashlib.sha256(encoded_path).hexdigest()
+    name = digest[:_CACHE_NAME_DIGITS]
     return root / "persistkv" / "fingerprints" / f"{name}.json"
 
 

@@ -124,10 +124,12 @@ class Follower:
         """Plan a merge of commits that are so old that no engine seems to merge them."""
         if not commits:
             return
-        oldest = min(info.time for info in commits)
-        # too old to be merged by another engine, which may be unable to read them
-        is_left = self._time.now() - oldest > _LEFT_COMMIT_S
-        merger.schedule.plan_merge(self._clock.monotonic(), anyway=is_left)
+        oldest_time = min(info.time for info in commits)
+        age_s = self._time.now() - oldest_time
+        # the engine that merges has left it: it may be unable to read it
+        is_left = age_s > _LEFT_COMMIT_S
+        now = self._clock.monotonic()
+        merger.schedule.plan_merge(now, anyway=is_left)
 
     def look(self) -> None:
         """Read ``latest``, and the objects that it names.

@@ -123,7 +123,9 @@ class Merger:
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        return min(self._merge_at(), self._base_wanted_at, self.deletions.due_at())
+        merge_at = self._merge_at()
+        deletion_at = self.deletions.due_at()
+        return min(merge_at, self._base_wanted_at, deletion_at)
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
@@ -132,7 +134,8 @@ class Merger:
     def _merge_at(self) -> float:
         """Return the monotonic time of the next merge."""
         now = self._clock.monotonic()
-        return self.schedule.due_at(now, self._oldest_own())
+        oldest_own = self._oldest_own()
+        return self.schedule.due_at(now, oldest_own)
 
     def is_over(self, limits: Limits, tenants: Iterable[bytes]) -> bool:
         """Return whether the content that is known here exceeds the capacity, or the quota of one
@@ -493,9 +496,10 @@ class Merger:
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
             # an object that another one includes may be deleted, and then no list shows it
-            exists = info.name in listed or self._replica.is_unincluded(info.name)
-            if exists:
-                recent.append((info.name, info.size))
+            is_included = not self._replica.is_unincluded(info.name)
+            if is_included and info.name not in listed:
+                continue
+            recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
         body = encode(latest)
         self._medium.put_sealed(self._names.latest, body, self._replica.namespace)

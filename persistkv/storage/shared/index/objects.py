@@ -133,10 +133,14 @@ def _by_data_key(delta: Delta) -> dict[bytes, TenantContent]:
             packs[head.data_key].append(entry)
     for manifest in delta.manifests:
         manifests[manifest.data_key].append(manifest)
-    found: dict[bytes, TenantContent] = {}
-    for data_key in sorted(packs.keys() | manifests.keys()):
-        found[data_key] = TenantContent(packs[data_key], manifests[data_key])
-    return found
+    data_keys = packs.keys() | manifests.keys()
+    contents: dict[bytes, TenantContent] = {}
+    for data_key in sorted(data_keys):
+        contents[data_key] = TenantContent(
+            packs=packs[data_key],
+            manifests=manifests[data_key],
+        )
+    return contents
 
 
 def _without_forgotten(delta: Delta, forgotten: ForgottenTenants) -> Delta:

@@ -142,7 +142,8 @@ class Rebuilder:
 
     def _commit(self, entries: Sequence[PackEntry]) -> None:
         """Write a commit with these packs to the inbox, and apply it to the replica."""
-        name = self._names.new_commit(self._medium.clock.random)
+        random = self._medium.clock.random
+        name = self._names.new_commit(random)
         delta = Delta(packs=list(entries))
         body = self._objects.body(name, delta)
         self._objects.put(name, body)

@@ -145,14 +145,16 @@ class Sweeper:
         """Return the blobs of packs and keys that are old enough, and that the replica does not
         hold: the candidates for deletion."""
         packs = unnamed_packs(self._medium, self._names, self._replica)
-        infos = list(packs.values())
-        held = self._replica.keys_nonces()
-        for info in self._medium.listed(self._names.keys):
+        unheld = list(packs.values())
+        held_nonces = self._replica.keys_nonces()
+        listed = self._medium.listed(self._names.keys)
+        for info in listed:
             nonce = self._names.keys_nonce(info.name)
-            if nonce is not None and nonce not in held:
-                infos.append(info)
+            # None: the blob is of another program
+            if nonce is not None and nonce not in held_nonces:
+                unheld.append(info)
         old_before = now - _LEAST_AGE_S
-        return {info.name for info in infos if info.time < old_before}
+        return {info.name for info in unheld if info.time < old_before}
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
         """Return those of the blobs that the index names and has not ended.
@@ -163,9 +165,12 @@ class Sweeper:
         named: set[str] = set()
         ended: set[str] = set()
         for delta in self._all_deltas(now):
-            named.update(names.pack(entry.name) for entry in delta.packs)
-            named.update(names.keys_blob(entry.keys) for entry in delta.manifests)
-            ended.update(names.pack(tombstone.name) for tombstone in delta.removed)
+            for pack in delta.packs:
+                named.add(names.pack(pack.name))
+            for manifest in delta.manifests:
+                named.add(names.keys_blob(manifest.keys))
+            for tombstone in delta.removed:
+                ended.add(names.pack(tombstone.name))
             # in memory are only the names of candidates, however large the index is
             named &= blobs
             ended &= blobs

@@ -83,12 +83,13 @@ class Totals(ArrayStruct, frozen=True):
             last used before is evicted.
         """
         # steps are coarse, so differences may be negative
-        rest = self.num_bytes - self._evicted(horizons, math.inf)
-        num_bytes = max(0, rest)
+        evicted = self._evicted(horizons, math.inf)
+        num_bytes = max(0, self.num_bytes - evicted)
         ages: list[tuple[float, int]] = []
         for step_time, bytes_until in self.ages:
-            rest_until = bytes_until - self._evicted(horizons, step_time)
-            ages.append((step_time, max(0, rest_until)))
+            evicted_until = self._evicted(horizons, step_time)
+            rest = max(0, bytes_until - evicted_until)
+            ages.append((step_time, rest))
         return Totals(num_bytes, ages)
 
     def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
@@ -172,14 +173,14 @@ class TotalsBoard:
         own = self._own.get(namespace)
         return own is not None and own.num_bytes > 0
 
-    def _read(self, own: bytes, totals: Totals) -> None:
-        """Read the totals of all namespaces except one, whose totals are known."""
+    def _read(self, own: bytes, own_totals: Totals) -> None:
+        """Read the totals of all namespaces except ``own``, which has just published its own."""
         found: dict[bytes, PublishedTotals] = {}
         changed: dict[bytes, float] = {}
         for namespace, written in self._list():
             known = self._published.get(namespace)
             if namespace == own:
-                found[namespace] = PublishedTotals(written, totals)
+                found[namespace] = PublishedTotals(written, own_totals)
             elif known is not None and known.written == written:
                 # unchanged since they were read
                 found[namespace] = known
@@ -244,12 +245,9 @@ class TotalsBoard:
             num_sharing = 1 + self._others_in_use(namespace)
             # what exceeds a quota is evicted anyway, so it does not count for the capacity
             horizons = _tenant_horizons([mine, *others], policy)
-            whole = _bound(
-                mine.without(horizons),
-                [totals.without(horizons) for totals in others],
-                policy.capacity,
-                num_sharing,
-            )
+            my_rest = mine.without(horizons)
+            other_rests = [totals.without(horizons) for totals in others]
+            whole = _bound(my_rest, other_rests, policy.capacity, num_sharing)
         return Limits(policy.ttl_s, whole, tenants)
 
     def _present_others(self, namespace: bytes) -> list[Totals]:
@@ -264,8 +262,8 @@ class TotalsBoard:
             # an engine in use publishes once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
-                # New content replaces old in it at all times: its ages stay, and the times of use
-                # move on. Otherwise, each engine would find its own content the newest.
+                # There, new content replaces old all the time: ages stay, and times of use move on.
+                # Otherwise, each engine would find its own content the newest.
                 totals = totals.later(age_s)
             others.append(totals)
         return others
@@ -358,7 +356,8 @@ class NamespaceLimits:
         capacity = self._policy.capacity
         if capacity is not None:
             growth = self._replica.disk_bytes() - self._known_bytes
-            if growth > capacity // _GROWTH_SHARE or self._has_used_share(growth):
+            has_grown_much = growth > capacity // _GROWTH_SHARE
+            if has_grown_much or self._has_used_share(growth):
                 return True
         return self._has_tenant_grown()
 

@@ -43,8 +43,10 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     """
     # without a last part that is smaller than a huge page
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    if not whole:
+        return True
     try:
-        address = map_aligned(fds, whole) if whole else 0
+        address = map_aligned(fds, whole)
     except OSError:
         return False
     try:
@@ -140,12 +142,13 @@ def prefer_huge_pages(address: int, num_bytes: int) -> bool:
     :param address: of mapped memory, which may begin and end within a page.
     :returns: False: the kernel has none for this memory.
     """
-    begin = round_up(address, mmap.PAGESIZE)
+    # the whole pages within the memory
+    first_page = round_up(address, mmap.PAGESIZE)
     end = address + num_bytes
-    whole = end - end % mmap.PAGESIZE - begin
-    if whole <= 0:
+    pages_end = end - end % mmap.PAGESIZE
+    if pages_end <= first_page:
         return False
-    code = libc.madvise(begin, whole, mmap.MADV_HUGEPAGE)
+    code = libc.madvise(first_page, pages_end - first_page, mmap.MADV_HUGEPAGE)
     return code == 0
 
 
@@ -214,10 +217,12 @@ def _page_spans(
         begin = offset - offset % page
         end = round_up(offset + length, page)
         end = min(end, size)
-        # a page that two parts share, or adjacent pages: one span
-        _, last_end = spans[-1] if spans else (0, -1)
-        if begin <= last_end:
-            begin, _ = spans.pop()
+        if spans:
+            last_begin, last_end = spans[-1]
+            # they share a page, or are adjacent: one span
+            if begin <= last_end:
+                spans[-1] = (last_begin, end)
+                continue
         spans.append((begin, end))
     return spans
 

@@ -24,10 +24,11 @@ class BufferPool:
 
         :raises OSError: no memory is left.
         """
-        most = _MOST_WASTE * max(num_bytes, HUGE_PAGE_BYTES)
+        # a new buffer would have at least one huge page
+        most_bytes = _MOST_WASTE * max(num_bytes, HUGE_PAGE_BYTES)
         with self._lock:
             for place, buffer in enumerate(self._free):
-                if num_bytes <= len(buffer) <= most:
+                if num_bytes <= len(buffer) <= most_bytes:
                     return self._free.pop(place)
         return huge_memory(num_bytes)
 

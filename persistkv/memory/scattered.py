@@ -106,12 +106,12 @@ class ScatteredBlocks(BlockMemory):
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Copy the regions of the blocks into a new array, one row for each block."""
-        size = self.layout.groups[group].block_bytes
-        shape = (len(block_ids), size)
+        block_bytes = self.layout.groups[group].block_bytes
+        shape = (len(block_ids), block_bytes)
         blocks = np.empty(shape, np.uint8)
         pieces = self.pieces(group, block_ids)
-        target = blocks.data.cast("B")
-        copy_in(pieces, target)
+        all_bytes = blocks.data.cast("B")
+        copy_in(pieces, all_bytes)
         return blocks
 
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:

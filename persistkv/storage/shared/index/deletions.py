@@ -33,10 +33,10 @@ class Deletions:
 
     def add_packs(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
-        blobs = [self._names.pack(name) for name in names]
         # while very many wait, the sweep deletes the others
-        if not blobs or len(self._waiting) >= _MOST_DUE:
+        if not names or len(self._waiting) >= _MOST_DUE:
             return
+        blobs = [self._names.pack(name) for name in names]
         due_at = self._clock.monotonic() + _TOMBSTONE_S
         heappush(self._waiting, (due_at, blobs))
 

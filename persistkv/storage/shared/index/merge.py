@@ -7,7 +7,7 @@ have read it need not read these any more.
 1. A *segment* includes commits: their contents, their names, and the evictions that they require.
    Afterwards, the commits are deleted. An object may be deleted whenever a durable object includes
    it, also after a pause of any length.
-2. A segment also includes older segments of at most its own size (``_older_segments``). So few
+2. A segment also includes older segments of at most its own size (``_small_segments``). So few
    segments remain that no other one includes, and each byte is written again only when the segment
    that contains it doubles.
 3. A *base* includes all objects of the index that its writer has read. Objects that a base or a

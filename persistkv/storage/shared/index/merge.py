@@ -179,8 +179,7 @@ class Merger:
         # a copy, because another thread may commit meanwhile
         names = list(self.own)
         for name in names:
-            includer = self._replica.contained.get(name)
-            if includer:
+            if self._replica.is_included(name):
                 self.own.pop(name, None)
 
     def _drop_merged(self, listed: set[str], began: float) -> None:
@@ -331,9 +330,12 @@ class Merger:
 
     def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
         """Delete those of the commits that an object includes."""
-        contained = self._replica.contained
-        included = [info.name for info in commits if contained.get(info.name)]
-        self.deletions.delete(included)
+        names = [info.name for info in commits]
+        self.deletions.delete(self._included(names))
+
+    def _included(self, names: Iterable[str]) -> list[str]:
+        """Return those of the objects that another one includes."""
+        return [name for name in names if self._replica.is_included(name)]
 
     def _is_new(self, name: str) -> bool:
         """Return whether the next segment includes a commit in the inbox."""
@@ -342,9 +344,7 @@ class Merger:
         # applied by the writing thread.
         if name in reader.unreadable or name in reader.publishing:
             return False
-        # a commit that was applied, and is in no segment yet, has no includer
-        includer = self._replica.contained.get(name)
-        return not includer
+        return not self._replica.is_included(name)
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
@@ -563,9 +563,7 @@ class Merger:
                 break
         # also if the index is a single object: it must not stay as it is
         self.write_base(least_objects=1)
-        contained = self._replica.contained
-        listed = self._reader.listed
-        included = [name for name in listed if contained.get(name)]
+        included = self._included(self._reader.listed)
         return self._medium.blobs.erase(self._names.index, included)
 
     def write_base(self, least_objects: int = 2) -> None:
@@ -611,14 +609,14 @@ class Merger:
         """Return the listed objects that were read: all that no object includes, and a bounded
         number of the others."""
         unincluded: list[str] = []
-        others: list[str] = []
+        included: list[str] = []
         for name in self._reader.listed:
             if self._replica.is_unincluded(name):
                 unincluded.append(name)
-            elif name in self._replica.contained:
-                others.append(name)
+            elif self._replica.is_included(name):
+                included.append(name)
         # the last ones have the highest levels, and include most others
-        return unincluded + others[-_MOST_CARRIED:]
+        return unincluded + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         """Write a part of a base; return its name.

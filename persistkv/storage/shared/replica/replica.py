@@ -489,6 +489,10 @@ class Replica:
         for name, includer in includers.items():
             rows.put(CONTAINED, name.encode(), encode_includer(includer))
 
+    def is_included(self, name: str) -> bool:
+        """Return whether the replica contains an object of the index that another one includes."""
+        return self.contained.get(name, NO_INCLUDER) != NO_INCLUDER
+
     def is_unincluded(self, name: str) -> bool:
         """Return whether the replica contains an object of the index that no other one includes."""
         return self.contained.get(name) == NO_INCLUDER

@@ -315,7 +315,9 @@ class BlockService:
         # A key whose pack was replaced by another one is still durable: its removal is no event.
         removed = self.store.index.absent(events.removed)
         return StoreEvents(
-            stored=_split(events.stored), removed=_split(removed), lost=events.lost
+            stored=_split(events.stored),
+            removed=_split(removed),
+            lost=events.lost,
         )
 
     # The end

@@ -111,7 +111,8 @@ class Catalogue:
             num_rows = 0
             items: list[T] = []
             with self._read() as rows:
-                for key, row in islice(rows.range(table, start), _ROWS_AT_ONCE):
+                page = islice(rows.range(table, start), _ROWS_AT_ONCE)
+                for key, row in page:
                     if key[:ID_BYTES] != self._namespace:
                         break
                     last_key = bytes(key)

@@ -205,7 +205,8 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
         if not 0 <= seconds <= _LATEST_S:
             raise _unreadable_clock(encoded)
     at = Reading(row.wall, row.since_boot, row.boot)
-    return row.moment, StoreClock(row.time, at, row.unconfirmed_s, row.confirming_since)
+    clock = StoreClock(row.time, at, row.unconfirmed_s, row.confirming_since)
+    return row.moment, clock
 
 
 def _unreadable_clock(row: Buffer) -> CorruptStoreError:
@@ -368,7 +369,14 @@ class EvictionOrder:
     ) -> Chain:
         """List a new manifest as written now, and return its chain; parameters as in ``Chain``."""
         expires = self.time + ttl_s if ttl_s else 0.0
-        chain = Chain(self.moment, self.time, flags, ttl_s, expires, packs)
+        chain = Chain(
+            moment=self.moment,
+            time=self.time,
+            flags=flags,
+            ttl_s=ttl_s,
+            expires=expires,
+            packs=packs,
+        )
         self.put(name, chain)
         return chain
 

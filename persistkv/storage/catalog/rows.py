@@ -125,7 +125,8 @@ class TableRows:
         """
         if table in self._sealed:
             owner = tenant if self._of_tenants else STORE
-            value = self._seal.sealed(_row_name(table, key), value, owner)
+            name = _row_name(table, key)
+            value = self._seal.sealed(name, value, owner)
         self.txn.put(key, value, db=self._databases[table])
 
     def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
@@ -308,7 +309,8 @@ class Use(NamedTuple):
         if len(row) != _USE.size + TAG_BYTES:
             return None
         numbers = _USE.unpack_from(row)
-        return cls._make((*numbers, bytes(row[_USE.size :])))
+        tenant = bytes(row[_USE.size :])
+        return cls._make((*numbers, tenant))
 
 
 class Chain(NamedTuple):

@@ -238,13 +238,20 @@ class CatalogTransaction:
     def fit_quota(self, tenant: bytes, at_most: int) -> EvictionEnd:
         """Evict packs of one tenant until it is not above its quota; parameters as in
         ``evict_of``."""
-        return self.evict_of(tenant, lambda: not self.quotas.is_above(tenant), at_most)
+
+        def fits() -> bool:
+            return not self.quotas.is_above(tenant)
+
+        return self.evict_of(tenant, fits, at_most)
 
     def evict_above(self, at_most: int) -> EvictionEnd:
         """Evict packs of the tenants that are above their quotas, until none of them is; parameter
         as in ``evict``."""
-        candidates = self._above_quota()
-        return self._evict(candidates, lambda: not self.quotas.above(), at_most)
+
+        def all_fit() -> bool:
+            return not self.quotas.above()
+
+        return self._evict(self._above_quota(), all_fit, at_most)
 
     def _above_quota(self) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over packs of the tenants that are above their quotas, as long as they are. The
@@ -312,12 +319,13 @@ class CatalogTransaction:
         """Yield the packs and manifests of one priority that were unused for ``ttl_s``, in eviction
         order."""
         now = self._order.time
+        latest = now - ttl_s
         for name, row in self._order.oldest(low):
             # damaged, because nothing is used later than now: skip it instead of ending here
             if row.time > now:
                 continue
             # all others of this priority were used later
-            if row.time >= now - ttl_s:
+            if row.time >= latest:
                 return
             yield name, row
 
@@ -602,7 +610,7 @@ class CatalogTransaction:
     # Totals and log
 
     def _state_of(self, namespace: bytes) -> NamespaceState:
-        """Return the totals of a namespace, which the caller changes and ``finish`` writes."""
+        """Return the totals of a namespace, which the caller may change and ``finish`` writes."""
         if namespace not in self._states:
             state = read_state(self._rows, namespace)
             self._states[namespace] = state
@@ -644,8 +652,9 @@ class CatalogTransaction:
             (LOG, name),
             (META, NOTE + name),
         ):
+            rows = self._rows.starting_with(table, prefix)
             # a list: rows must not change during the iteration
-            keys = [bytes(key) for key, _ in self._rows.starting_with(table, prefix)]
+            keys = [bytes(key) for key, _ in rows]
             for key in keys:
                 self._rows.delete(table, key)
         # from now on, ``cursor`` is that of a namespace that the store does not hold
@@ -721,7 +730,8 @@ def bytes_by_tenant(packs: Iterable[NewPack]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for pack in packs:
         if pack.tenant != DEFAULT_TENANT:
-            sizes[pack.tenant] = sizes.get(pack.tenant, 0) + pack.payload_bound
+            num_bytes = sizes.get(pack.tenant, 0)
+            sizes[pack.tenant] = num_bytes + pack.payload_bound
     return sizes
 
 

@@ -147,7 +147,8 @@ class PlanesCodec(Codec):
         tail = memoryview(raw)[count * self.width :]
         tail_at = num_low_planes * count
         high_at = tail_at + len(tail)
-        stored = np.empty(high_at + len(compressed), dtype=np.uint8)
+        num_bytes = high_at + len(compressed)
+        stored = np.empty(num_bytes, dtype=np.uint8)
         for number in range(num_low_planes):
             start = number * count
             # the cast to u8 keeps the lowest byte of each shifted value

@@ -28,14 +28,7 @@ def replace_file(
     """
     directory = target.parent
     directory.mkdir(parents=True, exist_ok=True)
-    pattern = glob.escape(target.name)
-    # files of killed processes: nothing else deletes them
-    for leftover in directory.glob(f".{pattern}.*.tmp"):
-        # another process may remove it at the same time
-        with suppress(FileNotFoundError):
-            age_s = time.time() - leftover.stat().st_mtime
-            if age_s > _LEFTOVER_S:
-                leftover.unlink()
+    _delete_leftovers(target)
     # in the same directory: a rename between file systems is not atomic
     descriptor, name = tempfile.mkstemp(
         dir=directory, prefix=f".{target.name}.", suffix=".tmp"
@@ -47,3 +40,14 @@ def replace_file(
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _delete_leftovers(target: Path) -> None:
+    """Delete the files that killed processes have left beside a file: nothing else does."""
+    name = glob.escape(target.name)
+    for leftover in target.parent.glob(f".{name}.*.tmp"):
+        # another process may remove it at the same time
+        with suppress(FileNotFoundError):
+            age_s = time.time() - leftover.stat().st_mtime
+            if age_s > _LEFTOVER_S:
+                leftover.unlink()

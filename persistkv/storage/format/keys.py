@@ -170,7 +170,8 @@ class StoreKey:
             raise MissingExtraError("cryptography", "encryption")
         # not the user's secret itself, which may serve another purpose
         self._secret = hmac.digest(_STORE_KEY, secret, "sha256")
-        self.id = hmac.digest(self._secret, b"id", "sha256").hex()[:16]
+        key_id = hmac.digest(self._secret, b"id", "sha256")
+        self.id = key_id.hex()[:16]
         """16 hexadecimal digits, which identify the key without revealing it."""
 
     def wrap(self, keyring: str, key: DataKey) -> WrappedKey:

@@ -72,7 +72,8 @@ def context_digest(keys: ManifestKeys) -> bytes:
     and the keys."""
     digest = xxhash.xxh3_64()
     for group in keys:
-        digest.update(len(group).to_bytes(4, "little"))
+        num_keys = len(group).to_bytes(4, "little")
+        digest.update(num_keys)
         digest.update(group.data)
     return digest.digest()
 

@@ -192,7 +192,8 @@ def _cut(data: bytes, length: int) -> list[bytes]:
     # NumPy refuses an empty buffer
     if not data:
         return []
-    parts: list[bytes] = np.frombuffer(data, f"V{length}").tolist()
+    array = np.frombuffer(data, f"V{length}")
+    parts: list[bytes] = array.tolist()
     return parts
 
 

@@ -247,7 +247,8 @@ class _PlainFrames(FrameSeal):
         the bytes do not verify at the place of another frame."""
         # as a seed: to hash them in front of the bytes would take a copy, or one more call
         namespace_seed = int.from_bytes(self._namespace[:8], "little")
-        seed = xxhash.xxh3_64_intdigest(b"".join(keys), seed=namespace_seed)
+        joined_keys = b"".join(keys)
+        seed = xxhash.xxh3_64_intdigest(joined_keys, seed=namespace_seed)
         digest = xxhash.xxh3_128(seed=seed)
         for piece in pieces:
             digest.update(piece)
@@ -290,7 +291,8 @@ class PlainSeal(Seal):
         return _PlainFrames(table.namespace)
 
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
-        return b"".join([body, _record_checksum(name, body)])
+        checksum = _record_checksum(name, body)
+        return b"".join([body, checksum])
 
     def key_of(self, tenant: str) -> bytes:
         return PLAIN_KEY
@@ -552,7 +554,9 @@ class KeySeal(Seal):
 
     def sealed_key(self, key: DataKey) -> bytes:
         """Return the data key of a tenant as a record."""
-        return self.sealed(_KEY + key.id, key.secret + key.tenant.encode())
+        name = _KEY + key.id
+        body = key.secret + key.tenant.encode()
+        return self.sealed(name, body)
 
     def opened_key(self, key_id: bytes, record: Buffer) -> DataKey:
         """Return the data key of a tenant.

@@ -522,8 +522,9 @@ class StoreClient:
         Most steps of a decoding engine have nothing in flight. They skip the look after the host
         unless it is due, which ``Host.idle_look_s`` decides.
         """
-        # setting ``polled_at`` keeps the idle thread from looking for a second
-        now = self.idle.polled_at = time.monotonic()
+        now = time.monotonic()
+        # keeps the idle thread from looking for a second
+        self.idle.polled_at = now
         is_due = now >= self._next_look
         if is_due or self.has_pending_work or self._hosted_keys.touched:
             self._look()
@@ -534,7 +535,8 @@ class StoreClient:
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
         # a host that is not open is checked in each step, because lookups miss until it is
-        pause_s = self.supervisor.host.idle_look_s if self.state is State.OPEN else 0.0
+        was_open = self.state is State.OPEN
+        pause_s = self.supervisor.host.idle_look_s if was_open else 0.0
         self._next_look = time.monotonic() + pause_s
         if self.state in RUNNING and self._receive():
             self._next_look = 0.0  # more messages may be waiting

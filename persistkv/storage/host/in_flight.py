@@ -142,8 +142,9 @@ class InFlight:
             self.queued_bytes -= job.num_bytes
             # In proportion: the sizes of single blocks, which differ between groups, are not known
             # here.
-            num_stored = len(job.keys) - len(failed)
-            num_bytes = job.num_bytes * num_stored // max(1, len(job.keys))
+            num_keys = len(job.keys)
+            num_stored = num_keys - len(failed)
+            num_bytes = job.num_bytes * num_stored // max(1, num_keys)
         outcome = JobOutcome(
             answer.job_id,
             failed,

@@ -98,5 +98,6 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     for row in backend.statuses().values():
         with suppress(*unreadable):
             body = seal.opened(_RECORD, row) if seal.encrypts else row
-            found.append(_DECODE(body))
+            status = _DECODE(body)
+            found.append(status)
     return sorted(found, key=lambda status: (status.started, status.engine))

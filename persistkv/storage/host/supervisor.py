@@ -531,7 +531,8 @@ class Supervisor:
 
     def has_exited(self) -> bool:
         """Return True once, at the first call that finds a killed host dead; otherwise False."""
-        if self.state is not State.DYING or not self.host.wait(0.0):
+        is_dead = self.state is State.DYING and self.host.wait(0.0)
+        if not is_dead:
             return False
         self._enter(_Event.EXITED)
         self.uses_rows = False
@@ -553,8 +554,9 @@ class Supervisor:
 
     def maybe_restart(self) -> bool:
         """Restart a dead host if its backoff is over; return whether a start was attempted."""
-        is_down = self.state is State.DOWN
-        if not is_down or not self.may_restart or time.monotonic() < self._start_at:
+        if self.state is not State.DOWN or not self.may_restart:
+            return False
+        if time.monotonic() < self._start_at:
             return False
         try:
             self.start()

@@ -46,5 +46,11 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
 
 
 def _row(total: Savings, label: str | None, requests: int, tokens: int) -> SavedTotals:
-    seconds = total.seconds(tokens)
-    return SavedTotals(total.namespace, total.model, label, requests, tokens, seconds)
+    return SavedTotals(
+        namespace=total.namespace,
+        model=total.model,
+        label=label,
+        requests=requests,
+        tokens=tokens,
+        seconds=total.seconds(tokens),
+    )

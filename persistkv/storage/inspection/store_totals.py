@@ -161,9 +161,9 @@ class _Histograms:
         # bounds are exclusive: a value that equals one belongs to the next bin
         age_place = bisect_right(_AGES, age, key=itemgetter(0))
         size_place = bisect_right(_SIZES, size, key=itemgetter(0))
-        for found in (self.ages[age_place], self.sizes[size_place]):
-            found.requests += 1
-            found.raw_bytes += size
+        for chosen in (self.ages[age_place], self.sizes[size_place]):
+            chosen.requests += 1
+            chosen.raw_bytes += size
 
 
 def _bins(bounds: Sequence[tuple[int, str]]) -> list[Bin]:

@@ -128,7 +128,9 @@ class _Server:
     def _begin_opening(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
         """Open the store in a task, for the first ``Hello`` and for one after a failure; refuse any
         other."""
-        if self._opening is None or (self._opening.done() and self._session is None):
+        opening = self._opening
+        has_failed = opening is not None and opening.done() and self._session is None
+        if opening is None or has_failed:
             self._opening = tasks.create_task(self._open(hello, tasks))
             return
         error = HostError("a store is opened once, before it is closed")

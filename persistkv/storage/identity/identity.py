@@ -213,9 +213,7 @@ def weight_files(directory: Path) -> list[Path]:
     :raises ConfigurationError: there are no such files, or the index is malformed.
     """
     if not directory.is_dir():
-        raise ConfigurationError(
-            "checkpoint", str(directory), "a directory with a model's weights"
-        )
+        raise _checkpoint_error(directory, "a directory with a model's weights")
     # in the order of Hugging Face's loaders: they ignore all other files
     single = directory / "model.safetensors"
     if single.is_file():
@@ -227,10 +225,8 @@ def weight_files(directory: Path) -> list[Path]:
     if not found:
         found = sorted(filter(_is_weight_file, directory.iterdir()))
     if not found:
-        raise ConfigurationError(
-            "checkpoint",
-            str(directory),
-            "a directory with *.safetensors or *.bin files",
+        raise _checkpoint_error(
+            directory, "a directory with *.safetensors or *.bin files"
         )
     return found
 
@@ -254,16 +250,12 @@ def _indexed_files(index: Path) -> list[Path]:
         weight_map = json.loads(index.read_bytes())["weight_map"]
         names = set(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigurationError(
-            "checkpoint", str(index), f"{expected} ({error})"
-        ) from None
+        raise _checkpoint_error(index, f"{expected} ({error})") from None
     for name in names:
         # a name with a directory in it could name any file of the machine
         is_name = isinstance(name, str) and Path(name).name == name
         if not is_name or not (index.parent / name).is_file():
-            raise ConfigurationError(
-                "checkpoint", str(index), f"{expected}; {name!r} is none"
-            )
+            raise _checkpoint_error(index, f"{expected}; {name!r} is none")
     return sorted(index.parent / name for name in names)
 
 
@@ -283,15 +275,11 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
             # changed meanwhile: the hashes may be of a mixture
             status_after = os.fstat(file.fileno())
             if _stamp(status_after) != _stamp(status):
-                raise ConfigurationError(
-                    "checkpoint",
-                    str(path),
-                    "a file that does not change while it is read",
+                raise _checkpoint_error(
+                    path, "a file that does not change while it is read"
                 )
     except OSError as error:
-        raise ConfigurationError(
-            "checkpoint", str(path), f"a readable file ({error.strerror})"
-        ) from None
+        raise _checkpoint_error(path, f"a readable file ({error.strerror})") from None
     _save_entries(path, status, entries)
     return entries
 
@@ -332,9 +320,7 @@ def _hash_span(
         piece = buffer[: stop - start]
         count = os.preadv(descriptor, [piece], start)
         if not count:
-            raise ConfigurationError(
-                "checkpoint", str(path), f"a file of at least {stop} bytes"
-            )
+            raise _checkpoint_error(path, f"a file of at least {stop} bytes")
         digest.update(piece[:count])
         start += count
     return digest.hexdigest()
@@ -502,6 +488,9 @@ def _decode_header(path: Path, encoded: bytes) -> dict[str, _Tensor]:
 
 
 def _invalid(path: Path, problem: str) -> ConfigurationError:
-    return ConfigurationError(
-        "checkpoint", str(path), f"a valid safetensors file; {problem}"
-    )
+    return _checkpoint_error(path, f"a valid safetensors file; {problem}")
+
+
+def _checkpoint_error(path: Path, expected: str) -> ConfigurationError:
+    """Return the error that a path is not what is expected of a checkpoint."""
+    return ConfigurationError("checkpoint", str(path), expected)

@@ -15,9 +15,12 @@ from persistkv.storage.shared.index.merge_schedule import MERGE_S, REGULAR_PAUSE
 from persistkv.storage.shared.index.reader import IndexReader
 
 _IDLE_AFTER_S = 60.0  # without reads and commits
-_IDLE_FOLLOW_S = 30.0
-_LEAST_FOLLOW_S = 0.05
-_LIST_S, _IDLE_LIST_S = 60.0, 300.0  # between lists of the index
+_IDLE_FOLLOW_S = (
+    30.0  # least pause between reads of ``latest`` while the handle is idle
+)
+_LEAST_FOLLOW_S = 0.05  # the same while it is in use
+_LIST_S = 60.0  # between lists of the index
+_IDLE_LIST_S = 300.0
 # between lists of the inbox while another engine merges: it may be unable to read some commits
 _INBOX_S = 600.0
 _OLD_COMMIT_S = 10.0  # age of a commit that no engine seems to merge

@@ -495,9 +495,9 @@ class Merger:
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # an object that another one includes may be deleted, and then no list shows it
-            is_included = not self._replica.is_unincluded(info.name)
-            if is_included and info.name not in listed:
+            # one that another object includes may be deleted, and then no list shows it
+            may_be_deleted = not self._replica.is_unincluded(info.name)
+            if may_be_deleted and info.name not in listed:
                 continue
             recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
@@ -582,6 +582,7 @@ class Merger:
         self._purge_tombstones()
         levels = [self._names.level(name) for name in included]
         level = max(BASE_LEVEL, 1 + max(levels))
+        # at least one
         parts = self._replica.dump(_PART_BYTES)
         # Each part is written when the next one shows that it is not the last: only the last one
         # names the others, and what the base includes.

@@ -25,8 +25,10 @@ MERGE_S = 0.3
 # the same pause if the merges of the last minute have found only the engine's own commits
 _ALONE_PAUSE_S = 10.0
 _ALONE_AFTER_S = 60.0
-# A regular merge and its announcement take less. With a shorter wait, commits are merged twice.
-_OWN_WAIT_S, _JITTER_S = 3.5, 1.0
+# wait of an own commit. With a shorter one, commits are merged twice: a regular merge and its
+# announcement take nearly as long
+_OWN_WAIT_S = 3.5
+_JITTER_S = 1.0  # the longest delay of one engine
 # the longest wait of an own commit, while other engines merge
 _LONGEST_OWN_WAIT_S = 10.0
 # since ``latest`` was written: no regular merges any more. They are up to 3 s apart
@@ -147,7 +149,8 @@ class MergeSchedule:
 
         :param anyway: merge even if another engine merges during the pause.
         """
-        if self._planned_at == math.inf:
+        is_planned = self._planned_at < math.inf
+        if not is_planned:
             self._planned_at = now + _OLD_PAUSE_S * self._random()
             self._planned_since = now
         if anyway:

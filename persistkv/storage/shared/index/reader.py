@@ -172,7 +172,7 @@ class IndexReader:
         commits are used."""
         named: list[BlobInfo] = []
         for name, size in latest.recent:
-            # else another release names something else there
+            # in a store without a key, a forged ``latest`` may name anything
             is_in_index = self._names.level(name) > 0
             if is_in_index:
                 named.append(BlobInfo(name, size, 0.0))

@@ -203,8 +203,8 @@ class Sweeper:
         raise _BlockedError("listed objects of the index are missing")
 
     def _is_junk(self, info: BlobInfo, now: float) -> bool:
-        """Return whether a damaged object names nothing that the sweep must keep: it is a week old,
-        and not merely sealed with a data key that this handle does not know.
+        """Return whether an object that does not read counts as junk: it is seven days old, and
+        this handle knows all data keys, so it is damaged and not only sealed with another one.
 
         :raises StoreError: the medium failed.
         """

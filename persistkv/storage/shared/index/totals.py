@@ -31,8 +31,8 @@ from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
 
-# between two totals of an engine in use, and of an idle one
-TOTALS_S, IDLE_TOTALS_S = 60.0, 300.0
+TOTALS_S = 60.0  # between two totals of an engine in use
+IDLE_TOTALS_S = 300.0  # the same of an idle one
 _IN_USE_S = 2 * TOTALS_S  # age of the totals of a namespace in use, at most
 _ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
 _POINTS = 64  # most steps in published ages

@@ -91,7 +91,7 @@ def payload_of(pack: NewPack) -> bytes:
     """Return the payload of a pack: all bytes that ``NewPack.stream`` yields, joined; with opened
     frames if a key seals them."""
     if pack.seal.encrypts and isinstance(pack, PackWriter):
-        # its own stream would seal it anew
+        # its own stream would seal it with a new key
         pack = PackWriter(pack.namespace, pack.codec, pack.segments)
     return b"".join(map(bytes, pack.stream()))
 

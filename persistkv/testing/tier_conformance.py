@@ -67,7 +67,13 @@ class TierRig:
         """Submit a job with a new id; return the id."""
         job_id = next(self._job_ids)
         block_ids = np.array(rows, np.int64)
-        job = JobMetadata(job_id, list(keys), block_ids, is_promotion, req)
+        job = JobMetadata(
+            job_id=job_id,
+            keys=list(keys),
+            block_ids=block_ids,
+            is_promotion=is_promotion,
+            req_context=req,
+        )
         submit = self.tier.submit_load if is_promotion else self.tier.submit_store
         submit(job_metadata=job)
         return job_id
@@ -194,7 +200,7 @@ class SecondaryTierConformance(ABC):
                 keys.append(make_offload_key(block_hash, group))
             description.extend(group, keys)
         description.num_tokens = 16 * depth
-        context = ReqContext("request", None, description)
+        context = ReqContext("request", description=description)
         rig.tier.on_new_request(context)
         yield context
         rig.tier.on_request_finished(context)
@@ -217,7 +223,7 @@ class SecondaryTierConformance(ABC):
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
         job_id = rig.store(keys, range(len(keys)), request_of)
-        assert rig.run(job_id) == JobResult(job_id, True, [])
+        assert rig.run(job_id) == JobResult(job_id, success=True, failed_keys=[])
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
         rig.rows[:] = _UNTOUCHED

@@ -43,7 +43,7 @@ URL = Positional(
     "url",
     "URL",
     "URL, e.g. lmdb:///var/cache/kv, path of an LMDB store, or name of a store.",
-    True,
+    is_store=True,
 )
 REQUEST = Positional(
     "request", "REQUEST", "Id of the request, or its first characters."
@@ -239,7 +239,7 @@ def _description(
         paragraphs.append(textwrap.fill(words, width))
     helps = []
     for positional in positionals:
-        # the name stands in the margin of the first line
+        # the first line begins with the name
         name = f"  {positional.metavar:<12}"
         filled = textwrap.fill(
             positional.help,

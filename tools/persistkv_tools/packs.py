@@ -243,7 +243,7 @@ def check_pack(
         else:
             end = piece.start + piece.length
             detail = f"bytes {piece.start:,} to {end:,} are missing"
-            defect = _defect(table, Problem.SHORT, detail, None, piece.start)
+            defect = _defect(table, Problem.SHORT, detail, offset=piece.start)
             findings.append(defect)
         if keep is not None:
             keep += buffer

@@ -153,7 +153,7 @@ def print_json(value: Any) -> None:
 
 
 def _json_escape(char: str) -> str:
-    """Return a character as it stands in a JSON string: unprintable ones as an escape."""
+    """Return a character in the form of a JSON string: an escape if it is unprintable."""
     return char if char.isprintable() else json.dumps(char)[1:-1]
 
 

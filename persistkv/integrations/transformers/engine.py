@@ -254,11 +254,11 @@ class Engine:
         tokens = self._checked_prompt(prompt, max_new_tokens)
         checked = RequestArguments.check(options, self._vocabulary_size)
         sampler = Sampler(
-            options.get("temperature", 0.0),
-            options.get("top_p", 1.0),
-            options.get("top_k", 0),
-            options.get("seed", 0),
-            self.model.device,
+            temperature=options.get("temperature", 0.0),
+            top_p=options.get("top_p", 1.0),
+            top_k=options.get("top_k", 0),
+            seed=options.get("seed", 0),
+            device=self.model.device,
         )
         stop = self._stop_tokens() if checked.stop is None else checked.stop
         self._check_open()

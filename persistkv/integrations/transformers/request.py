@@ -228,7 +228,12 @@ class Request:
         tokens = list(self._tokens)
         kept = tuple(self._chain.hashes[: self._num_kept])
         return GenerateResult(
-            self.req_id, tokens, text, self._logits, kept, self._stats
+            req_id=self.req_id,
+            tokens=tokens,
+            text=text,
+            logits=self._logits,
+            block_hashes=kept,
+            stats=self._stats,
         )
 
     def release(self) -> None:
@@ -275,8 +280,7 @@ class Request:
             table += self._allocate(group.pool, len(positions))
 
     def _count_loaded(self, num_loaded: int) -> None:
-        """Divide the loaded tokens by the tier that had them, and record why no more were
-        loaded."""
+        """Record how many of the loaded tokens each tier had, and the outcome of the load."""
         num_promoted = self._tiers.scheduler.num_promoted_tokens(self.req_id)
         self._stats.persistent_tokens = num_promoted
         self._stats.cpu_tokens = num_loaded - num_promoted
@@ -346,8 +350,8 @@ class Request:
         positions: range,
     ) -> None:
         """Append the blocks at ``positions`` to a group's table, and copy those that are not on the
-        device yet from the request's buffer. Those that are on it are only referenced, so all
-        requests use the same bytes."""
+        device yet from the request's buffer. The device's own copies are referenced: all requests
+        use the same bytes."""
         new_positions = []
         new_block_ids = []
         for position in positions:

@@ -124,7 +124,7 @@ def verdict(ratio: float | None) -> str:
 
 
 def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
-    """Return the median of a measurement, beside that of a plain transfer."""
+    """Return the median of a measurement and that of plain transfers."""
     seconds = round(statistics.median(times[name]), 6)
     limit = None
     ratio = None
@@ -133,7 +133,14 @@ def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
         limit = round(statistics.median(plain_times), 6)
         ratio = round(limit / seconds, 3)
     speed = round(job_bytes / seconds)
-    return Figure(name, seconds, speed, limit, ratio, verdict(ratio))
+    return Figure(
+        name=name,
+        seconds=seconds,
+        bytes_per_s=speed,
+        limit_seconds=limit,
+        ratio=ratio,
+        verdict=verdict(ratio),
+    )
 
 
 @contextmanager

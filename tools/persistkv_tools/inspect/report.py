@@ -193,7 +193,7 @@ COMMAND = Command(report, (URL,), _add_options)
 def report_data(url: str, backend: Backend) -> ReportData:
     """Read the data of a report. Reads the keys of all requests: some 150 bytes of memory for each
     block."""
-    found = chosen_requests(backend, [], Selection(), None)
+    found = chosen_requests(backend, [], Selection(), namespace=None)
     found.sort(key=attrgetter("manifest.created", "manifest.id"))
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
     tree = None

@@ -145,7 +145,7 @@ def _address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _MAX_PORT:
         raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
-    # an IPv6 address stands in brackets
+    # an IPv6 address is in brackets
     return host.strip("[]"), int(port)
 
 
@@ -181,7 +181,7 @@ COMMAND = Command(serve_metrics, (URL,), _add_options)
 
 
 class _Scrape(NamedTuple):
-    """What a scrape reads from the store."""
+    """Content of the store that a scrape shows."""
 
     stats: BackendStats
     statuses: list[EngineStatus]
@@ -202,7 +202,7 @@ class StoreCollector:
         """The open store; None: the next scrape opens it."""
         self._savings = RecentSavings()
         self._failure = ""
-        """What prevented the last read, as logged; empty: it succeeded."""
+        """Error of the last read, as logged; empty: it succeeded."""
         self._failed_at = -math.inf  # ``time.monotonic`` time of the last failure
 
     def collect(self) -> list[Metric]:
@@ -270,7 +270,10 @@ class StoreCollector:
         return gauge
 
     def _report(self, failure: str) -> None:
-        """Log a change of what prevents the reading, once; empty: nothing does."""
+        """Log the first failure of a read, and the first success after it.
+
+        :param failure: the error; empty: the read succeeded.
+        """
         if failure != self._failure:
             if failure:
                 logger.warning("%s cannot be read: %s", self._store, failure)

@@ -313,14 +313,14 @@ def plan_prune(
     keep_bytes = None if keep_size is None else parse_size(keep_size, name="keep_size")
     found = [find_request(store.backend, name, namespace) for name in requests]
     rules = PruneRules(
-        selection,
-        found,
-        keep_bytes,
-        keep_last,
-        keep_daily,
-        orphans,
-        shared_packs,
-        quarantined,
+        selection=selection,
+        requests=found,
+        keep_bytes=keep_bytes,
+        keep_last=keep_last,
+        keep_daily=keep_daily,
+        orphans=orphans,
+        shared_packs=shared_packs,
+        quarantined=quarantined,
     )
     spaces = chosen_namespaces(store.backend, namespace)
     return Prune(store.backend, store.writable, spaces, rules)

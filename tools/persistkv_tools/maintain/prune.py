@@ -158,11 +158,15 @@ def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outc
         return _Outcome()
     try:
         pruning.run()
-    # raised by ``prune`` after it has shown what was deleted
+    # ``prune`` raises it after it has shown the deletions
     except StoreError as error:
-        return _Outcome(pruning.done, error)
+        return _Outcome(pruning.done, failure=error)
     backend = store.backend
-    return _Outcome(pruning.done, None, backend.stats(), backend.free_space())
+    return _Outcome(
+        done=pruning.done,
+        stats=backend.stats(),
+        free=backend.free_space(),
+    )
 
 
 def _json_report(pruning: Prune, outcome: _Outcome) -> dict[str, object]:

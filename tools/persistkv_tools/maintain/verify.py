@@ -174,7 +174,7 @@ class _Pace(NamedTuple):
         :param resumable: whether the progress is saved.
         """
         share = 1.0
-        # a rate that the user gives replaces the limit beside engines
+        # the user's own limit replaces the one for the sake of engines
         if beside_engines and bytes_per_s is None:
             share = _SHARE_BESIDE_ENGINES
         throttle = Throttle(bytes_per_s, share=share)
@@ -228,7 +228,7 @@ def verify(
             )
         if repair:
             summary, failure = _repair(store, summary, yes=yes, json=json)
-    # the run is complete: a later one begins anew
+    # the run is complete: a later one starts from the beginning
     if resume is not None:
         resume.unlink(missing_ok=True)
     if json:
@@ -355,9 +355,9 @@ def check_store(
         spaces,
         state,
         on_bytes,
-        pace.threads,
-        pace.portion_bytes,
-        pace.batch_bytes,
+        threads=pace.threads,
+        portion_bytes=pace.portion_bytes,
+        batch_bytes=pace.batch_bytes,
     )
     with closing(verifier), _prompt_threads():
         # the threads read packs while this one counts rows and reads requests
@@ -392,7 +392,7 @@ def _count_engines(backend: Backend) -> int:
 
 
 def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
-    """Return the number of defects of each kind; a finding may stand for several."""
+    """Return the number of defects of each kind; a finding may count several."""
     counts = Counter[str]()
     for finding in findings:
         counts[finding.problem.value] += finding.count

@@ -122,7 +122,7 @@ class Tiers:
         group; ``on_released`` is called when they are no longer read after its end."""
         self._on_released[req_id] = on_released
         self.running[req_id] = num_blocks
-        # the last requests can be asked about in ``persisted``
+        # ``persisted`` answers for the last requests that have begun
         self._known[req_id] = None
         if len(self._known) > REMEMBERED_ENDS:
             oldest = next(iter(self._known))

@@ -750,10 +750,10 @@ def _batch(backend: Backend, number: int) -> CommitBatch:
 def _held(rig: NamespaceRig, batch: CommitBatch) -> list[bool]:
     """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
     held = []
+    # by keys: if the store has a key, two packs of the same blocks have different ids
     by_keys = {table.keys: table for table in rig.tables().values()}
     for pack in batch.packs:
         table = by_keys.get(pack.keys)
-        # with a key, another pack of the same blocks has another id
         content = None
         if table is not None:
             content = read_pack(rig.backend, rig.namespace, table)

@@ -309,7 +309,8 @@ def _parts(data: ReportData) -> Iterator[str]:
 
 def _histogram(header: str, bins: list[Bin]) -> str:
     """Return a table of the requests in each bin, with bars relative to the fullest bin."""
-    largest = max(found.requests for found in bins) or 1
+    # at least 1: an empty store has empty bins
+    largest = max(1, *(found.requests for found in bins))
     rows = []
     for found in bins:
         name = found.below or "(more)"
@@ -396,25 +397,23 @@ def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, Tree
 
 def _groups(totals: StoreTotals) -> str:
     """Return a table of the codec ratios of all KV cache groups, with bars relative to the best."""
-    groups = []
+    best_ratio = 0.0
     for namespace in totals.namespaces:
         for group in namespace.groups:
-            groups.append((namespace.id[:8], group))
-    # a group without blocks has no ratio
-    largest = max((group.codec_ratio or 0 for _, group in groups), default=0) or 1
+            # a group without blocks has no ratio
+            best_ratio = max(best_ratio, group.codec_ratio or 0.0)
     rows = []
-    for name, group in groups:
-        raw = render.format_size(group.raw_bytes)
-        stored = render.format_size(group.stored_bytes)
-        ratio = render.format_ratio(group.raw_bytes, group.stored_bytes)
-        codecs = " ".join(group.codecs)
-        share = (group.codec_ratio or 0) / largest
-        bar = _bar(
-            f"{name}, group {group.group}: {codecs}",
-            f"{ratio} ({raw} in {stored})",
-            share,
-        )
-        rows.append(bar)
+    for namespace in totals.namespaces:
+        for group in namespace.groups:
+            codecs = " ".join(group.codecs)
+            name = f"{namespace.id[:8]}, group {group.group}: {codecs}"
+            raw = render.format_size(group.raw_bytes)
+            stored = render.format_size(group.stored_bytes)
+            ratio = render.format_ratio(group.raw_bytes, group.stored_bytes)
+            length = 0.0
+            if group.codec_ratio:
+                length = group.codec_ratio / best_ratio
+            rows.append(_bar(name, f"{ratio} ({raw} in {stored})", end=length))
     return _table(("namespace and group", "ratio", ""), rows)
 
 

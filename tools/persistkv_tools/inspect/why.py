@@ -346,16 +346,18 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     if dtype is not None and isinstance(stored.get("dtype"), dict):
         ours["dtype"] = {"model": dtype}
     ours["config"] = _common(config, stored.get("config", {}))
-    known = Identity.of(ours)
+    our_identity = Identity.of(ours)
     # fields of the namespace that the model's files do not show are left out
-    comparable = Identity.of(_common(stored, ours))
-    differences = [DifferenceView(*found) for found in known.diff(comparable)]
+    their_identity = Identity.of(_common(stored, ours))
+    differences = []
+    for found in our_identity.diff(their_identity):
+        differences.append(DifferenceView(*found))
     not_compared = [name for name in stored if name not in ours]
     return ComparisonView(
         ours=str(directory),
         theirs=theirs.id.hex(),
         matches=not differences,
-        compared=_count(known),
+        compared=_count(our_identity),
         not_compared=sorted(not_compared),
         differences=differences,
     )

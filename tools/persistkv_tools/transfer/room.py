@@ -91,11 +91,13 @@ class TargetRoom(NamedTuple):
 
 
 def _catalogue_reserve(capacity: int) -> int:
-    """Return the bytes that a store of this capacity keeps free for its catalogue."""
-    small_growth = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
-    growth = max(small_growth, capacity // _LEAST_CATALOGUE_SHARE)
+    """Return the bytes that a store of this capacity keeps free for its catalogue: space to grow,
+    and pages that cannot be reused yet; in a small store, the rest of its least catalogue."""
+    growth_of_small = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
+    growth_of_large = capacity // _LEAST_CATALOGUE_SHARE
+    growth = max(growth_of_small, growth_of_large)
     unusable_pages = min(_PAGES_BYTES, capacity // 4)
-    # a small store keeps space for a whole catalogue of this size, whose empty files
-    # ``TargetRoom.held_bytes`` counts already
     least_catalogue = min(_LEAST_CATALOGUE_BYTES, capacity // 4 * 3)
-    return max(growth + unusable_pages, least_catalogue - _EMPTY_BYTES)
+    # ``TargetRoom.held_bytes`` counts the empty files already
+    rest_of_least = least_catalogue - _EMPTY_BYTES
+    return max(growth + unusable_pages, rest_of_least)

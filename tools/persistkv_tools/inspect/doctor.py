@@ -224,14 +224,24 @@ def _limit(number: int) -> str:
 
 def _process(environment: Mapping[str, str]) -> Iterator[Check]:
     """Check limits, settings and the clock of this process; those of an engine may differ."""
+    yield _open_files()
+    yield _locked_memory()
+    yield _hash_seed(environment)
+    yield _machine_clock()
+
+
+def _open_files() -> Check:
+    """Check the number of files that the process may open."""
     # soft limits apply; a process may raise its own up to the hard one
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
-    files = _limit(soft)
-    most = _limit(hard)
+    found = f"{_limit(soft)} (at most {_limit(hard)})"
     todo = f"ulimit -n {_MIN_FILES}, or LimitNOFILE= of the service"
-    yield _passed("open files", enough, f"{files} (at most {most})", todo)
-    # registering memory with CUDA locks it, which this limit may prevent
+    return _passed("open files", enough, found, todo)
+
+
+def _locked_memory() -> Check:
+    """Check the limit of locked memory: registering memory with CUDA locks it."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else render.format_size(soft)
@@ -239,23 +249,26 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
         "only if pinning the primary tier for a GPU fails: ulimit -l unlimited, or "
         "LimitMEMLOCK=infinity"
     )
-    yield _passed("locked memory", unlimited, found, todo, Level.NOTE)
+    return _passed("locked memory", unlimited, found, todo, Level.NOTE)
+
+
+def _hash_seed(environment: Mapping[str, str]) -> Check:
+    """Check that Python's hashes are the same after a restart."""
     seed = environment.get("PYTHONHASHSEED", "")
+    found = seed or "not set"
     todo = (
         "set it to 0 for engines that name blocks with Python's hash(): otherwise they find "
         "nothing after a restart"
     )
-    yield _passed(
-        "PYTHONHASHSEED", seed.isdecimal(), seed or "not set", todo, Level.NOTE
-    )
+    return _passed("PYTHONHASHSEED", seed.isdecimal(), found, todo, Level.NOTE)
+
+
+def _machine_clock() -> Check:
+    """Check that the clock shows no time before this release."""
     now = time.time()
     found = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
-    yield _passed(
-        "clock",
-        now >= _RELEASED,
-        found,
-        "the clock is behind: set it, because ages and ttl depend on it",
-    )
+    todo = "the clock is behind: set it, because ages and ttl depend on it"
+    return _passed("clock", now >= _RELEASED, found, todo)
 
 
 def _store(url: str) -> Iterator[Check]:

@@ -507,8 +507,7 @@ def prefix_tree(
     :param node_limit: largest number of nodes below the top node. Each node has at most 8 children.
     """
     chosen = found.manifest.id
-    blocks = found.manifest.group_blocks
-    group = max(range(len(blocks)), key=blocks.__getitem__, default=0)
+    group = _largest_group(found.manifest.group_blocks)
     chains = _chains_of_group(backend, found.namespace.id, group)
     top = TreeNode(
         start=0,
@@ -538,6 +537,13 @@ def prefix_tree(
             else:
                 to_grow.append((child, branch))
     return PrefixTree(top, group)
+
+
+def _largest_group(group_blocks: Sequence[int]) -> int:
+    """Return the index of the KV cache group with the most blocks; the first one of several."""
+    if not group_blocks:
+        return 0
+    return group_blocks.index(max(group_blocks))
 
 
 def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Chain]:

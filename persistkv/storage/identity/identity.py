@@ -492,5 +492,8 @@ def _invalid(path: Path, problem: str) -> ConfigurationError:
 
 
 def _checkpoint_error(path: Path, expected: str) -> ConfigurationError:
-    """Return the error that a path is not what is expected of a checkpoint."""
+    """Return the error for a path of a checkpoint that is something else.
+
+    :param expected: a description of a valid one.
+    """
     return ConfigurationError("checkpoint", str(path), expected)

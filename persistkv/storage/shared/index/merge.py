@@ -139,7 +139,7 @@ class Merger:
 
     def is_over(self, limits: Limits, tenants: Iterable[bytes]) -> bool:
         """Return whether the content that is known here exceeds the capacity, or the quota of one
-        of these tenants, by more than what engines commit between two merges in the background.
+        of these tenants, by more than engines commit between two merges in the background.
 
         :param tenants: digests of their names: each quota that is compared takes a transaction.
         """
@@ -421,7 +421,8 @@ class Merger:
         these objects all the same.
 
         While the medium refuses deletions, they are many. Then only those with the greatest names
-        are returned, which include most others. Readers read the rest once more, which is harmless.
+        are returned, which include most others. Readers read the rest once more: this only takes
+        time.
         """
         names: set[str] = set()
         for delta in deltas:
@@ -443,13 +444,13 @@ class Merger:
         :param planned: monotonic time at which its evictions were chosen.
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        # readers begin with the highest level, and skip what it includes
+        # readers begin with the highest level, and skip the objects that it includes
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
         body = self._objects.body(name, segment)
         # After a pause of the process, other engines may have merged the same commits, and used
-        # what is to be evicted.
+        # the packs to evict.
         now = self._clock.monotonic()
         is_list_stale = now - began > _STALE_S
         are_evictions_stale = now - planned > _EVICTION_STALE_S

@@ -2,8 +2,8 @@
 
 In a store with a key, each object is a record that the data key of the store seals. In it, what
 belongs to a tenant, the tables of its packs and its requests, is a record that the tenant's data
-key seals. Whoever writes that content again, in a segment or a base, seals it with the same data
-key: with the key, it is destroyed in all objects, older versions of them and copies.
+key seals. Segments and bases seal that content with the same data key again: with the key, it is
+destroyed in all objects, older versions of them and copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class IndexObjects:
         self._namespace = namespace
 
     def body(self, name: str, delta: Delta) -> bytes:
-        """Return the body of the object ``name`` with this content, without what is forgotten.
+        """Return the body of the object ``name`` with this content, without forgotten content.
 
         :raises StoreError: the medium failed.
         """

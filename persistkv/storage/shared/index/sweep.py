@@ -50,7 +50,7 @@ class _Damage(NamedTuple):
     """Result of reading an object of the index that is damaged."""
 
     reason: str
-    """Name of the object, and what is wrong."""
+    """Name of the object, and the error."""
 
 
 class Sweeper:
@@ -63,7 +63,7 @@ class Sweeper:
         self._replica = replica
         self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
-        # engines that start together look at different times
+        # engines that start together check at different times
         pause_s = _CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""

@@ -7,7 +7,7 @@ that are not up to date do no harm: the next ones correct them. A namespace that
 evicted by the engine that finds its totals oldest. A namespace without content has no totals.
 
 The quota of a tenant is shared by the namespaces in the same way: totals also contain those of each
-tenant with a quota. What exceeds a quota is evicted first: it counts neither for the capacity nor
+tenant with a quota. Content above a quota is evicted first: it counts neither for the capacity nor
 for its horizon.
 """
 
@@ -77,10 +77,10 @@ class Totals(ArrayStruct, frozen=True):
         return Totals(self.num_bytes, ages, tenants)
 
     def without(self, horizons: Mapping[bytes, float]) -> Totals:
-        """Return totals without what tenants will lose to their quotas.
+        """Return totals without the content that quotas of tenants will evict.
 
-        :param horizons: of the tenants above their quotas, by the digests of their names: what they
-            last used before is evicted.
+        :param horizons: of the tenants above their quotas, by the digests of their names: content
+            that was last used before is evicted.
         """
         # steps are coarse, so differences may be negative
         evicted = self._evicted(horizons, math.inf)
@@ -230,9 +230,9 @@ class TotalsBoard:
         """Return the limits of a namespace until the next exchange.
 
         The namespaces in use share the free space equally. A part of the capacity is kept free, so
-        that a growing namespace evicts the oldest content of the store, and not only its own. What
-        others will evict is not free before their totals show it: meanwhile, each namespace of a
-        store that exceeds its capacity gives up the same fraction, whatever its age.
+        that a growing namespace evicts the oldest content of the store, and not only its own. Bytes
+        that others will evict are not free before their totals show it: meanwhile, each namespace
+        of a store that exceeds its capacity gives up the same fraction, whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
         # before the first exchange, its own totals are not known: it may use the whole limits
@@ -243,7 +243,7 @@ class TotalsBoard:
         whole: Bound | None = None
         if policy.capacity is not None:
             num_sharing = 1 + self._others_in_use(namespace)
-            # what exceeds a quota is evicted anyway, so it does not count for the capacity
+            # content above a quota is evicted anyway, so it does not count for the capacity
             horizons = _tenant_horizons([mine, *others], policy)
             my_rest = mine.without(horizons)
             other_rests = [totals.without(horizons) for totals in others]
@@ -290,7 +290,7 @@ class TotalsBoard:
         tenant_horizons = _tenant_horizons(everything, policy)
         horizon = -math.inf
         if policy.capacity is not None:
-            # what exceeds a quota is evicted anyway, so it does not count for the capacity
+            # content above a quota is evicted anyway, so it does not count for the capacity
             within_quotas = [totals.without(tenant_horizons) for totals in everything]
             horizon = _horizon_with_free_part(within_quotas, policy.capacity)
         if policy.ttl_s is not None:
@@ -428,7 +428,7 @@ def _with_quota(replica: Replica, policy: Policy) -> list[TenantTotals]:
 
 
 def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
-    """Return what a namespace publishes of the tenants that have a quota."""
+    """Return the published totals of the tenants in a namespace that have a quota."""
     found: dict[bytes, Totals] = {}
     for one in _with_quota(replica, policy):
         if not one.stored_bytes:
@@ -506,8 +506,8 @@ def _bound(
     kept = mine.num_bytes - mine.used_until(horizon)
     used = sum(totals.num_bytes for totals in everything)
     if used > limit:
-        # Others may be slow to evict what is older than the horizon. Until then, each namespace
-        # keeps the same fraction of its content.
+        # Others may be slow to evict content that is older than the horizon. Until then, each
+        # namespace keeps the same fraction of its content.
         fraction_bytes = mine.num_bytes * limit // used
         kept = min(kept, fraction_bytes)
     free = max(0, limit - used)

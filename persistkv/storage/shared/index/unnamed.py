@@ -34,8 +34,8 @@ def read_tail(medium: Medium, info: BlobInfo) -> bytes:
     """Return the table of a pack as stored behind its payload, with its trailer; other bytes if the
     blob is no pack.
 
-    The trailer at the end of the blob tells how long the table before it is, so a large table needs
-    a second read.
+    The trailer at the end of the blob contains the length of the table before it, so a large table
+    needs a second read.
 
     :raises StoreError: the medium failed; ``BlobMissingError``: there is no such blob.
     """

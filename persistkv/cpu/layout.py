@@ -42,6 +42,7 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
     for offset, tensor in zip(offsets, kv_caches.tensors, strict=True):
         num_bytes = tensor.page_size_bytes * block_size_factor
         ends.append(offset + num_bytes)
+    # not always that of the last tensor: tensors of different groups may overlap
     return max(ends)
 
 
@@ -399,28 +400,31 @@ def _pair_blocks(
     """Return for each group its GPU blocks and their places in rows.
 
     :param rows: those of group 0, then those of group 1, and so on.
+    :param factor: GPU blocks in a row.
     :raises ValueError: the groups need more rows, or fewer.
     """
     blocks = np.asarray(gpu.block_ids, np.int64)
     positions = np.arange(factor)
     pairs_by_group = []
-    first_block = 0
-    first_row = 0
-    for size, index in zip(gpu.group_sizes, gpu.block_indices, strict=True):
-        # sub-blocks of the group's first row that precede its first block
-        skipped = index % factor
-        num_rows = divide_up(skipped + size, factor) if size else 0
-        group_rows = rows[first_row : first_row + num_rows]
+    blocks_before = 0  # of earlier groups
+    rows_before = 0
+    groups = zip(gpu.group_sizes, gpu.block_indices, strict=True)
+    for num_blocks, first_index in groups:
+        # the group's first block may be in the middle of its first row
+        skipped = first_index % factor
+        num_rows = divide_up(skipped + num_blocks, factor) if num_blocks else 0
+        group_rows = rows[rows_before : rows_before + num_rows]
         # shape (rows, positions), flattened: all sub-blocks of the group's rows
         sub_blocks = group_rows[:, None] * factor + positions
-        places = sub_blocks.reshape(-1)[skipped : skipped + size]
-        group_blocks = blocks[first_block : first_block + size]
-        pairs_by_group.append(BlockPairs(group_blocks, places))
-        first_block += size
-        first_row += num_rows
-    if first_row != len(rows):
+        used_sub_blocks = sub_blocks.reshape(-1)[skipped : skipped + num_blocks]
+        group_blocks = blocks[blocks_before : blocks_before + num_blocks]
+        pairs_by_group.append(BlockPairs(group_blocks, used_sub_blocks))
+        blocks_before += num_blocks
+        rows_before += num_rows
+    num_needed = rows_before
+    if num_needed != len(rows):
         raise ValueError(
-            f"{len(rows)} rows for {gpu}, which needs {first_row} at {factor} GPU blocks a row"
+            f"{len(rows)} rows for {gpu}, which needs {num_needed} at {factor} GPU blocks a row"
         )
     return pairs_by_group
 

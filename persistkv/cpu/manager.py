@@ -188,24 +188,25 @@ class CPUOffloadingManager(OffloadingManager):
         A block from before the last ``reset_cache`` that a job still uses is left out, although it
         is a miss for ``lookup``; it can be stored once that job has ended.
         """
+        rows = self._rows
         distinct = dict.fromkeys(keys)
-        new = [key for key in distinct if key not in self._rows]
+        new = [key for key in distinct if key not in rows]
         if not new:
-            return PrepareStoreOutput([], CPULoadStoreSpec(()), [])
-        num_missing = len(new) - len(self._free)
+            no_rows = CPULoadStoreSpec(())
+            return PrepareStoreOutput([], no_rows, evicted_keys=[])
         evicted: list[OffloadKey] = []
-        if num_missing > 0:
-            # Blocks of the call that could be evicted, and must not be. One loop without calls:
-            # this runs for each store of an engine.
+        num_rows_to_free = len(new) - len(self._free)
+        if num_rows_to_free > 0:
+            # The held blocks of the call must not be evicted for its new ones. Those in use are
+            # never evicted. One loop without calls: this runs for each store of an engine.
             refs = self._refs
-            held = self._rows
-            spared = [key for key in distinct if key in held and not refs[held[key]]]
-            # nothing has changed yet
-            if num_missing > self._num_evictable - len(spared):
+            spared = [key for key in distinct if key in rows and not refs[rows[key]]]
+            # refused before anything changes
+            if num_rows_to_free > self._num_evictable - len(spared):
                 return None
-            evicted = self._evict(num_missing, spared)
-        rows = self._allocate(new)
-        return PrepareStoreOutput(new, rows, evicted)
+            evicted = self._evict(num_rows_to_free, spared)
+        allocated = self._allocate(new)
+        return PrepareStoreOutput(new, allocated, evicted)
 
     def _allocate(self, keys: list[OffloadKey]) -> CPULoadStoreSpec:
         """Take free rows for new blocks; there must be enough."""
@@ -231,25 +232,26 @@ class CPUOffloadingManager(OffloadingManager):
         """Do the work of ``complete_store`` and return the blocks that were being written."""
         refs = self._refs
         rows = self._rows
-        written: list[OffloadKey] = []
+        being_written: list[OffloadKey] = []
         others: list[OffloadKey] = []
         for key in dict.fromkeys(keys):
             row = rows.get(key)
             if row is not None and refs[row] == _BEING_WRITTEN:
-                written.append(key)
+                being_written.append(key)
             else:
                 others.append(key)
+        # Others are readable, and stay so, or not held, which is an error. It is raised before
+        # anything changes.
         if others:
-            # raises for a key that is not held, before anything changes; readable blocks are left
-            # as they are
             self._rows_of(others)
-        for key in written:
+        for key in being_written:
             row = rows[key]
             refs[row] = 0
-        orphaned = self._free_before_reset(written)
+        orphaned = self._free_before_reset(being_written)
+        written = being_written
         if orphaned:
             # the policy does not know blocks from before a reset, and their rows are free already
-            written = [key for key in written if key in rows]
+            written = [key for key in being_written if key in rows]
         if success:
             self._num_evictable += len(written)
             self._policy.release(written)

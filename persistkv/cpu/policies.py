@@ -88,13 +88,14 @@ class LRUCachePolicy(CachePolicy):
         self._rows: OrderedDict[OffloadKey, int] = OrderedDict()
         """Rows of the blocks that are not parked, least recently used first."""
         self._parked: dict[OffloadKey, _ParkedBlock] = {}
-        """Parked blocks whose rows were in use at the last eviction, and not released since."""
+        """Blocks that an eviction skipped because jobs used them, and whose jobs have not ended
+        since."""
         self._released: dict[OffloadKey, _ParkedBlock] = {}
-        """Parked blocks whose jobs have ended: candidates for the next eviction."""
+        """Skipped blocks whose jobs have ended: candidates for the next eviction."""
         # a heap, because jobs end in another order than their blocks were used
         self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
-        """``_released`` by place. An entry is stale if ``_released`` has not the same one: it is
-        removed only when it is reached."""
+        """``_released``, the least recently used block first. A block that leaves ``_released``
+        leaves a stale entry here, which the eviction that reaches it drops."""
         self._last_place = 0  # of the block that was parked last
 
     def __len__(self) -> int:
@@ -172,7 +173,7 @@ class LRUCachePolicy(CachePolicy):
             del self._released[key]
             is_in_use = self._refs[block.row] != 0
             if is_in_use:
-                # with its former place
+                # in use again without ``touch``, so it keeps its place in the order of use
                 self._parked[key] = block
             else:
                 victims.append((key, block.row))
@@ -314,8 +315,9 @@ class ARCCachePolicy(CachePolicy):
         while len(self._recent_ghosts) > max_recent_ghosts:
             self._recent_ghosts.popitem(last=False)
         num_held = len(self._recent) + len(self._frequent)
-        num_others = num_held + len(self._recent_ghosts)
-        max_frequent_ghosts = max(0, 2 * self._num_blocks - num_others)
+        # of both lists with their ghosts, all entries but those of ``_frequent_ghosts``
+        num_other_entries = num_held + len(self._recent_ghosts)
+        max_frequent_ghosts = max(0, 2 * self._num_blocks - num_other_entries)
         while len(self._frequent_ghosts) > max_frequent_ghosts:
             self._frequent_ghosts.popitem(last=False)
 

@@ -80,8 +80,8 @@ class RegionFile:
         A file that no process has locked is replaced. If another process is creating the file, the
         call waits until the file has its size, at most ``timeout_s`` seconds.
 
-        :raises ConfigurationError: ``size`` bytes are not free, also after a wait of 25 s if the
-            directory is large enough; the file is removed.
+        :raises ConfigurationError: ``size`` bytes are not free; the file is removed. If the
+            directory is large enough, the call has waited up to 25 s for them.
         :raises RegionError: the file did not reach its size in time, another user owns it or may
             open it, or the directory cannot be used.
         """

@@ -64,8 +64,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()
         """Lookups of each block, the least recently counted block first."""
         self._counted: dict[str, set[OffloadKey]] = {}
-        """By id of an unfinished request with a description, the blocks that it has counted
-        for."""
+        """By id of an unfinished request with a description, those of its blocks for which a lookup
+        was counted. It is counted once per request and block."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Count the lookup for the blocks of ``_to_count``, and return the answer of
@@ -88,13 +88,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
         if description is None:
             return [key]
         counted = self._counted.setdefault(req_context.req_id, set())
-        # an earlier lookup of the request has counted it, with all blocks that it had then
+        # an earlier lookup counted for all blocks that the request had then
         if key in counted:
             return []
         new: list[OffloadKey] = []
         for keys in description.group_keys:
             new += [block for block in keys if block not in counted]
-        # a block that the description does not have (yet) counts alone, at depth 0
+        # the description may not have this block (yet); it is counted, too, as one at depth 0
         if description.depth(key) is None:
             new.append(key)
         depths = {block: description.depth(block) or 0 for block in new}
@@ -107,7 +107,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         keys: Keys,
         req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
-        """Pass on the blocks that were looked up often enough, and those that are held."""
+        """Pass on the blocks that were looked up often enough, and those that are held: the tiers
+        of ``backing`` may need every block of a request."""
         offered = []
         for key in keys:
             num_lookups = self._num_lookups.get(key, 0)

@@ -95,9 +95,10 @@ class CPUOffloadingSpec(OffloadingSpec):
     """Rows of the primary tier."""
 
     def __post_init__(self) -> None:
-        self.options = options = convert_options(
+        options = convert_options(
             self.options_type, self.extra_config, where="offloading"
         )
+        self.options = options
         gpu_block_size = self.geometry.gpu_block_size
         block_size = options.block_size
         if block_size is None:

@@ -102,17 +102,19 @@ class CPUCopyEngine(CopyEngine):
         return TransferResult(job_id, success, num_bytes, seconds)
 
     def _copy(self, part: PageCopies) -> None:
-        """Copy the bytes of one tensor in the first of three ways that takes few calls: by runs of
-        consecutive places in rows, by runs of consecutive pages, through the buffer."""
-        # shape (rows, GPU blocks in a row, bytes to copy)
-        rows = self.memory.rows[part.tensor_idx]
+        """Copy the bytes of one tensor. There are three ways, of which the first that takes few
+        calls is used: by runs of consecutive places in rows, by runs of consecutive pages, through
+        the buffer."""
+        all_rows = self.memory.rows[part.tensor_idx]
+        all_pages = self.memory.pages[part.tensor_idx]
         blocks_per_row = self.memory.block_size_factor
-        rows = rows.view(len(rows), blocks_per_row, -1)
-        rows = rows[:, :, : part.page_bytes]
+        whole_sub_blocks = all_rows.view(len(all_rows), blocks_per_row, -1)
+        # shape (rows, GPU blocks in a row, bytes to copy)
+        rows = whole_sub_blocks[:, :, : part.page_bytes]
         # shape (GPU blocks, bytes to copy)
-        pages = self.memory.pages[part.tensor_idx]
-        pages = pages[:, : part.page_bytes]
+        pages = all_pages[:, : part.page_bytes]
 
+        # in the order of places in rows
         blocks = part.blocks
         sub_blocks = part.sub_blocks
         ascends = sub_blocks[1:] > sub_blocks[:-1]
@@ -121,7 +123,7 @@ class CPUCopyEngine(CopyEngine):
             blocks = blocks[order]
             sub_blocks = sub_blocks[order]
 
-        # the buffer takes two calls for each part
+        # each run takes one call; the buffer takes two calls for each part of its size
         buffered_calls = 2 * divide_up(part.num_bytes, BUFFER_BYTES)
         max_runs = max(FEW_RUNS, buffered_calls)
         row_runs = consecutive_runs(sub_blocks)
@@ -130,15 +132,16 @@ class CPUCopyEngine(CopyEngine):
                 self._copy_row_run(pages, rows, blocks[run], sub_blocks[run])
             return
         # An engine that allocates fresh blocks gets consecutive pages, although the rows are
-        # fragmented: then runs of pages are longer.
+        # fragmented: in the order of pages, runs are longer.
         page_order = np.argsort(blocks, kind="stable")
-        ordered_blocks = blocks[page_order]
-        their_places = sub_blocks[page_order]
-        page_runs = consecutive_runs(ordered_blocks)
+        blocks_by_page = blocks[page_order]
+        sub_blocks_by_page = sub_blocks[page_order]
+        page_runs = consecutive_runs(blocks_by_page)
         if len(page_runs) <= max_runs:
             for run in page_runs:
-                places = their_places[run]
-                self._copy_page_run(pages, rows, ordered_blocks[run], places)
+                run_blocks = blocks_by_page[run]
+                run_sub_blocks = sub_blocks_by_page[run]
+                self._copy_page_run(pages, rows, run_blocks, run_sub_blocks)
             return
         self._copy_buffered(pages, rows, blocks, sub_blocks)
 
@@ -256,10 +259,10 @@ def _rectangles(
             yield begin, end, rows[row : row + num_rows]
         else:
             # a part of one row, up to its end at most
-            row_end = begin + blocks_per_row - position
-            end = min(count, row_end)
-            last_position = position + end - begin
-            yield begin, end, rows[row : row + 1, position:last_position]
+            num_left = count - begin
+            end_position = min(position + num_left, blocks_per_row)
+            end = begin + end_position - position
+            yield begin, end, rows[row : row + 1, position:end_position]
         begin = end
 
 
@@ -267,14 +270,15 @@ def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return views of byte tensors in the first type of ``WIDE`` whose size divides all addresses,
     strides and last dimensions. If there is no such type, return the tensors unchanged.
     """
-    # all in bytes, which the tensors hold
-    numbers: list[int] = []
+    # in bytes, as an element of the tensors is a byte
+    distances: list[int] = []
     for tensor in tensors:
-        numbers.append(tensor.data_ptr())
-        numbers.append(int(tensor.storage_offset()))
-        numbers.append(tensor.shape[-1])
-        numbers += tensor.stride()[:-1]
-    divisor = math.gcd(*numbers)
+        distances.append(tensor.data_ptr())
+        # ``view`` refuses a wider type whose size does not divide it
+        distances.append(int(tensor.storage_offset()))
+        distances.append(tensor.shape[-1])
+        distances += tensor.stride()[:-1]
+    divisor = math.gcd(*distances)
     # widest first
     for dtype in WIDE:
         if divisor % dtype.itemsize == 0:

@@ -286,6 +286,7 @@ class DriverBatchCopier(PageCopier):
         """Enqueue all copies with one call. If CUDA refuses, the error names the failed copy."""
         # one set of attributes, which applies from copy 0 on: to all copies
         attributes = CopyAttributes(source_access_order=SOURCE_IN_STREAM_ORDER)
+        num_attributes = 1
         first_copy = ctypes.c_size_t(0)
         failed = ctypes.c_size_t(_NO_COPY)
         code = self._function(
@@ -295,7 +296,7 @@ class DriverBatchCopier(PageCopier):
             len(batch.sizes),
             ctypes.byref(attributes),
             ctypes.byref(first_copy),
-            1,
+            num_attributes,
             ctypes.byref(failed),
             stream.cuda_stream,
         )

@@ -91,7 +91,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             # that LMCache has not accessed yet, which is most of it.
             prefer_huge_pages(l1_memory_desc.ptr, l1_memory_desc.size)
         weights = _weights(self.options.models)
-        self._stores = LayoutStores(self.options, weights, version("lmcache"))
+        release = version("lmcache")
+        self._stores = LayoutStores(self.options, weights, release)
         self._content = Content(self._stores, self.options.delete_timeout_s)
         self._rules = SaltRules(self.options.tenant)
         self._leases = Leases(self.options.lease_s)
@@ -303,7 +304,6 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def register_listener(self, listener: Any) -> None:
         """Announce all changes to a listener, beginning with the present content."""
         register = partial(super().register_listener, listener)
-
         stored = partial(_announce, listener.on_l2_keys_stored)
         self._announcer.add_listener(register, stored)
 

@@ -32,7 +32,10 @@ class Leases:
         expires_at = time.monotonic() + self._lease_s
         with self._lock:
             for key in keys:
-                lease = self._leases.setdefault(key, _Lease(0, expires_at))
+                lease = self._leases.get(key)
+                if lease is None:
+                    lease = _Lease(count=0, expires_at=expires_at)
+                    self._leases[key] = lease
                 lease.count += 1
                 lease.expires_at = expires_at
 

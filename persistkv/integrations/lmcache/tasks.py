@@ -64,10 +64,11 @@ class TaskQueue:
         is_empty = not num_parts
         if is_empty:
             num_parts = 1
+        task = _Task(num_keys, num_parts)
         with self._lock:
             number = self._next
             self._next += 1
-            self._tasks[number] = _Task(num_keys, num_parts)
+            self._tasks[number] = task
         if is_empty:
             self.fail(number)
         return number

@@ -205,8 +205,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             # the namespace of the new weights may not exist yet, which must not be an error
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
+        client = tier.client
         # for the time in which the engine takes no steps
-        tier.client.idle.callback = partial(self._request_step, tier.client, watch)
+        client.idle.callback = partial(self._request_step, client, watch)
         self._tiers.put_own(tier)
         return tier
 

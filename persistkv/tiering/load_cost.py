@@ -125,6 +125,16 @@ class _LoadInFlight(NamedTuple):
     """Bytes of the loads that were in flight when it began."""
 
 
+class _Shares(NamedTuple):
+    """How far two estimates follow the change that a load shows: exponents of the change, from 0,
+    not at all, to 1, completely."""
+
+    slowdown: float
+    """Share of the store's slowdown."""
+    usual: float
+    """Share of the sample that is added to the usual time of the load's size."""
+
+
 class LoadTimes:
     """Expected times of the loads of one store, from its own history. Latency, bandwidth, decoding
     and the queue before a load are included.
@@ -169,15 +179,19 @@ class LoadTimes:
         """
         load = self._in_flight.pop(job_id)
         self._bytes_in_flight -= load.num_bytes
+        # A load that brought nothing shows something only if it had its full time.
+        if not loaded_bytes:
+            if is_late:
+                self.abandon(load.num_bytes, 0, seconds)
+            return
         # The time of a load includes that of the loads that were in flight before it, so their
-        # bytes count, too. A load that brought nothing counts by its own size.
-        bytes_before = load.bytes_before if loaded_bytes else 0
-        num_bytes = load.num_bytes + bytes_before
-        loaded_bytes += bytes_before
+        # bytes count, too.
+        all_bytes = load.num_bytes + load.bytes_before
+        arrived_bytes = loaded_bytes + load.bytes_before
         if is_late:
-            self.abandon(num_bytes, loaded_bytes, seconds)
-        elif loaded_bytes:
-            self.observe(loaded_bytes, seconds)
+            self.abandon(all_bytes, arrived_bytes, seconds)
+        else:
+            self.observe(arrived_bytes, seconds)
 
     def cancel(self, job_id: int) -> None:
         """Forget a load that was not run."""
@@ -192,43 +206,43 @@ class LoadTimes:
 
         :param num_bytes: bytes of the load and of those in flight before it, above 0.
         """
-        seconds = max(seconds, _LEAST_S)
+        took_s = max(seconds, _LEAST_S)
         usual = self._by_class.get(_size_class(num_bytes))
         # The first load of a size sets its usual time, within bounds that follow from other sizes.
-        # An excess beyond the bounds remains as ``change``.
+        # Time beyond the bounds is left to the slowdown, as part of the change.
         if usual is None:
-            self._set_usual(num_bytes, seconds / self._slowdown)
+            self._set_usual(num_bytes, took_s / self._slowdown)
         usual_s = self._usual_s(num_bytes)
-        # how many times as long as expected the load took
-        change = seconds / usual_s / self._slowdown
-
-        # How far the slowdown and the sample of the usual time follow the change, as exponents of
-        # it: 0 not at all, 1 completely.
-        if not 1 / _CHANGE < change < _CHANGE:
-            # the store has changed, or the usual time of this size is wrong
-            slowdown_share = 1.0
-            size_share = _OWN_SHARE
-        elif self.is_stalled:
-            # earlier samples say nothing about the slowdown after a stall
-            slowdown_share = 1.0
-            size_share = 0.0
-        else:
-            # noise
-            slowdown_share = _NOISE_RATE
-            size_share = 1 - _NOISE_RATE
-        self._slowdown *= change**slowdown_share
+        expected_s = usual_s * self._slowdown
+        change = took_s / expected_s
+        shares = self._shares_of(change)
+        self._slowdown *= change**shares.slowdown
         self.is_stalled = False
         # the first load of a size has set its usual time above
         if usual is not None:
-            usual.add(num_bytes, usual_s * change**size_share)
+            usual.add(num_bytes, usual_s * change**shares.usual)
+
+    def _shares_of(self, change: float) -> _Shares:
+        """Return how far the two estimates follow a load.
+
+        :param change: how many times as long as expected the load took.
+        """
+        # the store has changed, or the usual time of this size is wrong
+        if not 1 / _CHANGE < change < _CHANGE:
+            return _Shares(slowdown=1.0, usual=_OWN_SHARE)
+        # earlier samples say nothing about the slowdown after a stall
+        if self.is_stalled:
+            return _Shares(slowdown=1.0, usual=0.0)
+        # noise
+        return _Shares(slowdown=_NOISE_RATE, usual=1 - _NOISE_RATE)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
         """Add a load that was abandoned at its deadline. The blocks that had arrived count like a
         load of their size. The whole load would have taken longer than ``seconds``: if the estimate
         for its size is shorter, it is raised.
 
-        :param num_bytes: bytes of the whole load and, if any of its blocks had arrived, of the
-            loads in flight before it.
+        :param num_bytes: bytes of the whole load and of the loads in flight before it; if none of
+            its blocks had arrived, of the load alone.
         :param loaded_bytes: the part of these bytes that had arrived; 0: no block had.
         """
         if not loaded_bytes:
@@ -251,9 +265,10 @@ class LoadTimes:
             usual.add(num_bytes, least_usual_s)
 
     def _rest_s(self, num_bytes: int, loaded_bytes: int, seconds: float) -> float:
-        """Return how long the rest of an abandoned load would have taken, at least; 0 if less than
-        half of it was loaded, which shows the latency more than the bandwidth."""
-        if 2 * loaded_bytes < num_bytes:
+        """Return how long the rest of an abandoned load would have taken, at least. The loaded part
+        shows the bandwidth; 0 if it is less than half of the load, because the time of so small a
+        part is mostly latency."""
+        if loaded_bytes < num_bytes / 2:
             return 0.0
         # the latency of a load is at most the time of the smallest loads
         most_latency_s = self._sizes[0].seconds * self._slowdown
@@ -262,7 +277,8 @@ class LoadTimes:
 
     def _add_silence(self, num_bytes: int, seconds: float) -> None:
         """Add a load that brought nothing before its deadline, which was ``seconds`` after its
-        begin: the store has stalled, or the deadline was too close to the expected time to tell.
+        begin. If that is clearly longer than expected, the store has stalled; otherwise the load
+        may have been only a little late.
 
         A deadline is three times the time that was expected of the load, or later; it is earlier
         only if the engine computes the tokens in less time than that (``_deadline_s``).
@@ -275,14 +291,13 @@ class LoadTimes:
             self.stall()
             return
         usual_s = self._usual_s(num_bytes)
-        # clearly longer than expected
-        if seconds >= _STALL * usual_s * self._slowdown:
+        expected_s = usual_s * self._slowdown
+        if seconds >= _STALL * expected_s:
             self.stall()
             return
-        # The deadline was early, because computing these tokens takes no longer. The load may have
-        # been only a little late. So its expected time rises to a tenth above the deadline: loading
-        # these tokens then seems slower than computing them, while loads that save more time are
-        # still chosen.
+        # The deadline was the time of computing these tokens. The expected time rises to a tenth
+        # above it: loading these tokens then seems slower than computing them, while loads that
+        # save more time are still chosen.
         least_s = _LONGER * seconds
         least_usual_s = least_s / self._slowdown
         # The usual time of the size moves part of the way, as with each sample. The slowdown takes
@@ -356,23 +371,27 @@ class LoadTimes:
         place = self._place_of(num_bytes)
         if place == len(sizes):
             return self._beyond_s(num_bytes)
-        # The line between the next larger size and the one before it. Below the smallest size, the
-        # line between the two smallest continues; a single size has a line without latency.
-        upper_place = place
+        # The line ends at the next larger size and begins at the one before it. Below the smallest
+        # size, the line between the two smallest continues; a single size has a line without
+        # latency.
+        end_of_line = place
         if place == 0 and len(sizes) > 1:
-            upper_place = 1
-        slope = self._slope(upper_place, sizes[upper_place].seconds)
+            end_of_line = 1
+        slope = self._slope(end_of_line, sizes[end_of_line].seconds)
+        # from the next larger size back along the line
         larger = sizes[place]
-        less_s = slope * (larger.num_bytes - num_bytes)
-        return max(larger.seconds - less_s, _LEAST_S)
+        usual_s = larger.seconds - slope * (larger.num_bytes - num_bytes)
+        return max(usual_s, _LEAST_S)
 
     def _beyond_s(self, num_bytes: int) -> float:
         """Return the usual time of loads that are larger than all known ones: on the line of the
         last two, and faster beyond twice the largest known size."""
         last_place = len(self._sizes) - 1
         last = self._sizes[last_place]
-        # not steeper by chance: nothing corrects an estimate of sizes that are never loaded
+        # The least time of the last size gives the flattest line. If a line that is steep by chance
+        # excluded all larger sizes, no load would correct it.
         slope = self._slope(last_place, last.least_s)
+        # beyond twice the largest known size
         far_bytes = max(0.0, num_bytes - 2 * last.num_bytes)
         near_bytes = num_bytes - last.num_bytes - far_bytes
         near_s = slope * near_bytes
@@ -514,10 +533,10 @@ class LoadChooser:
     def __init__(self, prefill: PrefillSpeed) -> None:
         self.prefill = prefill
         self._was_chosen = True
-        """Whether the last decision was to load: then the next one needs no margin
-        (``_HYSTERESIS``)."""
+        """Whether the last comparison of both times chose the load: then the next one needs no
+        margin (``_HYSTERESIS``)."""
         self._num_close = 0
-        """Refusals near the break-even since the last trial."""
+        """Loads that were nearly as fast as the computation, since the last trial."""
 
     def choose(self, runs: Sequence[LoadRun], start: int) -> LoadDecision:
         """Choose the longest prefix that is expected to be loaded faster than computed.
@@ -553,8 +572,7 @@ class LoadChooser:
         return _Estimate(len(runs), load_s, compute_s)
 
     def _is_worth(self, estimate: _Estimate) -> bool:
-        """Return whether to load: the load is faster than the computation, or it is a trial. Each
-        eighth load that is not, but nearly, is a trial."""
+        """Return whether to load: the load is faster than the computation, or a trial."""
         if estimate.always_load:
             return True
         load_s = estimate.load_s
@@ -564,17 +582,21 @@ class LoadChooser:
         if _is_faster(load_s, compute_s, limit):
             return True
         is_close = compute_s is not None and load_s <= _CLOSE * compute_s
-        if not is_close:
-            return False
+        return is_close and self._next_is_trial()
+
+    def _next_is_trial(self) -> bool:
+        """Count a load that is nearly as fast as the computation. Return whether it is a trial, as
+        each eighth of them is."""
         self._num_close += 1
-        is_trial = self._num_close >= _TRIAL_EACH
-        if is_trial:
-            self._num_close = 0
-        return is_trial
+        if self._num_close < _TRIAL_EACH:
+            return False
+        self._num_close = 0
+        return True
 
     def _load(self, estimate: _Estimate, reason: Reason) -> LoadDecision:
         """Return the decision to load, with the reason why runs after these are computed."""
         deadline_s = math.inf
+        # otherwise no times were compared, and the load has no deadline
         if not estimate.always_load:
             self._was_chosen = True
             deadline_s = _deadline_s(estimate.load_s, estimate.compute_s)

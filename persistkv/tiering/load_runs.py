@@ -65,10 +65,11 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         expected_s = {tier: tier.expected_load_s(num_bytes) or 0.0 for tier in holders}
         # of equally fast ones, the first
         fastest = min(holders, key=expected_s.__getitem__)
-        # the run before it continues
         if runs and runs[-1].tier is fastest:
-            start = runs.pop().start
-        runs.append(TierRun(fastest, start, stop))
+            # the previous run goes on
+            runs[-1] = runs[-1]._replace(stop=stop)
+        else:
+            runs.append(TierRun(fastest, start, stop))
         start = stop
     return runs
 

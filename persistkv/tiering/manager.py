@@ -191,12 +191,12 @@ class TieringOffloadingManager(OffloadingManager):
     ) -> dict[OffloadKey, IsolatedTier]:
         """Return, for each key in a prefix that secondary tiers hold, the tier to load it from.
 
-        The first call that finds any also decides which of them the request loads; ``_lookup``
-        answers False for the others.
+        The first call for a request that finds held blocks also decides how many of them it loads.
+        The first block that it does not load is a miss for ``_lookup``.
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
-        # by tier, in the order of lookups: the number of leading keys that it holds
+        # by tier, in the order of lookups: the number of leading keys that it holds, if any
         held: dict[IsolatedTier, int] = {}
         for tier in self._tiers:
             num_held = tier.num_held(keys, req_context)
@@ -224,18 +224,22 @@ class TieringOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         runs: Sequence[TierRun],
     ) -> None:
-        """Decide which runs of keys the request loads: the first key of the others is a miss.
-        Without a decision, the request loads all of them."""
-        # blocks that are being loaded for another request cost nothing more
+        """Decide how many runs of keys the request loads, from the first one on. The first key of
+        the next run becomes a miss, which ends the lookup of the prefix. Without a decision, the
+        request loads all runs."""
+        # not decided: blocks that are being loaded for another request cost nothing more
         waiters = self._promotions.waiters
         if waiters and not waiters.keys().isdisjoint(keys):
             return
+        first_key = keys[0]
         block_size = self.secondary_tiers[0].config.block_size
         description = request.context.description
-        depth = None if description is None else description.depth(keys[0])
-        # tokens before the first key; if they are not known, as if the request began with it
+        depth = None
+        if description is not None:
+            depth = description.depth(first_key)
+        # an unknown depth counts as 0, as if the request began with the first key
         start = (depth or 0) * block_size
-        sizes = self._group_sizes(request, get_offload_group_idx(keys[0]))
+        sizes = self._group_sizes(request, get_offload_group_idx(first_key))
         loads = loads_of_runs(runs, sizes, block_size, start)
         decision = self.load_chooser.choose(loads, start)
         request.decision = decision
@@ -243,9 +247,8 @@ class TieringOffloadingManager(OffloadingManager):
             request.load_reason = decision.reason
         if decision.num_runs < len(runs):
             declined = runs[decision.num_runs]
-            # a miss of this key suffices: the lookup of a prefix ends there
-            request.missed.add(keys[declined.start])
             declined_keys = keys[declined.start : declined.stop]
+            request.missed.add(declined_keys[0])
             declined.tier.on_load_declined(declined_keys, request.context, decision)
 
     def _group_sizes(self, request: TieredRequest, group: int) -> list[GroupSize]:
@@ -292,15 +295,17 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         request = self._request(req_context)
 
-        # The block is being promoted: it has waiters as soon as its promotion is queued, and
-        # ``in_primary`` is None once it has a row. It is held for all waiters at its end.
+        # A block has waiters while its promotion is queued or in flight. The block is then held in
+        # the primary tier for each of them.
         waiters = self._promotions.waiters.get(key)
         if waiters is not None:
             waiters.add(req_context.req_id)
             return None
+        # without waiters: a store is writing the block, or a promotion that was given up
         if in_primary is None:
-            # The end of a lost promotion may never come; the engine computes the block instead.
-            return False if key in self._promotions.lost else None
+            # such a promotion may never end: the engine computes the block instead
+            is_lost = key in self._promotions.lost
+            return False if is_lost else None
         # a declined request loads no block, of any group and at any depth
         if key in request.missed or request.is_declined:
             return False
@@ -350,10 +355,11 @@ class TieringOffloadingManager(OffloadingManager):
         # The promotion must not evict the request's own prefix, without which it is useless.
         prefix = self._readable_blocks(promotion.context)
         num_rows = primary.num_free_or_evictable() - primary.num_evictable_of(prefix)
+        # the first blocks of the request, if there are not enough rows
         fitting = keys[:num_rows]
         output = None
         if num_rows:
-            # the blocks of the prefix are held, so they get no rows; they are named to be spared
+            # the blocks of the prefix have rows, and are named so that they are not evicted
             output = primary.prepare_write(prefix + fitting, promotion.context)
         if output is None:
             if self._may_wait_for_row(promotion):
@@ -364,9 +370,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._decline(keys[num_rows:])
         allocated = set(output.keys_to_store)
         for key in fitting:
+            # a store or another promotion has begun to write the block since the lookup, so it got
+            # no row: its requests look it up again
             if key not in allocated:
-                # a store or another promotion has begun to write it since the lookup: the request
-                # looks it up again
                 del self._promotions.waiters[key]
         if allocated:
             self._submit_load(promotion, output)
@@ -528,10 +534,10 @@ class TieringOffloadingManager(OffloadingManager):
         keys: Sequence[OffloadKey],
         req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
-        """See ``OffloadingManager``. Rows of tier jobs that had ended before the first call of a
-        step can be allocated.
+        """See ``OffloadingManager``.
 
-        Finished jobs are polled once per step, so a step without room does not poll at each call.
+        The first call of a step ends the finished jobs of the tiers, so that their rows can be
+        allocated. The others do not: in a step without room, each call would poll in vain.
         """
         if self._jobs and not self._polled_in_step:
             self._poll()
@@ -578,12 +584,13 @@ class TieringOffloadingManager(OffloadingManager):
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
         ended = self.primary_tier.end_writes(keys, success)
-        # without the orphaned blocks, which are misses
+        # orphaned blocks are misses, whose rows are free
         if success:
             for tier in self._tiers:
                 self._cascade(tier, ended.written, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None:
+            # neither kind is being written any more
             request.num_being_written -= len(ended.written) + len(ended.orphaned)
             self._end_if_done(request)
         self._end_awaited_writes(ended.written)
@@ -702,8 +709,8 @@ class TieringOffloadingManager(OffloadingManager):
             request.load_reason = reason
 
     def _poll(self) -> None:
-        """End the finished jobs of all tiers, and use the rows that this makes free in their
-        shares."""
+        """End the finished jobs of all tiers, and submit the waiting cascades for which this makes
+        room."""
         self._polled_in_step = True
         for tier in self._tiers:
             for result in tier.finished_jobs():
@@ -754,7 +761,7 @@ class TieringOffloadingManager(OffloadingManager):
         if not job.is_reset:
             self._miss(failed)
             self._deliver(job.tier, loaded)
-        # after the delivery above, which cascades the blocks that requests await
+        # last: it ends finished requests, whose tiers must have received the delivered blocks
         self._end_awaited_writes(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
@@ -763,7 +770,9 @@ class TieringOffloadingManager(OffloadingManager):
 
         :param source: the tier that loaded the blocks.
         """
-        for req_id, waited_for in self._take_waiters(keys).items():
+        # also the requests that only offered the blocks for storing, and wait for none
+        waited_for_by_request = self._take_waiters(keys)
+        for req_id, waited_for in waited_for_by_request.items():
             request = self._requests.get(req_id)
             if request is None:
                 continue
@@ -953,8 +962,8 @@ def _tell_slower_tiers(
     keys: Sequence[OffloadKey],
     runs: Sequence[TierRun],
 ) -> None:
-    """Call ``on_faster_tier`` of tiers whose blocks a later tier loads, because it is faster: their
-    own loads would not show when they are fast again.
+    """Call ``on_faster_tier`` of tiers whose blocks a later tier loads, because it is faster now.
+    Such a tier loads nothing, so that it must find out by itself when it is faster again.
 
     :param held: as for ``assign_runs``, which has returned ``runs``.
     """

@@ -59,8 +59,8 @@ class Prewarming:
         """Return the next stored context to promote; None if there is none (yet). Asks the tier for
         more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
-            # All recently used contexts were returned: those of the first answer. So ``_ask`` asks
-            # for prefetches from now on.
+            # The first answer lists the recently used contexts, and all of these were returned:
+            # from now on, ``_ask`` asks for prefetches.
             if self._answered:
                 self.ended = True
             self._ask()

@@ -26,8 +26,8 @@ class ProbeTimer:
         self._distance_s = _FIRST_S
         """Seconds from the next probe to the one after it."""
         self.is_small = True
-        """Whether the last probe that began reads one block; otherwise it reads several. True
-        before the first one, which is large."""
+        """Whether the last probe that began reads one block; otherwise it reads several. The next
+        one is of the other size, so that the first one is large."""
 
     @property
     def is_due(self) -> bool:

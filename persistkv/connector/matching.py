@@ -28,7 +28,7 @@ class GroupGeometry:
     request needs."""
 
     spec: KVCacheGroupSpec
-    factor: int
+    block_size_factor: int
     """Device blocks in an offloaded block."""
 
     @property
@@ -37,7 +37,7 @@ class GroupGeometry:
 
     @property
     def offloaded_tokens(self) -> int:
-        return self.spec.block_size * self.factor
+        return self.spec.block_size * self.block_size_factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:
         """Return the index of the first token, at least ``start``, to which the token after the
@@ -58,10 +58,10 @@ class GroupGeometry:
         return range(first // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
-        """Return the indices of the offloaded blocks that a prefix needs, also in part, from token
-        ``start`` on."""
+        """Return the indices of the offloaded blocks that a prefix of ``num_tokens`` needs, from
+        token ``start`` on. It may need only a part of the first and of the last one."""
         first = self.first_needed(num_tokens, start)
-        # nothing is needed: rounding up would include the block in which the prefix ends
+        # No token is needed. The range below would hold the block in which the prefix ends.
         if first == num_tokens:
             return range(0)
         stop = divide_up(num_tokens, self.offloaded_tokens)
@@ -181,8 +181,8 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
     """Return a function ``longest(length)`` that finds the longest prefix, of at most ``length``
     tokens, that a sliding-window group can serve.
 
-    The result is ``length`` or a smaller multiple of ``unit``. At ``start`` or below, the group can
-    serve nothing beyond the tokens that need no block.
+    The result is ``length`` or a smaller multiple of ``unit``. A result of ``start`` or less means
+    that the group can serve no token after the first ``start`` ones, which need no block.
     """
     geometry = group.geometry
 

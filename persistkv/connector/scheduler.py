@@ -176,13 +176,14 @@ class _ScheduledRequest:
         for group, geometry in enumerate(self.geometries):
             keys = self.description.group_keys[group]
             table = self.block_tables[group]
-            factor = geometry.factor
+            factor = geometry.block_size_factor
             # A block can be stored if its KV is computed, its key known and its device blocks
-            # reported; any of the three may be behind the others.
+            # reported. The engine may report these three at different times.
             num_computed = self.num_computed_tokens // geometry.offloaded_tokens
             num_filled = min(num_computed, len(keys), len(table) // factor)
             first = self.next_store[group]
-            # an engine that took the device blocks away reports fewer tokens than before
+            # not before ``first``, although an engine that took the device blocks away reports
+            # fewer tokens than before
             end = max(first, num_filled)
             filled = range(first, end)
             self.next_store[group] = end
@@ -232,7 +233,7 @@ class _ScheduledRequest:
         starts = []
         for group, offer in enumerate(offers):
             table = self.block_tables[group]
-            factor = self.geometries[group].factor
+            factor = self.geometries[group].block_size_factor
             blocks: list[int | None] = []
             for index in offer.values():
                 first = index * factor
@@ -248,14 +249,14 @@ class _ScheduledRequest:
 def _present_blocks(
     keys: Sequence[OffloadKey],
     table: BlockTable,
-    factor: int,
+    block_size_factor: int,
     candidates: range,
 ) -> _Offer:
     """Return those of the offloaded blocks of which the group has all device blocks."""
     offer = {}
     for index in candidates:
-        first = index * factor
-        device_blocks = table[first : first + factor]
+        first = index * block_size_factor
+        device_blocks = table[first : first + block_size_factor]
         if None not in device_blocks:
             offer[keys[index]] = index
     return offer
@@ -365,7 +366,9 @@ class OffloadingConnectorScheduler:
         self._match_unit = math.lcm(*tokens_per_block)
         """Tokens; a match is a multiple of it, so that it ends with a whole offloaded block in
         every group."""
-        # Without windows, a load needs at most the rows that the stored prefix had.
+        # Without windows, no limit is needed: if a prefix does not fit, its first blocks are
+        # promoted, which are a match of their own. With windows, they lack the last blocks, which a
+        # match needs.
         has_windows = any(spec.sliding_window for spec in groups)
         self._max_load_blocks = max_load_blocks if has_windows else None
         self._requests: dict[str, _ScheduledRequest] = {}
@@ -410,19 +413,25 @@ class OffloadingConnectorScheduler:
         """
         if req_id in self._requests:
             raise ValueError(f"request {req_id!r} already exists")
-        named = request_tenant(tenant, kv_transfer_params)
-        description = RequestDescription(len(self._geometries), labels)
+        checked_tenant = request_tenant(tenant, kv_transfer_params)
+        num_groups = len(self._geometries)
+        description = RequestDescription(num_groups, labels)
         if retention is not None:
             description.retention = retention
-        # Without a description, tiers cannot store the context as that of a request.
-        passed_on = description if store else None
-        context = ReqContext(req_id, kv_transfer_params, passed_on, store, named)
-        num_groups = len(self._geometries)
+        context = ReqContext(
+            req_id,
+            kv_transfer_params,
+            # without a description, tiers cannot store the context as that of a request
+            description=description if store else None,
+            store=store,
+            tenant=checked_tenant,
+        )
+        offloading = self.manager.on_new_request(context)
         self._requests[req_id] = _ScheduledRequest(
             self._geometries,
             context,
             description,
-            policy=self.manager.on_new_request(context).policy,
+            policy=offloading.policy,
             block_tables=[()] * num_groups,
             next_store=[0] * num_groups,
         )
@@ -435,21 +444,25 @@ class OffloadingConnectorScheduler:
         keys: Iterable[OffloadKey],
         num_tokens: int,
     ) -> None:
-        """Append the keys of a request's next offloaded blocks of one group, all keys of an engine
-        having the same length. Their KV need not be computed yet. ``num_tokens`` counts all tokens
-        of the request now, including those of an unfinished block.
+        """Append the keys of a request's next offloaded blocks of one group. Their KV need not be
+        computed yet.
+
+        :param keys: all keys of an engine have the same length.
+        :param num_tokens: all tokens of the request now, including those of an unfinished block.
         """
         request = self._requests[req_id]
         if self._key_bytes is None:
+            # a list, because an iterator can be read only once
             keys = list(keys)
             if keys:
                 self._key_bytes = len(keys[0])
         tenant = request.context.tenant
+        stored_keys = keys
         # all tiers, the primary one too, know the blocks by the tenant's keys alone
         if tenant is not None:
-            keys = [tenant_key(tenant, key) for key in keys]
+            stored_keys = [tenant_key(tenant, key) for key in keys]
         description = request.description
-        description.extend(group_idx, keys)
+        description.extend(group_idx, stored_keys)
         description.num_tokens = num_tokens
 
     def get_num_new_matched_tokens(
@@ -476,7 +489,7 @@ class OffloadingConnectorScheduler:
             start=num_computed_tokens,
             limit=self._match_limit(request),
         )
-        # also with all blocks to wait for
+        # nothing to wait for either: blocks to wait for count as available in the match
         if not matched:
             return 0
         waiting = lookups.waiting
@@ -530,9 +543,9 @@ class OffloadingConnectorScheduler:
         """Return how many tokens of the request's last load were promoted from a secondary tier, or
         waited for while another request wrote them; 0 if the load failed.
 
-        One group is counted: the first with full attention, or else the first one. If that has a
-        window, the loaded tokens before the window, of which it has no blocks, count as promoted if
-        its first block was promoted.
+        One group is counted: the first with full attention, or else the first one. A group with a
+        window loads no blocks for the tokens before its window; they count as promoted if its first
+        loaded block was promoted.
         """
         request = self._requests[req_id]
         group = self._first_full_attention()
@@ -544,11 +557,10 @@ class OffloadingConnectorScheduler:
         promoted = [index for index in loaded if keys[index] in request.promoted]
         num_tokens = len(promoted) * geometry.offloaded_tokens
         if promoted and promoted[0] == loaded.start:
-            # With a window, the loaded tokens before its first block. Without one it is negative:
-            # the first block begins with tokens that were on the device already.
+            # The first loaded block may begin after the local tokens, because of a window, or among
+            # them: then its tokens that were on the device already do not count.
             first_token = loaded.start * geometry.offloaded_tokens
-            tokens_before_block = first_token - request.num_local_tokens
-            num_tokens += tokens_before_block
+            num_tokens += first_token - request.num_local_tokens
         # the load may end within the last block
         return min(num_tokens, request.num_external_tokens)
 

@@ -263,20 +263,21 @@ class PersistentTier(SecondaryTierManager):
 
     def _choose_host(self) -> Host:
         """Return the host of the store: a process if it can have the rows, otherwise a thread."""
-        num_bytes = self.config.num_blocks * self.config.layout.row_stride
-        flat = self.primary_kv_view
-        if flat.ndim != 1:
-            flat = flat.cast("B")
         if self.options.host == "process":
             if self.config.region_fds:
+                num_bytes = self.config.num_blocks * self.config.layout.row_stride
                 # raised by a kernel without pidfds, by which a process watches another one
                 with suppress(OSError):
                     return ProcessHost(self.config.region_fds, num_bytes)
+            # there is no process to return
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread "
                 "of this process"
             )
-        return ThreadHost(flat)
+        rows = self.primary_kv_view
+        if rows.ndim != 1:
+            rows = rows.cast("B")
+        return ThreadHost(rows)
 
     @staticmethod
     def get_tier_type() -> str:
@@ -314,12 +315,9 @@ class PersistentTier(SecondaryTierManager):
         if self._detached:
             self._end_unsent(job_metadata, success=False)
             return
-        holds_all = False
         # the host may want every job, also those of held blocks
-        if not self.client.wants_all:
-            num_held = self.client.table.prefix(keys)
-            holds_all = num_held == len(keys)
-        if holds_all:
+        may_skip = not self.client.wants_all
+        if may_skip and self.client.table.prefix(keys) == len(keys):
             # a store of held blocks is a use of them
             self.touch(keys, context)
             self._end_unsent(job_metadata, success=True)
@@ -415,7 +413,8 @@ class PersistentTier(SecondaryTierManager):
         if load is None:
             return
         # it was not sent, or its host died by itself: this shows nothing about the store
-        if outcome.refused and not outcome.is_late:
+        was_not_run = outcome.refused and not outcome.is_late
+        if was_not_run:
             self._load_times.cancel(outcome.job_id)
             return
         self._load_times.end(
@@ -502,22 +501,23 @@ class PersistentTier(SecondaryTierManager):
         return self._blocks.setdefault(req_context.req_id, _RequestBlocks())
 
     def report_restored(self, req_context: ReqContext) -> int:
-        """Report the tokens of ``on_restored`` when their request ends; return their number.
-        ``on_request_finished`` calls it; an engine that leaves that out must do so.
-
-        They are those of the group with the most blocks: a sliding window needs only its last
-        ones.
+        """Report the tokens whose blocks a request has loaded (``on_restored``), when it ends, and
+        return their number. ``on_request_finished`` calls this; an engine that does not call that
+        must call this.
         """
         blocks = self._blocks.pop(req_context.req_id, None)
         if blocks is None:
             return 0
+        # of the group with the most: groups with a sliding window load only their last blocks
         num_blocks = max(blocks.restored.values(), default=0)
         num_tokens = num_blocks * self.config.block_size
-        if num_tokens:
-            description = req_context.description
-            labels = {} if description is None else description.labels
-            saved = Saved(restored_tokens=num_tokens, labels=labels)
-            self.client.report_saved(saved)
+        if not num_tokens:
+            return 0
+        labels: dict[str, str] = {}
+        if req_context.description is not None:
+            labels = req_context.description.labels
+        saved = Saved(restored_tokens=num_tokens, labels=labels)
+        self.client.report_saved(saved)
         return num_tokens
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -567,7 +567,7 @@ class PersistentTier(SecondaryTierManager):
                 req_context.req_id,
                 why,
             )
-        self._count_load(req_context, Reason.REFUSED, None, math.inf)
+        self._count_load(req_context, Reason.REFUSED, decision=None, load_s=math.inf)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         if self.refuses(req_context):
@@ -580,7 +580,7 @@ class PersistentTier(SecondaryTierManager):
         refused or invalid, or the tier detached, the request counts as not persisted."""
         req_id = req_context.req_id
         # taken before ``report_restored``, which forgets them
-        blocks = self._blocks_of(req_context)
+        stored_keys = self._blocks_of(req_context).stored_keys
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
             self._remember(req_id, is_durable=False)
@@ -588,28 +588,29 @@ class PersistentTier(SecondaryTierManager):
         description = req_context.description
         is_described = description is not None
         if description is None:
-            description = self._describe(blocks.stored_keys)
-        num_groups = len(description.group_keys)
-        if num_groups != len(self.config.layout.groups):
+            # what is known of the request: the stored keys, in the order of their arrival
+            description = self._describe(stored_keys)
+        num_groups = len(self.config.layout.groups)
+        if len(description.group_keys) != num_groups:
             logger.error(
                 "request %s has keys of %d groups; there are %d",
                 req_id,
+                len(description.group_keys),
                 num_groups,
-                len(self.config.layout.groups),
             )
             self._remember(req_id, is_durable=False)
             return
-        stored_id = req_id
+        manifest_id = req_id
         # an id that is used again after a restart would replace the earlier request in the store
         if not self.options.unique_request_ids:
-            stored_id = secrets.token_hex(16)
+            manifest_id = secrets.token_hex(16)
+        group_keys = [list[bytes](keys) for keys in description.group_keys]
         end = RequestEnd(
             request=req_id,
-            manifest_id=stored_id,
-            group_keys=tuple(map(list[bytes], description.group_keys)),
+            manifest_id=manifest_id,
+            group_keys=tuple(group_keys),
             tokens=description.num_tokens,
             block_size=self.config.block_size,
-            # the keys of ``_describe`` are in the order of their arrival
             ordered=is_described,
             labels=description.labels,
             retention=description.retention,

@@ -49,7 +49,7 @@ def contexts(draw: st.DrawFn) -> Context:
             KVCacheGroupSpec(
                 draw(st.sampled_from([1, 2, 4])), draw(st.none() | st.integers(1, 20))
             ),
-            factor=factor,
+            block_size_factor=factor,
         )
         for _ in range(draw(st.integers(1, 3)))
     ]
@@ -90,8 +90,8 @@ def probes(
 # the group that ends the match has smaller blocks than the other one
 MIXED_BLOCKS = (
     [
-        GroupGeometry(KVCacheGroupSpec(4, None), factor=1),
-        GroupGeometry(KVCacheGroupSpec(1, None), factor=1),
+        GroupGeometry(KVCacheGroupSpec(4, None), block_size_factor=1),
+        GroupGeometry(KVCacheGroupSpec(1, None), block_size_factor=1),
     ],
     [{0, 1, 2}, {0, 1, 2, 3, 4}],
     12,
@@ -155,7 +155,7 @@ def test_longest_match_sliding_window_probes_only_blocks_in_window(
     length: int,
     asked: list[int],
 ) -> None:
-    group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), factor=1)
+    group = GroupGeometry(KVCacheGroupSpec(4, sliding_window=8), block_size_factor=1)
     order = []
 
     def is_available(key: bytes) -> bool:

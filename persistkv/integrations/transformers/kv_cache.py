@@ -47,7 +47,7 @@ class KVGroupGeometry:
     def blocks(self, block_size: int) -> GroupGeometry:
         """Return the group's division into blocks."""
         return GroupGeometry(
-            KVCacheGroupSpec(block_size, self.sliding_window), factor=1
+            KVCacheGroupSpec(block_size, self.sliding_window), block_size_factor=1
         )
 
 

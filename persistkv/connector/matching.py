@@ -171,10 +171,11 @@ def longest_that_fits(
         return total
 
     # More tokens never need fewer blocks, so the lengths are sorted by their number of blocks.
-    first = start // unit
-    longer = range(first + 1, limit // unit + 1)
+    start_units = start // unit
+    limit_units = limit // unit
+    longer = range(start_units + 1, limit_units + 1)
     num_fitting = bisect_right(longer, max_blocks, key=num_blocks)
-    return (first + num_fitting) * unit
+    return (start_units + num_fitting) * unit
 
 
 def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int], int]:

@@ -180,7 +180,8 @@ class _ScheduledRequest:
             # A block can be stored if its KV is computed, its key known and its device blocks
             # reported. The engine may report these three at different times.
             num_computed = self.num_computed_tokens // geometry.offloaded_tokens
-            num_filled = min(num_computed, len(keys), len(table) // factor)
+            num_reported = len(table) // factor
+            num_filled = min(num_computed, len(keys), num_reported)
             first = self.next_store[group]
             # not before ``first``, although an engine that took the device blocks away reports
             # fewer tokens than before

@@ -412,7 +412,9 @@ def _pair_blocks(
     for num_blocks, first_index in groups:
         # the group's first block may be in the middle of its first row
         skipped = first_index % factor
-        num_rows = divide_up(skipped + num_blocks, factor) if num_blocks else 0
+        num_rows = 0
+        if num_blocks:
+            num_rows = divide_up(skipped + num_blocks, factor)
         group_rows = rows[rows_before : rows_before + num_rows]
         # shape (rows, positions), flattened: all sub-blocks of the group's rows
         sub_blocks = group_rows[:, None] * factor + positions

@@ -163,7 +163,8 @@ class CPUOffloadingManager(OffloadingManager):
         rows = self._rows_of(keys, accept_before_reset=True)
         for position, row in enumerate(rows):
             if refs[row] <= 0:
-                # a key may occur twice, so the counts cannot be checked before; undo them
+                # A key may occur twice, so the counts cannot be checked beforehand: those that were
+                # lowered are restored.
                 for released_row in rows[:position]:
                     refs[released_row] += 1
                 raise KeyError(f"block {keys[position].hex()} is not being read")

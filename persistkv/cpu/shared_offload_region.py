@@ -266,8 +266,8 @@ def pin_mmap_region(
     """Register a region's mapping with CUDA, so that the GPU accesses it directly, until
     ``cleanup``.
 
-    Several calls of CUDA register one range of rows each, which ends between two rows, since a
-    single copy must not touch two registrations. If CUDA refuses a range, the ranges before it are
+    The mapping is registered in ranges of whole rows, each by a call of CUDA: the copy of a row
+    must not touch two registrations. If CUDA refuses a range, the ranges before it are
     unregistered, and one warning is logged.
 
     :param runtime: for tests; by default the CUDA runtime of torch.

@@ -273,7 +273,8 @@ class LoadTimes:
         # the latency of a load is at most the time of the smallest loads
         most_latency_s = self._sizes[0].seconds * self._slowdown
         transfer_s = max(0.0, seconds - most_latency_s)
-        return transfer_s * (num_bytes - loaded_bytes) / loaded_bytes
+        missing_bytes = num_bytes - loaded_bytes
+        return transfer_s * missing_bytes / loaded_bytes
 
     def _add_silence(self, num_bytes: int, seconds: float) -> None:
         """Add a load that brought nothing before its deadline, which was ``seconds`` after its
@@ -337,8 +338,9 @@ class LoadTimes:
             most_s = larger.seconds
         if place:
             smaller = self._sizes[place - 1]
+            proportional_s = smaller.seconds * num_bytes / smaller.num_bytes
             least_s = max(least_s, smaller.seconds)
-            most_s = min(most_s, smaller.seconds * num_bytes / smaller.num_bytes)
+            most_s = min(most_s, proportional_s)
         return least_s / _TOLERANCE, most_s * _TOLERANCE
 
     def expected_s(self, num_bytes: int) -> float:
@@ -459,7 +461,7 @@ class PrefillSpeed:
         self._fit()
 
     def _fit(self) -> None:
-        """Compute the line of a token's seconds by depth from the means (least squares)."""
+        """Compute from the means the line of a token's seconds by its depth (least squares)."""
         depth = self._mean_depth
         token_s = self._mean_token_s
         variance = self._mean_depth_squared - depth**2
@@ -467,9 +469,9 @@ class PrefillSpeed:
         if variance > _FLAT * self._mean_depth_squared:
             covariance = self._mean_product - token_s * depth
             self._growth_s = max(0.0, covariance / variance)
-        # the largest growth with which a token at depth 0 takes no negative time
-        highest = token_s / depth if depth else 0.0
-        self._growth_s = min(self._growth_s, highest)
+        # bounded, so that a token at depth 0 takes no negative time
+        most_growth_s = token_s / depth if depth else 0.0
+        self._growth_s = min(self._growth_s, most_growth_s)
         self._first_s = token_s - self._growth_s * depth
 
     def expected_s(self, start: int, stop: int) -> float | None:
@@ -477,9 +479,10 @@ class PrefillSpeed:
         1``; None: nothing is known."""
         if not self._weight:
             return None
-        # the depths of all these tokens, summed
-        sum_of_depths = (stop * stop - start * start) / 2
-        return self._first_s * (stop - start) + self._growth_s * sum_of_depths
+        num_tokens = stop - start
+        mean_depth = (start + stop) / 2
+        mean_token_s = self._first_s + self._growth_s * mean_depth
+        return num_tokens * mean_token_s
 
 
 class Loads(Protocol):
@@ -630,7 +633,8 @@ def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reaso
     """Return why runs are computed. ``TOO_SHORT``: a load of 16 times the tokens would be faster
     than their computation, so the latency of the store is too long for so few; otherwise
     ``TOO_SLOW``."""
-    long_stop = start + _LONG * (runs[-1].stop - start)
+    num_tokens = runs[-1].stop - start
+    long_stop = start + _LONG * num_tokens
     long_load_s = _parallel_load_s(runs, _LONG)
     long_compute_s = prefill.expected_s(start, long_stop)
     # a store without a cost limit is never too slow
@@ -659,4 +663,5 @@ def _deadline_s(load_s: float, compute_s: float | None) -> float:
     # the first load of a store, a trial: it may take as long as computing
     if not load_s:
         return compute_s
-    return min(compute_s, max(_LATE * load_s, _LATE_SHARE * compute_s))
+    late_s = max(_LATE * load_s, _LATE_SHARE * compute_s)
+    return min(compute_s, late_s)

@@ -61,8 +61,10 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
     for stop in sorted(set(held.values())):
         num_bytes = (stop - start) * block_bytes
         holders = [tier for tier, num_held in held.items() if num_held >= stop]
-        # None: the tier is to be loaded from whatever it takes; it counts as the fastest
-        expected_s = {tier: tier.expected_load_s(num_bytes) or 0.0 for tier in holders}
+        expected_s = {}
+        for tier in holders:
+            # None: the tier is to be loaded from whatever it takes; it counts as the fastest
+            expected_s[tier] = tier.expected_load_s(num_bytes) or 0.0
         # of equally fast ones, the first
         fastest = min(holders, key=expected_s.__getitem__)
         if runs and runs[-1].tier is fastest:

@@ -136,7 +136,8 @@ class TieringOffloadingManager(OffloadingManager):
         """By block, the ids of the requests that have it in ``TieredRequest.awaited_writes``."""
         self._promotions = PromotionQueue()
         # Each tier has a share of its own: one that hangs must not stop the cascades to the others.
-        share = primary_tier.num_blocks * cascade_share / max(1, len(self._tiers))
+        num_shares = max(1, len(self._tiers))
+        share = primary_tier.num_blocks * cascade_share / num_shares
         self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
         self._jobs = JobsInFlight()
         # While there is no room, each call of ``prepare_store`` in a step would poll again.
@@ -597,7 +598,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_awaited_writes(ended.orphaned)
 
     def _end_awaited_writes(self, keys: Iterable[OffloadKey]) -> None:
-        """Blocks are no longer being written: end the requests that only awaited them."""
+        """Note that blocks are no longer being written, and end the finished requests that waited
+        only for that."""
         if not self._awaiting_write:
             return
         for key in keys:
@@ -803,8 +805,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Pass promoted blocks to the request-level tiers of a request: those that it has offered
         for storing, and those that it waits for (``wanted``).
 
-        The tier that loaded the blocks, ``source``, needs no copy of the latter. A request with
-        ``ReqContext.store`` False passes none of them on.
+        The blocks that it waits for are not passed to the tier that has loaded them, ``source``,
+        nor to any tier if the request stores nothing (``ReqContext.store``).
         """
         for tier in request.request_level_tiers:
             receives_wanted = tier is not source and request.context.store
@@ -876,7 +878,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_if_done(request)
 
     def _end_if_done(self, request: TieredRequest) -> None:
-        """Forget a finished request of which no block is being written or waits."""
+        """Forget a finished request, and report its end to the tiers, unless a block of it is being
+        written or waits for its cascade."""
         has_blocks = (
             request.num_being_written
             or request.awaited_writes

@@ -61,7 +61,8 @@ def _check_option_names(
     """Raise ConfigurationError if an option is not one of the known ones."""
     for name, value in options.items():
         if name not in known:
-            expected = f"one of {', '.join(sorted(known)) or 'none'}"
+            names = ", ".join(sorted(known)) or "none"
+            expected = f"one of {names}"
             raise ConfigurationError(f"{where} option {name}", value, expected)
 
 
@@ -117,17 +118,21 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def _identity_of_rows(self) -> Mapping[str, Any]:
         """Return the identity, with all on which the order of bytes in a row depends."""
-        row_layout = None
-        if self.geometry.head_sharded:
-            # with one GPU block per row, the bytes are those of one worker that has all heads
-            if self.block_size_factor > 1:
-                row_layout = "head_sharded"
-        elif self.geometry.num_workers > 1:
-            row_layout = f"{self.geometry.num_workers} workers"
+        row_layout = self._row_layout()
         # an unknown identity stays empty
         if row_layout is None or not self.identity:
             return self.identity
         return {**self.identity, "row_layout": row_layout}
+
+    def _row_layout(self) -> str | None:
+        """Return the name of the order of bytes in a row; None: that of a single worker, which has
+        all heads."""
+        if self.geometry.head_sharded:
+            # with one GPU block per row, it is that of a single worker, too
+            return "head_sharded" if self.block_size_factor > 1 else None
+        if self.geometry.num_workers > 1:
+            return f"{self.geometry.num_workers} workers"
+        return None
 
     def _tier_config(self) -> OffloadingConfig:
         """Return the configuration of all secondary tiers."""

@@ -79,18 +79,15 @@ class Catalogue:
         """See ``Backend.changes``."""
         with self._read() as rows:
             state = read_state(rows, self._namespace)
-            since = None
-            if cursor is not None:
-                since = cursor_sequence(state, cursor)
+            since = None if cursor is None else cursor_sequence(state, cursor)
             if since is not None:
                 changes = _changes_since(rows, self._namespace, since, state)
                 if changes is not None:
                     return changes
-            # From here on, the answer is the whole catalogue. The recorded number of blocks may be
-            # damaged, and a reader allocates memory for so many: bound it by what the store can
-            # hold.
+            # The answer is the whole catalogue. A reader allocates memory for as many blocks as are
+            # recorded, and that number may be damaged: bound it by what the store can hold.
             max_blocks = rows.used_bytes() // _KEY_BYTES
-        blocks = min(state.blocks, max_blocks)
+            blocks = min(state.blocks, max_blocks)
         # read lazily, after the cursor: changes made meanwhile are in the log after it
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)
@@ -227,7 +224,8 @@ def totals(
 ) -> BackendStats:
     """Return the totals of a store from those of its namespaces; the other parameters are as in
     ``BackendStats``."""
-    total = NamespaceState(NO_GENERATION)  # only serves as a sum
+    # not the state of a namespace: its counts hold the sums
+    total = NamespaceState(NO_GENERATION)
     for state in states:
         total.packs += state.packs
         total.blocks += state.blocks
@@ -272,9 +270,9 @@ def _changes_since(
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them, or one does not read."""
-    # Distinct names, in order, because a pack can be added, removed and added again.
+    # distinct names, in order: a pack can be added, removed and added again, and is then in both
     added: dict[bytes, None] = {}
-    # pack id → fingerprints of its keys; a pack that was added again is in both
+    # pack id → fingerprints of its keys, which are the same at each removal
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
@@ -292,7 +290,7 @@ def _changes_since(
     tables: list[PackTable] = []
     for name in added:
         table = pack_table(name, rows.get(PACKS, name))
-        # None: removed later
+        # a pack that was removed later has no row
         if table is not None:
             tables.append(table)
     return Changes(state.cursor, tables, removed)

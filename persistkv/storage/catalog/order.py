@@ -125,13 +125,14 @@ class StoreClock(NamedTuple):
                 jump_s,
             )
             elapsed_s = min(wall_s, since_boot_s)
-            # The wall clock, which has measured the unconfirmed time, was wrong by the jump. What
-            # is left of that time must be confirmed again.
+            # The time between the boots was measured by the wall clock before this jump: correct it
+            # by the jump. The rest must be confirmed again.
             if unconfirmed_s:
                 unconfirmed_s = max(0.0, unconfirmed_s + jump_s)
                 confirming_since = now.since_boot
         time = self.time + max(0.0, elapsed_s)
         is_confirmed = now.since_boot - confirming_since >= CONFIRMATION_S
+        # the wall clock has run steadily since: the time between the boots counts from now on
         if unconfirmed_s and is_confirmed:
             time += unconfirmed_s
             unconfirmed_s = 0.0
@@ -285,8 +286,8 @@ class EvictionOrder:
         self.moment = last_moment + 1
         """Number of this transaction's moment."""
         clock = last_clock.advanced(Reading.now())
-        # Later than all recorded uses, though two commits may read the same time: the order by time
-        # must be that by moment.
+        # Later than all recorded uses, even if the clocks show the same time as at the last commit:
+        # the order by time must be that by moment.
         earliest = math.nextafter(last_clock.time, math.inf)
         self._clock = clock._replace(time=max(clock.time, earliest))
         """The store's clock in this transaction."""
@@ -294,7 +295,8 @@ class EvictionOrder:
         """Set by the caller: whether this transaction uses anything. If not, ``finish`` does not
         record ``moment``, and the next transaction gets the same number."""
         is_skewed = abs(clock.skew - last_clock.skew) > _SKEW_S
-        self._clock_changed = is_skewed or clock.at.boot != last_clock.at.boot
+        is_rebooted = clock.at.boot != last_clock.at.boot
+        self._clock_changed = is_skewed or is_rebooted
         """Whether ``finish`` must record the clock even if the transaction is no moment."""
 
     @property
@@ -329,9 +331,9 @@ class EvictionOrder:
         updated = self._used_now(use)
         if priority > use.priority:
             updated = updated._replace(priority=priority)
-        # equal: usually a second touch by the same commit
+        # a second touch by the same commit changes nothing
         if updated != use:
-            self.put(name, updated, use)
+            self.put(name, updated, before=use)
         return True
 
     def _used_now(self, use: Use) -> Use:
@@ -351,7 +353,7 @@ class EvictionOrder:
         # a damaged row must not make the number too small or large to be recorded
         pins = max(0, use.pins + count)
         pins = min(pins, _MAX_PINS)
-        self.put(name, use._replace(pins=pins), use)
+        self.put(name, use._replace(pins=pins), before=use)
 
     def remove_pack(self, name: bytes) -> None:
         """Remove a pack from the order; a name that is not listed is ignored."""
@@ -413,7 +415,8 @@ class EvictionOrder:
                 yield name, chain
                 continue
             # it was used since: list it under the later time
-            self.put(name, chain._replace(expires=expires), chain)
+            renewed = chain._replace(expires=expires)
+            self.put(name, renewed, before=chain)
 
     def oldest(self, low: bool | None = None) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows of packs and manifests in eviction order, and delete
@@ -439,7 +442,9 @@ class EvictionOrder:
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows that a table lists, and delete damaged entries.
 
-        :param tenant: begins the keys of the wanted entries; ``priority_byte``: follows it.
+        :param tenant: beginning of the table's keys: in ``TENANT_ORDER`` a tenant, in ``ORDER``
+            nothing.
+        :param priority_byte: priority of the wanted entries, which follows in a key; empty: any.
         """
         prefix = tenant + priority_byte
         start = prefix
@@ -450,11 +455,11 @@ class EvictionOrder:
             start = entry + b"\0"
             name = entry[-NAME_BYTES:]
             row = self._row_of(entry)
-            # only if the row is listed under this key: another key is left over or damaged
-            if row is not None and tenant + row.order_key(name) == entry:
-                yield name, row
-            else:
+            # a key that is not that of its row is left over or damaged
+            if row is None or entry != tenant + row.order_key(name):
                 self._rows.delete(table, entry)
+                continue
+            yield name, row
 
     def _row_of(self, entry: bytes) -> Use | Chain | None:
         """Return the row of the pack or manifest in a key that lists it; None if it is damaged or

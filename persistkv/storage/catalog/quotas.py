@@ -151,8 +151,8 @@ class Quotas:
 
     def above(self) -> list[bytes]:
         """Return the digests of the tenants that are above their quotas, in a fixed order."""
-        # Candidates are those that this transaction may have changed, and those that are listed as
-        # above. All others are not.
+        # Only these can be above: tenants whose bytes this transaction has changed or will add, and
+        # those that an earlier transaction has listed as above.
         digests = {*self._found, *self._expected}
         for key, _ in self._rows.starting_with(META, _ABOVE):
             digest = bytes(key[len(_ABOVE) :])

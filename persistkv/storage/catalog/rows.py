@@ -303,11 +303,12 @@ class Use(NamedTuple):
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
         if row is None:
             return None
-        # a pack of the default tenant
+        # a pack of the default tenant: the row ends before the tenant
         if len(row) == _USE.size:
             return cls(*_USE.unpack(row))
         if len(row) != _USE.size + TAG_BYTES:
             return None
+        # in the order of the fields, of which ``tenant`` is the last
         numbers = _USE.unpack_from(row)
         tenant = bytes(row[_USE.size :])
         return cls._make((*numbers, tenant))
@@ -368,6 +369,7 @@ class Chain(NamedTuple):
             return None
         starts = range(0, len(ids), ID_BYTES)
         packs = tuple(ids[start : start + ID_BYTES] for start in starts)
+        # in the order of the fields, of which ``packs`` is the last
         numbers = _CHAIN.unpack_from(row)
         return cls._make((*numbers, packs))
 
@@ -466,8 +468,8 @@ def is_current(cursor: bytes, seen: bytes) -> bool:
     log; ``cursor`` is the current position."""
     if seen == cursor:
         return True
-    # The namespace may have begun since, but only with manifests: these are no changes of its
-    # packs, which the sequence number counts.
+    # The sequence number counts changes of packs. At 0, the namespace has begun since, with
+    # manifests alone: its cursor is another one, but no pack has changed.
     sequence = int.from_bytes(cursor[GENERATION_BYTES:], "big")
     return seen == EMPTY_CURSOR and sequence == 0
 

@@ -166,17 +166,20 @@ class CatalogTransaction:
     @property
     def beginning_bytes(self) -> int:
         """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds
-        it, or if it was not opened."""
+        it, if it was not opened, or if the driver keeps such rows itself."""
         is_held = self._state.generation != NO_GENERATION
-        if is_held or self._opened is None or self._namespace not in self._opened:
+        if is_held or self._opened is None:
             return 0
-        identity_row = encode_namespace(self._opened[self._namespace])
+        opened = self._opened.get(self._namespace)
+        if opened is None:
+            return 0
+        identity_row = encode_namespace(opened)
         return len(identity_row) + _BEGINNING_BYTES
 
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
         packs last."""
-        # such a batch uses something, so its use is later than those before in the eviction order
+        # a batch that uses packs is a moment of its own in the eviction order
         if batch.packs or batch.manifests or batch.touches:
             self._order.is_moment = True
         for pack_id in batch.deletions:
@@ -191,8 +194,8 @@ class CatalogTransaction:
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
-        # The driver has announced these packs by ``quotas.expect`` before. From now on, each one
-        # counts when it is written, and must not count twice.
+        # The driver has announced these packs by ``quotas.expect``, to evict for them. From now on,
+        # each counts when it is written: without this, it would count twice.
         self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)
@@ -330,16 +333,17 @@ class CatalogTransaction:
             yield name, row
 
     def _expire_manifest(self, name: bytes, chain: Chain) -> None:
-        """Delete a manifest whose ttl has passed, and those of its packs that were unused for it
-        and that no other manifest names."""
+        """Delete a manifest whose ttl has passed, and those of its packs that were not used for the
+        time of this ttl and that no other manifest names."""
         self.drop_manifest(name)
         namespace = name[:ID_BYTES]
         for pack_id in chain.packs:
             pack = namespace + pack_id
             use = self._order.use(pack)
-            # another request may have used it since
-            is_unused = use is not None and use.time + chain.ttl_s <= self._order.time
-            if is_unused and pack not in self._keep and not self._is_named(pack):
+            # another request may have used the pack since
+            if use is None or use.time + chain.ttl_s > self._order.time:
+                continue
+            if pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 
     def discard(self, pack_id: bytes) -> None:
@@ -356,9 +360,9 @@ class CatalogTransaction:
         """Delete at most ``at_most`` manifests that name a pack. Several transactions do so before
         the deletion of a pack that many requests share, so that no transaction gets too large.
 
-        :param keep_later: keep the packs that follow this one in the deleted manifests, as for
-            ``CommitBatch.bad``; False: delete those of them that no manifest names now, as for
-            ``CommitBatch.deletions``.
+        :param keep_later: keep the packs that follow this one in the deleted manifests, because the
+            pack will be stored again (``CommitBatch.bad``); False: delete those of them that no
+            manifest names now, because they are of no use without it (``CommitBatch.deletions``).
         :returns: whether more manifests name the pack, except those in ``keep``, which are not
             deleted.
         """
@@ -465,12 +469,12 @@ class CatalogTransaction:
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
             later.update(dict.fromkeys(packs_after))
-            # If the manifest's chain is damaged, its links are left. This one would make the pack
-            # count as named.
+            # a manifest with a damaged chain keeps its links: with this one, the pack would count
+            # as named
             self._rows.delete(LINKS, link_row(pack, manifest))
         if keep_later:
             return
-        # only packs that no manifest names: nothing else must be deleted with them
+        # only packs that no manifest names: other requests need the rest
         for name in later:
             is_held = self._rows.get(PACKS, name) is not None
             if is_held and name not in self._keep and not self._is_named(name):

@@ -218,10 +218,10 @@ def parse_codec(text: str) -> Codec:
         raise ConfigurationError("codec", text, "raw, without an argument")
     # stricter than ``int``, which also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
-    if is_number:
-        return make_codec(int(argument))
-    # the constructor refuses text, and its error names the expected values
-    return make_codec(argument)
+    if not is_number:
+        # raises the error of the codec, which names the values that it expects
+        return make_codec(argument)
+    return make_codec(int(argument))
 
 
 def stored_codec(text: str) -> Codec:

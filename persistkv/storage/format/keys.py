@@ -182,7 +182,7 @@ class StoreKey:
         return WrappedKey(keyring, key.id, self.id, salt, sealed)
 
     def unwrap(self, wrapped: WrappedKey) -> DataKey:
-        """Return a data key of a store.
+        """Return a data key of the store itself, which seals what is not of a tenant.
 
         :raises WrongKeyError: another store key wraps it.
         :raises CorruptPackError: it is damaged.
@@ -194,7 +194,7 @@ class StoreKey:
         name = _wrapped_name(wrapped.keyring, wrapped.id)
         wrapping_key = self._wrapping_key(wrapped.salt)
         secret = open_record(wrapping_key, name, wrapped.sealed)
-        return DataKey(wrapped.id, STORE, secret)
+        return DataKey(wrapped.id, tenant=STORE, secret=secret)
 
     def new_keyring(self) -> Keyring:
         """Return a new keyring, with a data key for the store."""
@@ -207,8 +207,8 @@ class StoreKey:
         :raises CorruptPackError: one is damaged or missing.
         """
         entries = list(wrapped)
-        # no entries are an error, too
         keyrings = {entry.keyring for entry in entries}
+        # also without entries: then there is no keyring
         if len(keyrings) != 1:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
         return Keyring(keyrings.pop(), map(self.unwrap, entries))

@@ -128,9 +128,10 @@ def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
         raise CorruptPackError(
             "manifest version", f"{view[0]}; this release reads {MANIFEST_VERSION}"
         )
-    # before msgpack sees the bytes: damage must not decode to another valid manifest
-    body = view[_PREFIX_BYTES:]
+    # the prefix is the version (one byte) and the checksum
     checksum = view[1:_PREFIX_BYTES]
+    body = view[_PREFIX_BYTES:]
+    # before msgpack sees the bytes: damage must not decode to another valid manifest
     if xxhash.xxh3_64_digest(body) != checksum:
         raise CorruptPackError("manifest checksum", "does not match")
     try:

@@ -223,7 +223,7 @@ class PackCopy(NewPack):
 
     def stream(self) -> Iterator[Buffer]:
         self.restart()
-        # of this attempt only, see ``PackWriter.stream``
+        # a new salt for each attempt, because no key and nonce are used twice (``seal``)
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         for placed in self._copied.placed_frames():
@@ -329,7 +329,7 @@ class PackWriter(NewPack):
         """Iterate over the payload. Raw frames are not copied: their pieces are views of the
         rows."""
         self.restart()
-        # with a new salt for each attempt, because no key and nonce are used twice (see ``seal``)
+        # a new salt for each attempt, because no key and nonce are used twice (``seal``)
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         untagged: dict[int, _StoredFrame] = {}
@@ -399,9 +399,10 @@ class PackWriter(NewPack):
         self._table = None
 
     def end_reads(self) -> None:
-        """Finish the work that reads the blocks: the encoding of frames in other threads, and the
-        tags of raw frames in the table of a stream that has run to its end."""
-        # there are some only if the stream was abandoned: nothing needs them or their errors
+        """Finish the work that reads the blocks: wait for frames that other threads encode, and
+        compute the tags of raw frames if the stream has run to its end."""
+        # A stream that was abandoned leaves frames that are still being encoded. Nothing needs
+        # their results or errors.
         while self._started:
             wait_for_frame = self._started.popleft()
             with suppress(Exception):
@@ -418,18 +419,22 @@ class PackWriter(NewPack):
 
     def _stored_frames(self, frame_seal: FrameSeal) -> Iterator[_StoredFrame]:
         """Yield the frames in order, encoded in other threads if the pack has a codec."""
-        # frames that are only sealed: encryption holds the GIL, so threads would take turns
-        start_frame = None if self.codec.identity else self._start_frame
+        start_frame = self._start_frame
+        if self.codec.identity:
+            # only sealed, on this thread: encryption holds the GIL, so threads would take turns
+            start_frame = None
         number = 0
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
-                store = partial(self._store, frame_seal, number, segment, start, stop)
+                store_frame = partial(
+                    self._store, frame_seal, number, segment, start, stop
+                )
                 number += 1
                 if start_frame is None:
-                    yield store()
+                    yield store_frame()
                     continue
-                encoding = start_frame(store)
-                self._started.append(encoding)
+                wait_for_frame = start_frame(store_frame)
+                self._started.append(wait_for_frame)
                 # bounds the memory of encoded frames
                 if len(self._started) > MOST_STARTED:
                     wait_for_frame = self._started.popleft()
@@ -453,6 +458,7 @@ class PackWriter(NewPack):
         if depth != UNKNOWN_DEPTH:
             depth += start
         num_blocks = stop - start
+        # as a raw frame; ``_make_table`` sets the offset
         frame = Frame(
             segment.group,
             num_blocks,
@@ -464,9 +470,10 @@ class PackWriter(NewPack):
         )
         encoded = self._encoded(segment, start, stop)
         if encoded is None:
+            # views of the blocks
             pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
-            # these are views of the blocks, from which ``_make_table`` computes the tag later
             if not frame_seal.encrypts:
+                # ``_make_table`` computes the tag later, from these views
                 return _StoredFrame(frame, pieces, untagged_keys=keys)
         else:
             pieces = [encoded]

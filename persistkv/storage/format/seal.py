@@ -345,20 +345,21 @@ class _Buffers:
         exists."""
         import numpy as np  # tools that seal nothing do not need numpy
 
-        # one block that is larger than ``FRAME_BYTES``: rare, so its memory is not kept
+        # a frame of one large block: rare, so its memory is not kept
         if length > FRAME_BYTES:
             return memoryview(huge_memory(length))[:length]
         try:
             memory = self._free.pop()
         except IndexError:
-            # a huge page holds two buffers
+            # two at once, because a huge page (2 MiB) holds two buffers
             pair = memoryview(huge_memory(2 * FRAME_BYTES))
             memory = pair[:FRAME_BYTES]
             self._give(pair[FRAME_BYTES:])
         # All views of ``lent.data``, and their slices, keep this array alive. When the last one is
         # gone, the array is finalized, which gives its memory back.
         lent = np.frombuffer(memory, np.uint8)
-        weakref.finalize(lent, self._give, memory).atexit = False
+        finalizer = weakref.finalize(lent, self._give, memory)
+        finalizer.atexit = False  # a process that exits lends no more memory
         return lent.data[:length]
 
     def _give(self, memory: memoryview) -> None:
@@ -572,7 +573,8 @@ class KeySeal(Seal):
         key = self._keyring().of(tenant)
         if key is not None:
             return key
-        # Another process may have made it since the keys were read: its id is not known here.
+        # Another process may have made it since the keys were read. Its id is not known here, so
+        # ask for any new key.
         any_new_key = b""
         key = self._reload(any_new_key).of(tenant)
         if key is None:

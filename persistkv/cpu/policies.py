@@ -212,7 +212,7 @@ class ARCCachePolicy(CachePolicy):
         """Held blocks that were used once."""
         self._frequent = LRUCachePolicy(num_blocks, refs)
         """Held blocks that were used again."""
-        # keys that were evicted from each of the two lists, the first evicted first
+        # ghosts: keys that were evicted from each of the two lists, the first evicted first
         self._recent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._frequent_ghosts: OrderedDict[OffloadKey, None] = OrderedDict()
         self._target = 0.0
@@ -290,8 +290,8 @@ class ARCCachePolicy(CachePolicy):
         self._target = 0.0
 
     def _adapt(self, key: OffloadKey) -> bool:
-        """Return whether the key was a ghost. If so, it is none any more, and the target changes in
-        favour of its list."""
+        """Return whether the key was a ghost, the key of an evicted block. If so, remove it from
+        the ghosts, and move the target in favour of the list that it was evicted from."""
         num_recent = len(self._recent_ghosts)
         num_frequent = len(self._frequent_ghosts)
         # The step is larger for the list with fewer ghosts: a hit among few is stronger evidence.

@@ -427,7 +427,7 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
-        # every context was returned, and no question is open
+        # every context was returned, and the tier owes no answer
         if prewarming.ended and not prewarming.waits:
             return
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
@@ -627,7 +627,7 @@ class TieringOffloadingManager(OffloadingManager):
         queue.append(Cascade(request, req_context, readable))
         self._submit_cascades(tier)
         # Waiting blocks have no reference. If more blocks wait than there are rows, some of the
-        # oldest ones have been evicted.
+        # oldest ones have been evicted: their cascades are dropped, which bounds the queue.
         while queue.num_waiting_blocks > self.primary_tier.num_blocks:
             self._drop_cascade(queue.popleft())
         return True

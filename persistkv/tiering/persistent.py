@@ -427,7 +427,7 @@ class PersistentTier(SecondaryTierManager):
             reason = Reason.DEADLINE
         else:
             reason = Reason.LOADED
-            # a load that ended in time shows more than a probe
+            # a load that ended in time shows more than a probe, so the next probe can wait
             self._probes.reset()
         job = load.job
         self._count_load(job.req_context, reason, job.decision, outcome.seconds)

@@ -40,7 +40,12 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.index.merge import Merger, OwnCommit
 from persistkv.storage.shared.index.reader import IndexReader
 from persistkv.storage.shared.packs import PackBlobs, Upload
-from persistkv.storage.shared.replica import CommitPlan, KeysPlace, Replica
+from persistkv.storage.shared.replica import (
+    NO_OBJECT,
+    CommitPlan,
+    KeysPlace,
+    Replica,
+)
 
 _MOST_COMMIT_S = 12 * 3600.0  # 12 hours
 # after which the next use publishes the waiting uses in a commit of their own
@@ -99,9 +104,10 @@ class Inbox:
 
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
-        # A sweep may have deleted the uploaded packs already: then no object must name them. This
-        # checks the machine's clocks; ``_publish`` also checks the medium's.
-        self._check_age(start, start.medium)
+        # A sweep may have deleted the uploaded packs already: then no object must name them. No
+        # write of the commit has a time yet, so only the machine's clocks are checked here;
+        # ``_publish`` checks all.
+        self._check_age(start, written=start.medium)
         # the tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
         # at the start, the medium may not have told its time, as the replies to the uploads do
@@ -152,28 +158,47 @@ class Inbox:
         now = self._medium.entry_time()
         packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
         uses = _uses_at(now, used, batch.manifests)
+        content = Delta(packs, uses)
+        requests = self._requests(batch.manifests, upload.places, plan.pins, now)
+        # the deletions of the batch
+        removals = self._replica.tombstones(plan.removals, now)
+        return union([content, requests, removals])
 
-        written_digests = [self._digest(write) for write in batch.manifests]
-        pinned_digests = [digest for digest, _ in plan.pins]
+    def _requests(
+        self,
+        writes: Sequence[ManifestWrite],
+        places: Sequence[KeysPlace],
+        pins: Sequence[tuple[bytes, bool]],
+        now: float,
+    ) -> Delta:
+        """Return the requests that a commit writes, pins or unpins. Each change of a request gets a
+        version above all that this engine knows of it.
+
+        :param places: of the keys of each written request.
+        :param pins: see ``CommitPlan``.
+        """
+        namespace = self._replica.namespace
+        written_digests: list[bytes] = []
+        for write in writes:
+            row = manifest_row(namespace, write.manifest.id)
+            written_digests.append(row[ID_BYTES:])
+        pinned_digests = [digest for digest, _ in pins]
         versions = self._replica.versions([*written_digests, *pinned_digests])
+
         least_version = self._least_version()
         manifests: list[ManifestEntry] = []
-        written = zip(batch.manifests, written_digests, upload.places, strict=True)
+        written = zip(writes, written_digests, places, strict=True)
         for write, digest, place in written:
-            # above all versions of the request that this engine knows
             version = max(versions[digest] + 1, least_version)
             versions[digest] = version
             manifest = _manifest_entry(write, place, digest, version, now)
             manifests.append(manifest)
         # after the manifests: a pin has a later version than the write that it follows
-        pins: list[Pin] = []
-        for digest, pinned in plan.pins:
+        pin_entries: list[Pin] = []
+        for digest, pinned in pins:
             versions[digest] += 1
-            pins.append(Pin(digest, versions[digest], pinned))
-        content = Delta(packs, uses, manifests=manifests, pins=pins)
-        # the deletions of the batch
-        removals = self._replica.tombstones(plan.removals, now)
-        return union([content, removals])
+            pin_entries.append(Pin(digest, versions[digest], pinned))
+        return Delta(manifests=manifests, pins=pin_entries)
 
     def _least_version(self) -> int:
         """Return the least version of a request. Where tenants were forgotten, it is the medium's
@@ -185,21 +210,18 @@ class Inbox:
         milliseconds = int(1000 * self._medium.time.now())
         return max(1, milliseconds)
 
-    def _digest(self, write: ManifestWrite) -> bytes:
-        """Return the digest of a request's id."""
-        row = manifest_row(self._replica.namespace, write.manifest.id)
-        return row[ID_BYTES:]
-
     def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:
         """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors
         before and after.
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        # copies: other threads may lose packs meanwhile (``lose``)
+        # Copies of what waits for this commit. Other threads may lose packs meanwhile (``lose``):
+        # these wait for the next one.
         uses = dict(self._uses)
         lost = dict(self._lost)
-        delta = union([delta, _waiting(uses, lost)])
+        waiting = _waiting(uses, lost)
+        delta = union([delta, waiting])
         name = self._names.new_commit(self._clock.random)
         body = self._objects.body(name, delta)
         if len(body) > _MOST_BODY_BYTES:
@@ -215,10 +237,11 @@ class Inbox:
             # after the write, which the medium may have executed late: a commit that took too long
             # is not acknowledged, although it may appear
             self._check_age(start, written)
-            # Limit its times as other handles do when they read it. The time of the reply may be
-            # rounded down, or wrong.
-            latest = max(written, self._medium.time.time_of_use())
-            delta = delta.clamped(latest + ROUNDING_S)
+            # Limit the times of the content to that of the object, as other handles do when they
+            # read it. The reply may have a time that is wrong, or rounded down.
+            present = self._medium.time.time_of_use()
+            latest = max(written, present) + ROUNDING_S
+            delta = delta.clamped(latest)
             cursors = self._replica.apply([(name, delta)])
         finally:
             publishing.discard(name)
@@ -239,8 +262,8 @@ class Inbox:
         """Remove published uses and lost packs from those that wait; a pack that was used again
         since has a later time, and keeps waiting."""
         for pack_id, time in uses.items():
-            was_used_again = self._uses.get(pack_id) != time
-            if not was_used_again:
+            is_latest_use = self._uses.get(pack_id) == time
+            if is_latest_use:
                 del self._uses[pack_id]
         for name in lost:
             self._lost.pop(name, None)
@@ -251,7 +274,7 @@ class Inbox:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
-            # to the end: they are in the order of their times
+            # at the end: they are in the order of their times
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         waited_s = self._clock.monotonic() - self._published_at
@@ -273,15 +296,16 @@ class Inbox:
         now = self._medium.entry_time()
         self._lost[name] = now
         removal = Delta(removed=[Tombstone(name, now)])
-        self._replica.apply([("", removal)])
+        self._replica.apply([(NO_OBJECT, removal)])
 
 
 def _changes_anything(batch: CommitBatch, plan: CommitPlan) -> bool:
     """Return whether a batch needs a commit of its own: it adds, removes or pins something. Uses
     alone wait for the next commit."""
+    packs_to_upload = plan.missing
     removals = plan.removals
     changes = (
-        plan.missing,
+        packs_to_upload,
         batch.manifests,
         plan.pins,
         removals.packs,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -56,7 +56,9 @@ class UploadBudget:
     def reserved(self, pack: NewPack) -> Iterator[None]:
         """Reserve memory for a pack while the ``with`` block runs; wait until enough memory is
         free."""
-        length = min(pack.raw_length, self._all) if pack.encodes else 0
+        length = 0
+        if pack.encodes:
+            length = min(pack.raw_length, self._all)
         with self._changed:
             self._changed.wait_for(lambda: length <= self._free)
             self._free -= length
@@ -116,9 +118,8 @@ class PackBlobs:
         self._names = names
         self._replica = replica
         self._on_missing = on_missing
-        self._gap_bytes = min(
-            _MOST_GAP_BYTES, int(medium.blobs.latency_s * _BYTES_PER_S)
-        )
+        bytes_per_latency = int(medium.blobs.latency_s * _BYTES_PER_S)
+        self._gap_bytes = min(bytes_per_latency, _MOST_GAP_BYTES)
         """Bytes between two spans up to which one call reads both: to read the gap takes less time
         than a second call."""
 
@@ -151,18 +152,23 @@ class PackBlobs:
 
     def _key_records(self, writes: Sequence[ManifestWrite]) -> _KeyRecords:
         """Seal the keys of requests as records of one blob."""
-        nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
+        seal = self._medium.seal
+        nonce = self._new_nonce()
         records: list[Buffer] = []
         places: list[KeysPlace] = []
         offset = 0
         for write in writes:
-            data_key = self._medium.seal.key_of(write.manifest.tenant)
+            data_key = seal.key_of(write.manifest.tenant)
             sealed = self._sealed_keys(write, data_key)
             length = len(sealed)
             places.append(KeysPlace(nonce, offset, length, data_key))
             records.append(sealed)
             offset += length
         return _KeyRecords(nonce, records, places)
+
+    def _new_nonce(self) -> bytes:
+        """Return the random part of the name of a new blob."""
+        return self._medium.clock.random.randbytes(NONCE_BYTES)
 
     def _upload_keys(self, keys: _KeyRecords) -> _Uploaded:
         """Upload the blob with the keys of requests."""
@@ -189,15 +195,17 @@ class PackBlobs:
     def _put_pack(self, pack: NewPack) -> PackEntry:
         """Write a pack to a blob of its own; return its entry in the index, with the medium's
         time."""
+        medium = self._medium
         payload: list[Buffer] = list(pack.stream())
         # no name is used twice, also if the same pack is uploaded again
-        nonce = self._medium.clock.random.randbytes(NONCE_BYTES)
+        nonce = self._new_nonce()
         blob = self._names.pack(pack.pack_id + nonce)
         # The table behind the payload describes the pack, so that a rebuild can find it without the
         # index.
-        stored_table = self._medium.seal.encode_table(pack.table)
-        time = self._medium.put(blob, [*payload, stored_table])
-        return PackEntry(pack.pack_id, nonce, pack.table.encode(), time)
+        table = pack.table
+        stored_table = medium.seal.encode_table(table)
+        time = medium.put(blob, [*payload, stored_table])
+        return PackEntry(pack.pack_id, nonce, table.encode(), time)
 
     # Reads
 
@@ -256,12 +264,14 @@ class PackBlobs:
             is_read[index] = True
 
         # If the blob is gone, ``_fill`` removes it from the replica, which then shows another blob
-        # of the pack: read the frames that are left from that one. One call follows another,
-        # because the frames share the memory.
+        # of the pack: read the frames that are left from that one.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read)
+            # one after another: the frames share the memory
             for run in ranges:
-                is_filled = self._fill(run, run.buffers_taken_by(take_span))
+                # calls ``take_span`` with each frame as soon as it is in the memory
+                buffers = run.buffers_taken_by(take_span)
+                is_filled = self._fill(run, buffers)
                 # the next ranges are in the same blob, which is gone
                 if not is_filled:
                     break
@@ -274,9 +284,11 @@ class PackBlobs:
         name = run.pack_id + run.blob.nonce
         blob = self._names.pack(name)
         length = run.end - run.start
-        is_too_short = False
-        with suppress(BlobMissingError):
+        try:
             done = self._medium.blobs.read(blob, run.start, length, buffers)
+        except BlobMissingError:
+            is_too_short = False
+        else:
             if done == length:
                 return True
             # the blob is there, and ends before the range
@@ -301,6 +313,8 @@ class PackBlobs:
         :param filled: whether each span is filled; empty spans are marked here.
         """
         ranges: list[_Range] = []
+        # the last one of ``ranges``
+        current: _Range | None = None
         held = self._replica.blobs({span.pack_id for span in spans})
         for index in _reading_order(spans):
             if filled[index]:
@@ -316,10 +330,10 @@ class PackBlobs:
             if not length:
                 filled[index] = True
                 continue
-            is_new = not ranges or not ranges[-1].is_followed_by(span, self._gap_bytes)
-            if is_new:
-                ranges.append(_Range(span.pack_id, blob, span.offset))
-            ranges[-1].add(index, span, length)
+            if current is None or not current.is_followed_by(span, self._gap_bytes):
+                current = _Range(span.pack_id, blob, span.offset)
+                ranges.append(current)
+            current.add(index, span, length)
         return ranges
 
     def manifest_keys(self, manifest_id: str) -> ManifestKeys | None:
@@ -328,12 +342,14 @@ class PackBlobs:
         place = self._replica.keys_place(manifest_id)
         if place is None:
             return None
+        medium = self._medium
         blob = self._names.keys_blob(place.nonce)
         name = self._keys_name(manifest_id)
         try:
             # a record that is cut off does not open
-            record = self._medium.read(blob, place.offset, place.length)
-            return decode_manifest_keys(self._medium.seal.opened(name, record))
+            record = medium.read(blob, place.offset, place.length)
+            content = medium.seal.opened(name, record)
+            return decode_manifest_keys(content)
         except (CorruptPackError, BlobMissingError):
             return None
 
@@ -356,7 +372,7 @@ class _Range:
         self.spans: list[int] = []
         """Indexes of the requested spans."""
         self._span_at: dict[int, int] = {}
-        """Index in ``buffers`` of a span's first buffer → index of the span, as in ``spans``."""
+        """Index of a span by that of its first buffer in ``buffers``."""
 
     def is_followed_by(self, span: ReadSpan, gap_bytes: int) -> bool:
         """Return whether a span is in the same pack, at most ``gap_bytes`` behind the range."""
@@ -367,7 +383,7 @@ class _Range:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end
-        # a larger gap gets new memory; earlier ones keep theirs
+        # too small: new memory for this gap; the buffers of the gaps before keep theirs
         if gap > len(self._gap_memory):
             self._gap_memory = memoryview(bytearray(gap))
         if gap:

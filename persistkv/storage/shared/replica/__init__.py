@@ -4,6 +4,7 @@ environment."""
 from persistkv.storage.shared.replica.folder import ReplicaFolder
 from persistkv.storage.shared.replica.limits import Bound, Limits
 from persistkv.storage.shared.replica.replica import (
+    NO_OBJECT,
     CommitPlan,
     KeysPlace,
     PackBlob,
@@ -12,6 +13,7 @@ from persistkv.storage.shared.replica.replica import (
 )
 
 __all__ = [
+    "NO_OBJECT",
     "Bound",
     "CommitPlan",
     "KeysPlace",

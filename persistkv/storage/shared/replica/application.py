@@ -116,7 +116,7 @@ class Application:
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
-        # as in a base: the change log does not keep so many
+        # more than the change log keeps, as in an object with the whole index
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:
@@ -184,8 +184,8 @@ class Application:
         self,
         entries: Sequence[PackEntry],
     ) -> tuple[list[PackEntry], list[PackEntry]]:
-        """Return the only entries of packs that the replica does not know, in the order of their
-        names, and all other entries.
+        """Return two lists in the order of names: the entries of packs that the replica does not
+        know and that have one entry, and all others.
         """
         num_entries = Counter(entry.pack_id for entry in entries)
         known = self._known_ids(entries)
@@ -193,30 +193,31 @@ class Application:
         others: list[PackEntry] = []
         in_order = sorted(entries, key=lambda entry: entry.name)
         for entry in in_order:
-            is_only = num_entries[entry.pack_id] == 1
-            is_new = is_only and entry.pack_id not in known
-            kind = new if is_new else others
-            kind.append(entry)
+            has_one_blob = num_entries[entry.pack_id] == 1
+            if has_one_blob and entry.pack_id not in known:
+                new.append(entry)
+            else:
+                others.append(entry)
         return new, others
 
     def _known_ids(self, entries: Sequence[PackEntry]) -> set[bytes]:
         """Return the ids of the packs of which the replica knows anything."""
         rows = self._rows
         pack_ids = [entry.pack_id for entry in entries]
-        used = rows.existing(EARLY, pack_ids)
-        blob_names = [entry.name for entry in entries]
-        ended = rows.existing(TOMBSTONES, blob_names)
         pack_names = [self._namespace + pack_id for pack_id in pack_ids]
-        held = rows.existing(PACKS, pack_names)
-        # of requests that name the packs; a new replica has none, and needs no search for each pack
-        linked: list[bytes] = []
-        if rows.count(LINKS):
-            linked = [name for name in pack_names if rows.has_prefix(LINKS, name)]
+        blob_names = [entry.name for entry in entries]
 
-        known = set(used)
-        known.update(name[:ID_BYTES] for name in ended)
-        known.update(name[ID_BYTES:] for name in held)
-        known.update(name[ID_BYTES:] for name in linked)
+        # used before they have arrived
+        known = set(rows.existing(EARLY, pack_ids))
+        ended_blobs = rows.existing(TOMBSTONES, blob_names)
+        known.update(name[:ID_BYTES] for name in ended_blobs)
+        held_packs = rows.existing(PACKS, pack_names)
+        known.update(name[ID_BYTES:] for name in held_packs)
+        # named by requests; a new replica has none, and needs no search for each pack
+        if rows.count(LINKS):
+            for name in pack_names:
+                if rows.has_prefix(LINKS, name):
+                    known.add(name[ID_BYTES:])
         return known
 
     def _add_blob(self, entry: PackEntry) -> None:
@@ -264,11 +265,14 @@ class Application:
 
     def _show(self, table: PackTable) -> None:
         """Add a pack to the catalogue, with the last of its uses that arrived before it."""
+        rows = self._rows
         pack_id = table.pack_id
-        # none: ``_add_pack`` records the time of the entry next
-        last_use = read_time(self._rows, EARLY, pack_id) or 0.0
-        self._rows.delete(EARLY, pack_id)
-        # the catalogue lists the pack as used at the time of the order
+        last_use = read_time(rows, EARLY, pack_id)
+        rows.delete(EARLY, pack_id)
+        if last_use is None:
+            # for now: ``_add_pack`` records the use at the time of the entry next
+            last_use = 0.0
+        # the catalogue, whose order this is, lists the pack as used at this time
         self._order.set_time(last_use)
         batch = CommitBatch([PlacedPack(table)])
         self._catalogue.add(batch)
@@ -287,6 +291,7 @@ class Application:
         """Remove a pack from the catalogue; keep the time of its last use, for another blob of it
         that is held or may arrive."""
         use = self._order.use(self._namespace + pack_id)
+        # ``EARLY`` has the times of packs that the catalogue does not list
         if use is not None:
             row = TIME.pack(use.time)
             self._rows.put(EARLY, pack_id, row)
@@ -341,8 +346,10 @@ class Application:
             self._use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
         content_digest = _content_digest(entry)
-        newest = (before.written, before.content_digest)
-        if (entry.version, content_digest) <= newest:
+        # of equal versions, the greater digest counts: all replicas choose the same one
+        held_write = (before.written, before.content_digest)
+        this_write = (entry.version, content_digest)
+        if this_write <= held_write:
             return
         manifest = self._manifest_of(entry)
         # damaged or forgotten: as if it had not arrived
@@ -354,7 +361,7 @@ class Application:
             time=max(before.time, entry.time),
         )
         write_version(self._rows, entry.digest, updated)
-        # else a later deletion is known
+        # otherwise, a later deletion is known
         if updated.is_alive:
             write = ManifestWrite(manifest, (), packs)
             self._show_request(entry, write, updated)
@@ -368,11 +375,11 @@ class Application:
         """Write a request to the catalogue, in place of its version from before."""
         name = manifest_row(self._namespace, write.manifest.id)
         self._forget_bytes(name)
-        # the catalogue lists the request as written at the time of the order
+        # the catalogue, whose order this is, lists the request as written at this time
         self._order.set_time(entry.time)
         batch = CommitBatch(manifests=[write])
         self._catalogue.add(batch)
-        # in place of the keys, which ``add`` wrote empty: they are in a blob
+        # in place of the row that ``add`` wrote, without keys: these are in a blob
         self._write_place(name, entry)
         self._catalogue.pin(name, version.is_pinned)
 
@@ -426,15 +433,16 @@ class Application:
     def _pin(self, pin: Pin) -> None:
         """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
-        newest = (before.pin_version, before.was_pin)
         # of a pin and an unpin with equal versions, the pin counts: True is greater
-        if (pin.version, pin.pinned) <= newest:
+        held_pin = (before.pin_version, before.was_pin)
+        this_pin = (pin.version, pin.pinned)
+        if this_pin <= held_pin:
             return
         updated = before._replace(pin_version=pin.version, was_pin=pin.pinned)
         write_version(self._rows, pin.digest, updated)
         if updated.is_alive:
             name = self._namespace + pin.digest
-            # not if a later deletion has ended this pin
+            # ``is_pinned`` is false if a later deletion has ended this pin
             self._catalogue.pin(name, updated.is_pinned)
 
     def _forget_bytes(self, name: bytes) -> None:
@@ -491,6 +499,7 @@ class _Additions:
         self._count(head)
 
         name = namespace + entry.pack_id
+        # the number of this change, as counted just now
         sequence = SEQUENCE.pack(self._state.sequence)
         self._new[PACKS].append((name, sequence + entry.body))
         # without the table, which the catalogue has
@@ -523,10 +532,11 @@ class _Additions:
         tenant = b""
         if head.tenant != DEFAULT_TENANT:
             tenant = tenant_digest(head.tenant)
-        # the order computes the moment of this time
-        self._order.set_time(time)
+        order = self._order
+        # computes ``moment``, the number of this time in the order
+        order.set_time(time)
         return Use(
-            moment=self._order.moment,
+            moment=order.moment,
             time=time,
             depth=head.depth,
             pins=0,

@@ -22,7 +22,8 @@ from persistkv.storage.shared.forgetting.records import ForgottenTenants
 from persistkv.storage.shared.replica.rows import KeysRow, read_version
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
-_DEFAULT = tenant_digest(DEFAULT_TENANT)
+# digest of its name
+_DEFAULT_TENANT = tenant_digest(DEFAULT_TENANT)
 
 
 class RequestRow(NamedTuple):
@@ -44,24 +45,29 @@ class ForgottenRows(NamedTuple):
 
     def packs(self) -> Iterator[PackTable]:
         """Yield the tables of the forgotten packs."""
-        for key, row in self.rows.range(USES, self.namespace):
+        rows = self.rows
+        forgotten = self.forgotten
+        for key, row in rows.range(USES, self.namespace):
             use = Use.decode(row)
             if use is None:
                 continue
-            # first the digest of the tenant's name, which needs no read of the table
-            owner = use.tenant or _DEFAULT
-            if owner not in self.forgotten.tenants:
+            # First the tenant, by the digest of its name, which needs no read of the table. The
+            # row of a pack of the default tenant has none.
+            owner = use.tenant or _DEFAULT_TENANT
+            if owner not in forgotten.tenants:
                 continue
             name = bytes(key)
-            stored = bytes(self.rows.get(PACKS, name) or b"")
-            head = table_head(stored[SEQUENCE.size :])
+            pack_row = bytes(rows.get(PACKS, name) or b"")
+            encoded_table = pack_row[SEQUENCE.size :]
+            head = table_head(encoded_table)
             if head is None:
                 continue
             # the tenant may have other content, under a new data key or used later
-            if self.forgotten.covers(head.tenant, head.data_key, use.time):
-                table = pack_table(name, stored)
-                if table is not None:
-                    yield table
+            if not forgotten.covers(head.tenant, head.data_key, use.time):
+                continue
+            table = pack_table(name, pack_row)
+            if table is not None:
+                yield table
 
     def requests(self) -> Iterator[RequestRow]:
         """Yield all requests, forgotten or not."""

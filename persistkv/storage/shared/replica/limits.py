@@ -55,6 +55,7 @@ def evict(
     :param order: of the transaction.
     :param at_most: maximum number of packs and requests, of each tenant and altogether.
     """
+    # The transaction asks after each eviction whether the goal is met.
     # Tenants first: evicting their excess makes room in the capacity, too.
     for tenant, bound in sorted(limits.tenants.items()):
         goal = _Goal(
@@ -114,10 +115,10 @@ class _WholeBytes:
     def __call__(self) -> int:
         """Return the bytes after the removals so far."""
         rows = self._rows
-        # it is called after each eviction: only the packs since the last call
-        new = self._removed[self._counted :]
-        for pack_name in new:
-            # behind the namespace
+        # called after each eviction: subtract only the packs that were removed since the last call
+        newly_removed = self._removed[self._counted :]
+        for pack_name in newly_removed:
+            # the name is namespace and pack id
             pack_id = pack_name[ID_BYTES:]
             for blob_name in names_of(rows, pack_id):
                 self._num_bytes -= blob_row(rows, blob_name).counted

@@ -95,6 +95,8 @@ _KIND = b"persistkv replica 1"
 MAP_BYTES = 64 << 30
 _LEAST_MAP_BYTES = 1 << 30  # 1 GiB
 _READERS = 126
+# in place of a name in ``Replica.apply``: the content is in no index object yet
+NO_OBJECT = ""
 _FORGOTTEN_AT_ONCE = 256  # packs or requests that one transaction removes
 # wait of ``close`` for transactions, which take milliseconds except that of a base
 _CLOSE_S = 5.0
@@ -346,6 +348,7 @@ class Replica:
         name."""
         with self.rows() as rows:
             totals = Quotas(rows).at(tenant)
+            # each is the digest, and then a key as in ``ORDER``
             keys = rows.starting_with(TENANT_ORDER, tenant)
             moments = _moments(key[TAG_BYTES:] for key, _ in keys)
         if totals is None:
@@ -386,7 +389,7 @@ class Replica:
                 keep=keep,
                 order=TimedOrder(rows),
             )
-            # before the removals, which move it
+            # before the removals, which are changes: the cursor moves behind them
             cursor = transaction.cursor
             deletions = CommitBatch(
                 deletions=batch.deletions,
@@ -401,11 +404,12 @@ class Replica:
                 missing.setdefault(pack.pack_id, pack)
             pins = self._held_pins(rows, batch)
             removals = _removals(rows, transaction)
-            replaced = _blobs_of(rows, missing)
-            # each once: those of bad packs are removed already
-            removals.packs = list(dict.fromkeys([*removals.packs, *replaced]))
-        packs = list(missing.values())
-        return CommitPlan(cursor, packs, removals, pins)
+            # the new blobs of missing packs replace the damaged ones
+            blobs_to_remove = [*removals.packs, *_blobs_of(rows, missing)]
+            # each once: those of bad packs are in both lists
+            removals.packs = list(dict.fromkeys(blobs_to_remove))
+        packs_to_upload = list(missing.values())
+        return CommitPlan(cursor, packs_to_upload, removals, pins)
 
     def _held_pins(
         self,
@@ -451,6 +455,7 @@ class Replica:
         removed = [Tombstone(name, time) for name in removals.packs]
         dropped: list[Dropped] = []
         for digest, version in self.versions(removals.manifests).items():
+            # 0: unknown here, so there is nothing to delete
             if version:
                 dropped.append(Dropped(digest, version, time))
         return Delta(removed=removed, dropped=dropped)
@@ -460,22 +465,22 @@ class Replica:
     def apply(self, objects: Iterable[tuple[str, Delta]]) -> tuple[bytes, bytes]:
         """Add the content of index objects to the catalogue, in one transaction.
 
-        :param objects: name and content; an empty name: content that is in no object yet.
+        :param objects: name and content; ``NO_OBJECT``: content that is in none yet.
         :returns: the cursors (``Changes.cursor``) before and after.
         :raises StoreError: the replica failed; nothing was applied.
         """
-        # of the objects that this call adds: name → name of the object that includes it
+        # objects that count as contained from now on → the object that includes each
         includers: dict[str, str] = {}
         with self.rows(write=True) as rows:
             cursor_before = read_state(rows, self.namespace).cursor
             for name, delta in objects:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
-                # an includer that is known already, from before or from this call, stays
-                if name and name not in includers:
+                # an includer that an earlier delta of this call, or an earlier call, named stays
+                if name != NO_OBJECT and name not in includers:
                     includers[name] = self.contained.get(name, NO_INCLUDER)
-                # The delta has their content: they count as contained, and are not read any more.
-                # Of several includers, the last one is recorded.
+                # The delta has the content of these objects, so they are not read any more. Of
+                # several includers, the last one is recorded.
                 for included in delta.includes:
                     includers[included] = name
             self._put_includers(rows, includers)
@@ -554,16 +559,15 @@ class Replica:
         content = self.content_of(self._forgotten)
         if content.tables or content.manifests:
             self.has_traces = True
-        # only in the replica: others refuse the content by the same records
-        ends = self.tombstones(content, self._forgotten.time)
-        most = max(len(ends.removed), len(ends.dropped))
-        # in several transactions: commits wait for them
-        for start in range(0, most, _FORGOTTEN_AT_ONCE):
+        removals = self.tombstones(content, self._forgotten.time)
+        packs = removals.removed
+        requests = removals.dropped
+        # in several transactions: commits wait while one runs
+        for start in range(0, max(len(packs), len(requests)), _FORGOTTEN_AT_ONCE):
             end = start + _FORGOTTEN_AT_ONCE
-            part = Delta(
-                removed=ends.removed[start:end], dropped=ends.dropped[start:end]
-            )
-            self.apply([("", part)])
+            part = Delta(removed=packs[start:end], dropped=requests[start:end])
+            # in no object: other replicas refuse the content by the same records
+            self.apply([(NO_OBJECT, part)])
         self._num_applied_records = num_records
 
     def purge(self, before: float) -> None:
@@ -655,7 +659,7 @@ def _steps(
 
 
 def _purge_times(rows: TableRows, table: str, before: float) -> None:
-    """Delete the rows of a table with times before another one."""
+    """Delete the rows of a table of times that are earlier than ``before``."""
     old: list[bytes] = []
     for key, row in rows.range(table, b""):
         (time,) = TIME.unpack(row)
@@ -673,13 +677,17 @@ def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
     index of one namespace leaves out the namespace (the first ``ID_BYTES``), and names each blob of
     a pack.
     """
-    # the tables of the removed packs, without damaged ones
-    removals = Removals(tables=list(transaction.evicted))
-    # ``fromkeys``: the transaction lists a name once for each removal, so it may be there twice
-    for name in dict.fromkeys(transaction.removed):
+    # each name once, although the transaction lists it for each removal
+    removed_packs = dict.fromkeys(transaction.removed)
+    removed_requests = dict.fromkeys(transaction.dropped)
+    # of the removed packs, without damaged ones
+    tables = list(transaction.evicted)
+
+    removals = Removals(tables=tables)
+    for name in removed_packs:
         pack_id = name[ID_BYTES:]
         removals.packs += names_of(rows, pack_id)
-    for name in dict.fromkeys(transaction.dropped):
+    for name in removed_requests:
         digest = name[ID_BYTES:]
         removals.manifests.append(digest)
     return removals

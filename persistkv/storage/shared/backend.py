@@ -519,15 +519,15 @@ class SharedBackend(Backend):
             self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
         opened = self._open(namespace)
-        # requests of other engines may name the deleted packs
-        deletes = batch.deletions or batch.bad or batch.manifest_deletions
-        if deletes or self._options.always_refreshes:
+        # first read all that is durable: requests of other engines may name the deleted packs
+        has_deletions = batch.deletions or batch.bad or batch.manifest_deletions
+        if has_deletions or self._options.always_refreshes:
             opened = self._refreshed(namespace)
         try:
             result = opened.commit(batch)
         except CorruptPackError:
-            # The data key of a tenant may have been dropped while it sealed a pack: then this
-            # raises the error that tells so.
+            # If a tenant was forgotten meanwhile, the data key that should seal a pack is gone:
+            # then this raises the error that tells so.
             self._medium.records.refuse_forgotten(batch)
             raise
         # the thread plans the merge of this commit
@@ -538,11 +538,11 @@ class SharedBackend(Backend):
         """Return the changes of a namespace after a cursor (``Backend.changes``); nothing before
         the medium has answered."""
         self._check_open()
-        # An engine that starts without the medium begins with an empty index. Below, a namespace
-        # that it has not opened raises.
         is_opened = self._identities.known(namespace) is not None
+        # an engine that starts without the medium begins with an empty index
         if not self._policy.has_answered() and is_opened:
             return Changes(EMPTY_CURSOR, [], reset=True)
+        # this raises if the medium has not answered and the engine has not opened the namespace
         return super().changes(namespace, cursor)
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:

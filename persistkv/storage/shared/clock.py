@@ -100,12 +100,12 @@ class ServerTime:
         return self.now() or self._clock.wall()
 
     def time_of_use(self) -> float:
-        """Return the time of a use at present: that of the medium, or a later one that it has shown
-        before and that the machine's clock still confirms. 0 if no time is known.
+        """Return the time of a use at present: that of the newest reply, or a later one that the
+        medium has shown before and that the machine's clock still confirms. 0 if no time is known.
 
-        A proxy may date replies a year back. Packs that are used meanwhile would expire as soon as
-        its clock is right again. Readers limit a time that is too late to that of the object that
-        carries it.
+        The newest reply may come from a proxy that dates it a year back: packs that are used
+        meanwhile would expire as soon as its clock is right again. A time that is too late does no
+        harm, because readers limit it to that of the object that carries it.
         """
         now = self.now()
         confirmed = self._extrapolate(self._confirmed)

@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYRINGS = "keyrings/"
-_REPLACED = "replaced"
+# blob of a store key which marks that another one has replaced it
+REPLACED = "replaced"
 _MOST_LISTS = 3  # of the keys, while some are deleted
 _MOST_ROTATIONS = 1000  # that an old key is followed through
 _NAME_BYTES = 8  # random bytes in the name of a blob
@@ -137,7 +138,8 @@ class StoreKeys:
                 return
             # first the keys that other engines have made
             self._add_listed()
-            for tenant in self._known().lacking(lacking):
+            still_lacking = self._known().lacking(lacking)
+            for tenant in still_lacking:
                 data_key = DataKey.new(tenant)
                 # it seals nothing before it is durable
                 self._put_tenant(data_key)
@@ -151,9 +153,10 @@ class StoreKeys:
         :raises CorruptPackError: its blob does not read, perhaps only at present.
         :raises StoreError: the medium failed.
         """
+        medium = self._medium
         if key_id in self._known().keys:
             return True
-        if key_id in self._medium.records.forgotten.keys:
+        if key_id in medium.records.forgotten.keys:
             return False
         with self._lock:
             self._search(key_id)
@@ -161,10 +164,10 @@ class StoreKeys:
                 return True
         # ``_search`` has found no usable blob: damaged ones may be readable later
         name = self._names.tenant(key_id)
-        if self._medium.exists(name):
+        if medium.exists(name):
             raise CorruptPackError("key", f"{name} does not read")
         # in a directory that is not mounted at present, every blob is missing
-        if not self._medium.exists(self._names.policy):
+        if not medium.exists(self._names.policy):
             raise UnavailableError("the store is gone, or not mounted at present")
         return False
 
@@ -175,8 +178,9 @@ class StoreKeys:
                 return set()
             before = self._keyring
             self._keyring = before.without(key_ids)
-        dropped = before.keys.keys() & set(key_ids)
-        return {before.keys[key_id].tenant for key_id in dropped}
+        keys_before = before.keys
+        dropped = keys_before.keys() & set(key_ids)
+        return {keys_before[key_id].tenant for key_id in dropped}
 
     def of_tenant(self, tenant: str) -> dict[bytes, BlobInfo]:
         """Return the blobs of a tenant's data keys in the store by their ids, without those that a
@@ -206,7 +210,8 @@ class StoreKeys:
         if self._key is None:
             return set()
         listed_blobs = self._listed()
-        return listed_blobs.keys() & self._medium.records.forgotten.keys
+        destroyed = self._medium.records.forgotten.keys
+        return listed_blobs.keys() & destroyed
 
     def destroy(self, key_ids: Collection[bytes]) -> Sequence[str]:
         """Delete data keys of tenants for good; return what the medium keeps of them
@@ -314,8 +319,8 @@ class StoreKeys:
         """Record that one store key has replaced another. Both have all data keys, so that one of
         them opens the store at any time."""
         # in a rotation back, the new key was replaced itself: now it opens the store again
-        self._medium.blobs.delete([_blob(new.id, _REPLACED)])
-        self._medium.put(_blob(old.id, _REPLACED), [new.id.encode()])
+        self._medium.blobs.delete([_blob(new.id, REPLACED)])
+        self._medium.put(_blob(old.id, REPLACED), [new.id.encode()])
 
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
         """Raise a ConfigurationError if a new key has a store of its own on this medium: it wraps
@@ -424,24 +429,21 @@ class StoreKeys:
         successors = self._successors(key.id)
         if not successors:
             return wrapped
-        newer: set[bytes] = set()
+        ids_in_newer: set[bytes] = set()
         for successor in successors:
             wrapped_again = _joined(self._blobs(successor))
-            newer.update(entry.id for entry in wrapped_again)
+            ids_in_newer.update(entry.id for entry in wrapped_again)
         # The newer store keys wrap nothing: the store was rotated back to this key, and a request
         # that was executed late has written its blob ``replaced`` again.
-        if wrapped and not newer:
+        if wrapped and not ids_in_newer:
             return wrapped
         # The others are from an engine whose request took effect after the rotation: the newer
         # store key cannot read content that they seal.
-        usable = [entry for entry in wrapped if entry.id in newer]
-        if not usable:
-            raise ConfigurationError(
-                "key",
-                key.id,
-                f"the key {successors[-1]}, which has replaced it (rotate-key)",
-            )
-        return usable
+        usable = [entry for entry in wrapped if entry.id in ids_in_newer]
+        if usable:
+            return usable
+        expected = f"the key {successors[-1]}, which has replaced it (rotate-key)"
+        raise ConfigurationError("key", key.id, expected)
 
     def _successors(self, key_id: str) -> list[str]:
         """Return the ids of the keys that have replaced this one, one after the other."""
@@ -459,7 +461,7 @@ class StoreKeys:
     def _successor(self, key_id: str) -> str:
         """Return the id of the key that has replaced this one; empty: none has."""
         try:
-            marker = self._medium.whole(_blob(key_id, _REPLACED), MAX_SMALL_BYTES)
+            marker = self._medium.whole(_blob(key_id, REPLACED), MAX_SMALL_BYTES)
         except BlobMissingError:
             return ""
         return bytes(marker).decode("ascii", "replace")
@@ -473,12 +475,19 @@ class StoreKeys:
             # A rotation may delete a blob after the list. Without the keys in it, a handle would
             # lack some of the content: list again.
             with suppress(BlobMissingError):
-                infos = self._medium.listed(_blob(key_id, ""))
-                names = {info.name for info in infos}
-                # it has no keys: it names the store key that has replaced this one
-                names.discard(_blob(key_id, _REPLACED))
-                return {name: self._wrapped(name) for name in sorted(names)}
+                return self._read_listed(key_id)
         raise UnavailableError("the keys of the store are being replaced")
+
+    def _read_listed(self, key_id: str) -> dict[str, list[WrappedKey]]:
+        """Make one attempt of ``_blobs``; raise a BlobMissingError if a blob vanishes after the
+        list."""
+        marker = _blob(key_id, REPLACED)
+        found: dict[str, list[WrappedKey]] = {}
+        for info in self._medium.listed(_blob(key_id, "")):
+            # the marker has no keys: it names the store key that has replaced this one
+            if info.name != marker:
+                found[info.name] = self._wrapped(info.name)
+        return found
 
     def _wrapped(self, name: str) -> list[WrappedKey]:
         """Return the data keys in a blob; raise a CorruptStoreError if it is damaged."""
@@ -522,9 +531,10 @@ class StoreKeys:
         """Write a blob with all data keys of the store in a keyring, and return its name."""
         random_part = os.urandom(_NAME_BYTES).hex()
         name = _blob(key.id, random_part)
-        data_keys = keyring.of_store()
-        wrapped = tuple(key.wrap(keyring.id, data_key) for data_key in data_keys)
-        content = encode_keys(StoredKeys(wrapped))
+        wrapped: list[WrappedKey] = []
+        for data_key in keyring.of_store():
+            wrapped.append(key.wrap(keyring.id, data_key))
+        content = encode_keys(StoredKeys(tuple(wrapped)))
         self._medium.put(name, [content])
         return name
 

@@ -81,12 +81,13 @@ class SharedNamespace:
         """Reads the commits of other engines, when it is time."""
         self._limits = NamespaceLimits(board, self.replica, medium, options.policy)
         self._sweeper = Sweeper(medium, self._names, self.replica)
-        self._lock = self._medium.clock.lock()
+        clock = medium.clock
+        self._lock = clock.lock()
         """Held while the index is read, merged or limited: a step may hold it for long. Commits
         take it only to open and to make room."""
         self.is_open = False
         """Whether the index was read once. Before, nothing is held, and commits are refused."""
-        self._open_at = self._medium.clock.monotonic()
+        self._open_at = clock.monotonic()
         """Monotonic time of the next attempt of ``step`` to read the index for the first time."""
 
     def _lose(self, name: bytes) -> None:
@@ -117,7 +118,7 @@ class SharedNamespace:
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
             inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
-            # the list may show many segments that no base includes
+            # the index may consist of many objects that are not merged into one
             self.merger.plan_base()
             self.is_open = True
             self.follower.start()
@@ -142,8 +143,9 @@ class SharedNamespace:
         self.replica.remove_forgotten()
         if had_traces or not self.replica.has_traces:
             return
-        # The first removal: the file of the last process has fingerprints of the tenant's keys. The
-        # engine saves the next file only when it ends, without them.
+        # After the first removal, delete the file in which the last process has saved the engine's
+        # index, with fingerprints of the tenant's keys. The engine saves the next one, without
+        # them, only when it ends.
         self.index_file().unlink(missing_ok=True)
 
     def erase(self, tenant: str, removals: Removals) -> Sequence[str]:
@@ -295,10 +297,11 @@ class SharedNamespace:
             latest = self.reader.follow()
         times = [info.time for info in commits]
         oldest = min(times, default=None)
+        waiting = len(commits)
         if latest is None:
-            return MergeState(len(times), oldest, None, None)
+            return MergeState(waiting, oldest, merged_by=None, merged_at=None)
         writer = latest.writer.hex()
-        return MergeState(len(times), oldest, writer, latest.time)
+        return MergeState(waiting, oldest, merged_by=writer, merged_at=latest.time)
 
     def index_file(self) -> Path:
         """Return the path of the file for an engine's index (``Backend.index_file``)."""

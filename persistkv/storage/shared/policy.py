@@ -26,7 +26,7 @@ from persistkv.storage.shared.format import (
     decode,
     encode,
 )
-from persistkv.storage.shared.keys import KEYRINGS
+from persistkv.storage.shared.keys import KEYRINGS, REPLACED
 
 logger = logging.getLogger(__name__)
 
@@ -222,15 +222,16 @@ class RecordedPolicy:
         """
         if not self._creates:
             raise StoreUnavailableError(f"{self._place}: {self._absence()}")
-        policy = self._wanted
-        # The store was deleted while this handle was open: all that the handle knows is written
-        # again. The policy comes last, because it marks the store.
-        if self._stored is not None:
+        if self._stored is None:
+            policy = self._wanted
+        else:
+            # The store was deleted while this handle was open: write again all that it knows.
             policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()
         store_name = self._clock.random.randbytes(NONCE_BYTES)
         created = StoredPolicy(store_name, policy.capacity, policy.ttl_s, policy.quotas)
+        # last: the policy marks the store
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
@@ -241,20 +242,13 @@ class RecordedPolicy:
         if self._stored is not None:
             return "the store was deleted"
         own = self._medium.keys.key_id  # empty: this handle has no store key
-        # Ids of the other store keys that open content here. A blob ``keyrings/<id>/<random name>``
-        # has the data keys that the store key ``id`` opens. ``keyrings/<id>/replaced`` only marks
-        # that a rotation has replaced it: a key without any other blob opens nothing.
-        others: set[str] = set()
-        for info in self._medium.blobs.list(KEYRINGS):
-            key_id, _, _ = info.name.removeprefix(KEYRINGS).partition("/")
-            if not info.name.endswith("/replaced"):
-                others.add(key_id)
-        others.discard(own)
-        if own and self._medium.exists(StoreNames(PLAIN_NAME).policy):
+        plain_policy = StoreNames(PLAIN_NAME).policy
+        if own and self._medium.exists(plain_policy):
             return (
                 "there is no store under this key, but one without a key: leave out key_file, "
                 "key_env and key_command to open it"
             )
+        others = self._other_keys(own)
         if others:
             which = "under this key" if own else "without a key"
             ids = ", ".join(sorted(others))
@@ -263,6 +257,20 @@ class RecordedPolicy:
                 "name that one with key_file, key_env or key_command"
             )
         return "there is no store"
+
+    def _other_keys(self, own: str) -> set[str]:
+        """Return the ids of the store keys on this medium, except the own one, that open content.
+
+        A blob ``keyrings/<id>/<random name>`` has the data keys that the store key ``id`` opens.
+        ``keyrings/<id>/replaced`` only marks that a rotation has replaced it.
+        """
+        others: set[str] = set()
+        for info in self._medium.blobs.list(KEYRINGS):
+            key_id, _, part = info.name.removeprefix(KEYRINGS).partition("/")
+            if part != REPLACED:
+                others.add(key_id)
+        others.discard(own)
+        return others
 
     def _read(self) -> StoredPolicy | None:
         """Return the recorded policy; None if there is none. Instead of one that does not read,
@@ -276,17 +284,22 @@ class RecordedPolicy:
         except BlobMissingError:
             return None
         except (CorruptPackError, ConfigurationError) as error:
-            before = self._stored
-            if before is None:
-                text = "%s: the policy does not read (%s): nothing is evicted"
-                logger.warning(text, self._place, error)
-                # the store's name is not known: zeros
-                return StoredPolicy(bytes(NONCE_BYTES), None, None, {})
-            # a store with a key: a process without the key may have changed it, so each read warns
-            if self._medium.seal.encrypts:
-                text = "%s: the policy does not read (%s): the limits that were read before stay"
-                logger.warning(text, self._place, error)
-            return before
+            return self._in_place_of_damaged(error)
+
+    def _in_place_of_damaged(self, error: Exception) -> StoredPolicy:
+        """Log that the recorded policy does not read; return the one that holds meanwhile."""
+        before = self._stored
+        if before is None:
+            text = "%s: the policy does not read (%s): nothing is evicted"
+            logger.warning(text, self._place, error)
+            # the store's name is not known: zeros
+            unknown_store = bytes(NONCE_BYTES)
+            return StoredPolicy(unknown_store, capacity=None, ttl_s=None, quotas={})
+        # In a store with a key, this may be the work of a process without the key: each read warns.
+        if self._medium.seal.encrypts:
+            text = "%s: the policy does not read (%s): the limits that were read before stay"
+            logger.warning(text, self._place, error)
+        return before
 
     def _write(self, policy: StoredPolicy) -> None:
         name = self._medium.names.policy

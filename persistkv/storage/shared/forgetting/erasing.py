@@ -102,10 +102,10 @@ class Eraser:
         :raises CorruptPackError: it is no table.
         """
         if self._medium.seal.encrypts:
-            # Keys that engines have made after the forgetting are not among the destroyed ones. The
-            # table does not open without its key, which the record names in the clear.
-            record = without_trailer(tail, SEALED_TABLE)
-            return record_key(record) in self._destroyed_keys
+            # The data key decides: packs from after the forgetting have another one. Its id is in
+            # the clear, while the table does not open without the destroyed key.
+            sealed_table = without_trailer(tail, SEALED_TABLE)
+            return record_key(sealed_table) in self._destroyed_keys
         table = self._medium.seal.decode_table(tail)
         forgotten = self._medium.records.forgotten
         # other tenants may be forgotten, too

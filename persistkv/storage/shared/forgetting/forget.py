@@ -73,10 +73,11 @@ class Forgetting:
             namespace.refresh()
         self._write_records()
         self._policy.announce_forgotten()
+        store_keys = self._medium.keys
         keys = self._medium.records.forgotten.keys_of(self._tenant)
-        # for the report, without those whose blobs an earlier attempt has deleted
-        deleted_now = self._medium.keys.undeleted() & keys
-        self._left += self._medium.keys.destroy(keys)
+        # before the deletion: the report names the keys whose blobs this attempt deletes
+        deleted_now = keys & store_keys.undeleted()
+        self._left += store_keys.destroy(keys)
         self._erase()
         # what the index did not name, such as packs of commits in progress
         for namespace in self._namespaces:
@@ -109,7 +110,8 @@ class Forgetting:
         forgotten."""
         record = self._medium.records.new(self._tenant, [])
         self._note_content(record)
-        # before the record: afterwards, the index does not name the blobs any more
+        # Before the record, after which the index does not name the blobs. A store with a key first
+        # writes records: they name the data keys.
         self._erase()
         self._medium.records.write(record)
 

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -79,10 +80,10 @@ class ForgottenTenants:
             self.records |= {record}
             self.time = max(self.time, record.time)
             self.keys |= set(record.keys)
-            # without data keys, the time of content decides whether it is forgotten
+            # without data keys, content is forgotten up to the time of the latest record
             if not record.keys:
-                before = self._until.get(record.tenant, record.time)
-                self._until[record.tenant] = max(before, record.time)
+                until = self._until.get(record.tenant, -math.inf)
+                self._until[record.tenant] = max(until, record.time)
             # last: readers in other threads first look for the tenant here, then at the rest
             self.tenants |= {record.tenant}
 
@@ -137,16 +138,17 @@ class ForgetRecords:
             were read before stay.
         """
         with self._lock:
-            missing: set[str] = set()
+            missing_before: set[str] = set()
             for _ in range(_MOST_LISTS):
-                missing_before = missing
                 missing = self._read_listed()
-                # Replaced after the list by blobs that include them: the next list shows these. One
-                # that two lists show, and that is missing both times, is damage, and is ignored.
-                replaced = missing - missing_before
-                if not replaced:
+                # A blob that vanishes after the list was replaced by one that includes it: the next
+                # list shows that one. A blob that is missing after both lists is damage, and is
+                # ignored.
+                newly_missing = missing - missing_before
+                if not newly_missing:
                     self._is_read = True
                     return
+                missing_before = missing
             raise UnavailableError(
                 "the records of forgotten tenants are being replaced"
             )

@@ -296,7 +296,7 @@ class StoreClient:
             if not self._may_start_another(attempt):
                 break
             logger.warning("the store did not open: starting its host again")
-        # taken, so that no later look reports the error, which ``open`` raises or reports
+        # ``open`` raises or logs the error: the next look must not log it again
         error = self._open_failures.take_last()
         if error is not None:
             return error
@@ -358,9 +358,13 @@ class StoreClient:
         :raises ValueError: a key is empty; nothing was submitted.
         """
         self.counters.store_jobs += 1
-        # refused jobs are no errors: the cache just lacks their blocks
-        has_room = self.state is State.OPEN and self._in_flight.fits_store(num_bytes)
-        if not has_room or not are_encodable([request, tenant]):
+        is_accepted = (
+            self.state is State.OPEN
+            and self._in_flight.fits_store(num_bytes)
+            and are_encodable([request, tenant])
+        )
+        # no error: the cache just lacks the blocks
+        if not is_accepted:
             self.counters.refused_bytes += num_bytes
             self._refuse(job_id, keys)
             return
@@ -397,7 +401,8 @@ class StoreClient:
         rows = _joined(block_ids)
         message = protocol.LoadJob(job_id, packed, rows, deadline)
         if not self._in_flight.num_loads:
-            # a host that owes only stores may have been silent for longer than a load may wait
+            # While no load is due, a host may be silent for longer than a load may wait: count its
+            # silence from now on.
             self.supervisor.watchdog.restart_timer()
         self._in_flight.add_load(job_id, keys, deadline)
         self.supervisor.connection.send(message)
@@ -461,10 +466,9 @@ class StoreClient:
         by the engine. Keys that are reported while the store is not open are not kept: once it is
         open, it counts the blocks of all keys as loaded elsewhere (``_opened``)."""
         self._others_load = True
-        # Such a store compares its blocks with those that the engine computes. Other stores need
-        # not know which were computed.
-        compares_blocks = self.wants_all
-        if compares_blocks and keys and self.state is State.OPEN:
+        # Only a store that wants all store jobs compares blocks with those that the engine
+        # computes. Others need not know which blocks were computed.
+        if self.wants_all and keys and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
 
@@ -490,8 +494,10 @@ class StoreClient:
                 "request %r is not stored: its id or a label is no valid text",
                 end.request,
             )
-        has_room = self.state is State.OPEN and self._in_flight.fits_end(end)
-        if not (has_room and is_encodable):
+        is_accepted = (
+            is_encodable and self.state is State.OPEN and self._in_flight.fits_end(end)
+        )
+        if not is_accepted:
             self.counters.refused_ends += 1
             self._in_flight.persisted[end.request] = False
             return
@@ -534,12 +540,14 @@ class StoreClient:
 
     def _look(self) -> bool:
         """Process messages and supervise the host; return whether the store is open."""
-        # a host that is not open is checked in each step, because lookups miss until it is
-        was_open = self.state is State.OPEN
-        pause_s = self.supervisor.host.idle_look_s if was_open else 0.0
+        pause_s = 0.0
+        # while the store is not open, lookups miss: check its host in each step
+        if self.state is State.OPEN:
+            pause_s = self.supervisor.host.idle_look_s
         self._next_look = time.monotonic() + pause_s
         if self.state in RUNNING and self._receive():
-            self._next_look = 0.0  # more messages may be waiting
+            # more messages may be waiting: look again in the next step
+            self._next_look = 0.0
         # an ``OpenFailed`` message may just have arrived
         error = self._open_failures.take_last()
         if error is not None:
@@ -618,8 +626,8 @@ class StoreClient:
         supervisor = self.supervisor
         messages: list[Any] = []
         try:
-            # The first message is sent when the host's pidfd is there. The host answers it, and
-            # sends no message before.
+            # ``Hello`` is sent when the host's pidfd has arrived. The host sends messages only
+            # after it has received ``Hello``.
             has_hello = supervisor.send_hello()
             if has_hello:
                 messages = supervisor.connection.receive()

@@ -230,7 +230,8 @@ class SocketConnection(Connection):
         return message
 
     def close(self) -> None:
-        if self._socket.fileno() < 0:
+        is_closed = self._socket.fileno() < 0
+        if is_closed:
             return
         self.ended = True
         self._drop_outbox()

@@ -189,7 +189,7 @@ class InFlight:
                 refused=True,
                 num_bytes=0,
                 seconds=now - job.begin,
-                # a load whose host was killed counts as late
+                # its read may hang, and may be why the host was killed
                 is_late=job.is_load,
             )
             self.outcomes.append(outcome)

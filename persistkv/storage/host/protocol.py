@@ -231,15 +231,8 @@ class OpenFailed(_Message):
         A subclass of a driver becomes its nearest class in ``persistkv.errors``. Another
         ValueError, which a value of the caller has caused, becomes a ConfigurationError.
         """
-        known = [
-            kind.__name__
-            for kind in type(error).__mro__
-            if _ERRORS.get(kind.__name__) is kind
-        ]
-        # no class of persistkv: a ValueError
-        if not known:
+        if not isinstance(error, PersistKVError):
             error = ConfigurationError("store", None, "", str(error))
-            known = [ConfigurationError.__name__]
         # as text: drivers may give their errors attributes that msgspec cannot encode
         attributes: dict[str, Any] = {}
         for name, value in vars(error).items():
@@ -248,7 +241,7 @@ class OpenFailed(_Message):
             attributes["differences"] = [
                 list(map(str, fields)) for fields in error.differences
             ]
-        return cls(known[0], str(error), attributes)
+        return cls(_known_class(error), str(error), attributes)
 
     def error(self) -> PersistKVError:
         """Decode the exception that ``of`` encoded.
@@ -258,7 +251,7 @@ class OpenFailed(_Message):
         kind = _ERRORS.get(self.kind)
         if kind is None:
             raise ValueError(f"unknown error {self.kind}")
-        # Like unpickling: the parameters of the constructors differ between the classes.
+        # without the constructor, whose parameters differ between the classes
         error = kind.__new__(kind, self.text)
         vars(error).update(self.attributes)
         if isinstance(error, IdentityMismatchError):
@@ -266,6 +259,13 @@ class OpenFailed(_Message):
                 FieldDifference(*fields) for fields in self.attributes["differences"]
             )
         return error
+
+
+def _known_class(error: PersistKVError) -> str:
+    """Return the name of the nearest class of an error that both processes know."""
+    known = (kind for kind in type(error).__mro__ if kind in _ERRORS.values())
+    nearest = next(known)  # ``PersistKVError`` at the latest
+    return nearest.__name__
 
 
 class JobDone(_Message):

@@ -159,7 +159,7 @@ class ProcessHost(Host):
         # the host computes nothing with these libraries, whose threads would only take memory
         environment["OMP_NUM_THREADS"] = "1"
         environment["OPENBLAS_NUM_THREADS"] = "1"
-        # closed here at the end: the host's exit must close the last copy of its end
+        # The engine keeps no copy of the host's end: the exit of the host then ends the connection.
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             arguments = (self._region_bytes, *inherited)
@@ -201,7 +201,7 @@ class ProcessHost(Host):
         except BlockingIOError:
             return
         except OSError:
-            # the host has closed its end, like one from which no bytes arrive
+            # a broken connection is treated like an end: no bytes have arrived
             pid, pidfds = b"", []
         # whatever arrives from now on are messages, which the connection receives
         self._socket = None
@@ -211,7 +211,7 @@ class ProcessHost(Host):
             self._reap_spawner()
 
     def kill(self) -> None:
-        # it may have arrived since the last look
+        # the pidfd, without which the host cannot be killed, may have arrived since the last look
         self._receive_pidfd()
         if self._pidfd is not None:
             with suppress(ProcessLookupError):
@@ -227,7 +227,8 @@ class ProcessHost(Host):
         poller.register(self._pidfd, select.POLLIN)
         if not poller.poll(timeout_s * 1000):
             return False
-        # The init process reaps it, unless this engine adopts orphans, as it does with PID 1.
+        # The host is an orphan, which the init process reaps. An engine that is PID 1 itself, or a
+        # subreaper, has to reap it here.
         with suppress(ChildProcessError):
             os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         return True
@@ -357,7 +358,8 @@ class Watchdog:
                 self._pinged_at = self._host_time()
                 ping()
             return False
-        # the second half of the limit: only time in which the host had a CPU
+        # In the second half of the limit, only time counts in which the host had a CPU: it may be
+        # slow because the machine is overloaded.
         silence_s = self._host_time() - self._pinged_at
         if silence_s <= patience_s / 2:
             return False
@@ -597,13 +599,16 @@ class Supervisor:
         self.connection.close()
         left_s = max(0.0, deadline - time.monotonic())
         exited_in_time = self.host.wait(left_s)
-        has_exited = exited_in_time
-        # a host that has released the rows goes on: it commits accepted work
-        if self.uses_rows and not exited_in_time:
+        if exited_in_time:
+            self._end(exited=True)
+            return True
+        has_exited = False
+        # a host that has released the rows is not killed: it commits accepted work
+        if self.uses_rows:
             self.host.kill()
             has_exited = self.host.wait(KILL_S)
         self._end(has_exited)
-        return exited_in_time
+        return False
 
     def _awaits_release(self) -> bool:
         """Receive messages, and clear ``uses_rows`` at ``Ended``. Return whether to wait longer for

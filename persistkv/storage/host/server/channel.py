@@ -70,8 +70,8 @@ class Channel:
             self._loop.call_soon_threadsafe(self._send_posted)
 
     async def receive(self) -> list[Any]:
-        """Wait for messages or the end, and return the messages that have arrived: some of them, or
-        all of them if the engine has died.
+        """Wait for messages or the end, and return messages that have arrived. After the death of
+        the engine, return all that it has sent.
 
         :raises HostError: the input is malformed; the connection has ended.
         """
@@ -81,7 +81,7 @@ class Channel:
             raise self._error
         arrived = self._arrived
         self._arrived = []
-        # jobs that it sent before its death are accepted work
+        # what the engine sent before its death is accepted work
         if self._engine_died:
             arrived += self._connection.receive_rest()
         return arrived

@@ -183,7 +183,7 @@ class _Server:
     async def _end(self) -> None:
         """End the session, once a store that is being opened is open."""
         self._begin_end()
-        # its thread may access the rows, and a store that it opens has to be closed
+        # the opener's thread may access the rows, and the store that it opens has to be closed
         if self._opening is not None:
             await self._opening
         if self._session is not None:

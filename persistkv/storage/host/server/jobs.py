@@ -245,15 +245,14 @@ class Jobs:
                 await self._read(job, message.deadline)
             finally:
                 self._load_slots.release()
-        # ``handle`` has counted it
-        self.num_loads -= 1
+        self.num_loads -= 1  # ``handle`` has added it
 
     def _drop_late(self, job: _Job) -> None:
         """End a load whose deadline has passed before it began."""
         if self._is_ending:
             self._move(job, JobState.DROPPED)
             return
-        # in ``NEXT_STATES``, a load can be answered only after this state
+        # although nothing is read: an answer to a load follows only this state (``NEXT_STATES``)
         self._move(job, JobState.READING)
         self._answer(job, None, is_late=True)
 
@@ -273,9 +272,9 @@ class Jobs:
             self._answer(job, None)
             return
         if outcome.failed:
-            # The report must arrive before the answer: it names those failed keys that the lookup
-            # table does not tell from held ones, because their fingerprints are equal. Without it,
-            # the engine would not store their blocks again.
+            # Before the answer, so that the engine stores the failed blocks again. The lookup table
+            # may not tell their keys from those of held blocks with equal fingerprints: the report
+            # names them.
             self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 

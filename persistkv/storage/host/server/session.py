@@ -96,7 +96,7 @@ class Session:
             case protocol.Touch():
                 self.store.touch(_keys_of(message))
             case protocol.Loaded():
-                # no keys, such as unreadable ones, mean that they are unknown
+                # without keys, also if they are unreadable: any block may be loaded elsewhere
                 self.store.sources.loaded_elsewhere(_keys_of(message))
             case protocol.Saved():
                 self.store.savings.add(
@@ -194,13 +194,13 @@ class Session:
         # jobs that ended meanwhile have added work: blocks that they stored, and uses of blocks
         while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
-        # Nothing needs the result of what these tasks wait for, such as a refresh that still runs
-        # on the writer's thread.
+        # These tasks may wait for calls on other threads, such as a refresh. Nothing needs their
+        # results any more.
         for task in self._running:
             task.cancel()
         await self.store.catalogue.call(self.store.savings.write)
-        # After the cancellation: the cancelled task may have passed a last status row to the
-        # writer's thread, which deletes the row after it has written it.
+        # After the cancellation: the writer's thread runs its calls in order, so it deletes the
+        # status row after a last write that the cancelled task has begun.
         await self._status.withdraw()
 
 

@@ -643,6 +643,9 @@ class StoreClient:
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
+            # those that were not handled; the handlers have taken the descriptors of the others
+            for message in messages:
+                discard(message)
         is_lost = supervisor.is_lost(
             owes=self._owes,
             load_due=self._in_flight.num_loads > 0,

@@ -25,6 +25,7 @@ from persistkv.storage.host.protocol import (
     Ping,
     Pong,
     Probed,
+    Table,
 )
 from persistkv.storage.host.supervisor import State, ThreadHost
 from persistkv.storage.identity import Identity
@@ -265,6 +266,25 @@ def test_client_malformed_reply_ends_host_not_engine(
     )
     client.poll()
     assert client.state is not State.OPEN
+
+
+def test_client_malformed_reply_closes_descriptors_of_messages_after_it(
+    hosted: Hosted,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = hosted.connect(f"lmdb://{tmp_path}/store", "thread")
+    client.open()
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    malformed = JobDone(1, PackedKeys(b"abc", 2), 0)
+    monkeypatch.setattr(
+        client.supervisor.connection, "receive", lambda: [malformed, Table(1, writer)]
+    )
+    client.poll()
+    assert client.state is not State.OPEN
+    assert os.read(reader, 1) == b"", "the descriptor of the table is closed"
+    os.close(reader)
 
 
 def test_client_killed_host_fails_jobs_and_restarts(

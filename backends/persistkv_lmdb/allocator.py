@@ -100,15 +100,15 @@ def pages_for(length: int) -> int:
 def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Extent]]:
     """Divide extents into those of the first ``pages`` pages and the rest."""
     first: list[Extent] = []
+    missing = pages
     for number, extent in enumerate(extents):
-        if extent.pages <= pages:
+        if extent.pages <= missing:
             first.append(extent)
-            pages -= extent.pages
+            missing -= extent.pages
             continue
-        # This extent has more pages than are left to take. If none are left, it belongs to the rest
-        # as a whole.
-        begin, end = extent.split(pages)
-        if pages:
+        # the boundary is within this extent, or at its beginning if no page is missing
+        begin, end = extent.split(missing)
+        if begin.pages:
             first.append(begin)
         rest = [end, *extents[number + 1 :]]
         return first, rest
@@ -201,15 +201,16 @@ class Allocator:
         :param most_extents: allocate fewer pages rather than more extents.
         """
         taken: list[Extent] = []
-        while pages and len(taken) < most_extents:
-            free = self._best(pages)
-            num_taken = min(pages, free.pages)
+        missing = pages
+        while missing and len(taken) < most_extents:
+            free = self._best(missing)
+            num_taken = min(missing, free.pages)
             extent, rest = free.split(num_taken)
             # the rest stays free; it may have no pages
             self._replace([free], rest)
             self.free -= num_taken
             taken.append(extent)
-            pages -= num_taken
+            missing -= num_taken
         return taken
 
     def writers(self) -> list[int]:
@@ -221,10 +222,9 @@ class Allocator:
         return writers
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
-        """Record allocated extents as the whole reservation of a writer; none: it has no
-        reservation any more.
-
-        The caller decides about extents of its former reservation: they stay allocated.
+        """Record allocated extents as the whole reservation of a writer; without any, delete its
+        reservation. The extents of the former reservation stay allocated: the caller frees those
+        that no pack has become.
         """
         self.reserved -= pages_of(read_reserved(self._rows, writer))
         self.reserved += pages_of(extents)
@@ -260,7 +260,7 @@ class Allocator:
             if extent.pages > 0 and extent.end <= segment_end:
                 self.free_now([extent])
 
-    def empty(self, pages: int, at_most: int) -> list[Extent]:
+    def make_holes(self, pages: int, at_most: int) -> list[Extent]:
         """Turn free pages into holes, from the largest extents on, so that few holes are made;
         return these holes. The files are not changed: the caller punches them after the commit.
 
@@ -268,16 +268,17 @@ class Allocator:
         :param at_most: maximum number of holes to make.
         """
         holes: list[Extent] = []
-        while pages > 0 and self.free and len(holes) < at_most:
+        left = pages
+        while left > 0 and self.free and len(holes) < at_most:
             # no extent is so large, so this is the largest one
             free = self._best(_MOST_PAGES)
-            num_kept = max(0, free.pages - pages)
+            num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
             self._replace([free], kept)
             self._put_hole(hole)
             self.free -= hole.pages
             self.total -= hole.pages
-            pages -= hole.pages
+            left -= hole.pages
             holes.append(hole)
         return holes
 
@@ -488,7 +489,7 @@ class ExtentPayloads:
         # pages that are in use stay: the caller evicts, and a later call returns their space
         if excess <= 0 or not allocator.free or not self._files.punches:
             return False
-        self.holes += allocator.empty(excess, _HOLES_AT_ONCE)
+        self.holes += allocator.make_holes(excess, _HOLES_AT_ONCE)
         return allocator.free > 0 and allocator.total > limit_pages
 
     def _grow(self, pages: int) -> None:
@@ -497,20 +498,20 @@ class ExtentPayloads:
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
-        limit_pages = self.limit // PAGE_BYTES
-        wanted = max(self._step_pages(pages), pages)
         # 0 or less at the limit: nothing grows
-        wanted = min(wanted, limit_pages - self.allocator.total)
+        up_to_limit = self.limit // PAGE_BYTES - self.allocator.total
+        wanted = max(self._step_pages(pages), pages)
+        missing = min(wanted, up_to_limit)
         try:
-            while wanted > 0:
-                hole = next(self.allocator.holes(), None)
-                if hole is None:
-                    hole = self._growing_end()
-                part = hole._replace(pages=min(wanted, hole.pages))
+            while missing > 0:
+                space = next(self.allocator.holes(), None)
+                if space is None:
+                    space = self._growing_end()
+                num_filled = min(missing, space.pages)
                 # the file first: if the disk has no space, nothing is recorded
-                self._files.allocate(part)
-                self.allocator.fill(hole, part.pages)
-                wanted -= part.pages
+                self._files.allocate(space._replace(pages=num_filled))
+                self.allocator.fill(space, num_filled)
+                missing -= num_filled
         except StoreFullError:
             # the step is larger than the need, so the part that was added may be enough
             if pages > self.allocator.free:
@@ -523,22 +524,23 @@ class ExtentPayloads:
         Growing takes 0.5 ms, whatever the step: a large step makes it rare, and its bounds leave
         disk space to others.
         """
-        limit_pages = self.limit // PAGE_BYTES
         least = _LEAST_STEP_BYTES // PAGE_BYTES
         most = _MOST_STEP_BYTES // PAGE_BYTES
+        share_of_limit = self.limit // PAGE_BYTES // _STEPS
         step = max(self.allocator.total // _STEPS, least)
         # packs after a large one are likely to be large, too
-        if pages * PAGE_BYTES >= _LARGE_BYTES:
+        is_large = pages * PAGE_BYTES >= _LARGE_BYTES
+        if is_large:
             step = max(step, 4 * pages)
-        return min(step, most, limit_pages // _STEPS)
+        return min(step, most, share_of_limit)
 
     def _growing_end(self) -> Extent:
         """Return the space into which segments grow next: after the end of the first segment that
         is not full, or all of a new one."""
         limit_pages = self.limit // PAGE_BYTES
         # a large store has larger segments, so that it needs no more than ``_MOST_SEGMENTS``
-        share = divide_up(limit_pages, _MOST_SEGMENTS)
-        full_pages = max(SEGMENT_BYTES // PAGE_BYTES, share)
+        share_of_limit = divide_up(limit_pages, _MOST_SEGMENTS)
+        full_pages = max(SEGMENT_BYTES // PAGE_BYTES, share_of_limit)
         segments = self.allocator.segments()
         for number in sorted(segments):
             end = segments[number]

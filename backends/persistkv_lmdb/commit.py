@@ -175,9 +175,10 @@ class BatchCommit:
         """Number of the last erasure (``recovery``) before the present attempt wrote its packs."""
 
     def write(self) -> CommitResult:
-        """Write the batch: usually one transaction, and the writing of payloads before it. Short
-        transactions precede it for work that would hold the lock for too long: manifests of packs
-        that many of them name, and early uses of a batch with many uses.
+        """Write the batch: usually the payloads, then one transaction.
+
+        Work that would hold the lock for too long is done before, in short transactions: the
+        deletion of many manifests that name one pack, and the recording of many uses.
 
         :raises TenantForgottenError: the batch has content of a tenant that was forgotten since;
             it was not written.
@@ -195,7 +196,7 @@ class BatchCommit:
             try:
                 # inline payloads are written by the transaction itself
                 if not self._environment.database.shares.inline:
-                    self._place()
+                    self._write_lacking()
                 return self._commit_within_quotas()
             except NotPlacedError:
                 # another process has deleted a pack that was held, or released the reservation
@@ -220,22 +221,27 @@ class BatchCommit:
         self._batch = replace(self._batch, touches=rest)
         _let_others_run()
 
-    def _place(self) -> None:
+    def _write_lacking(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
-        process, without the writer lock. Set ``_lacking``, ``_reserved``, ``_placed`` and
-        ``_erasures``, which the transaction of the batch then uses and checks."""
+        process, without the writer lock. The transaction of the batch then checks that the store
+        still lacks them, and that the extents are still reserved.
+
+        Set ``_lacking``, ``_reserved``, ``_placed`` and ``_erasures``.
+        """
         self._placed.clear()
         environment = self._environment
         with environment.transaction() as rows:
             # these checks are repeated in the write transaction; here they save useless writing
-            self._check_seen(rows, read_state(rows, self._namespace).cursor)
+            state = read_state(rows, self._namespace)
+            self._check_seen(rows, state.cursor)
             # the packs will name it, so that a rebuild knows which erasures precede them
             self._erasures = read_erasures(rows)
             self._reserved = self._read_reserved(rows)
             self._lacking = self._find_lacking(rows)
             self._check_quotas(rows, bytes_by_tenant(self._lacking))
         # usually the commit before has reserved enough
-        if bound_pages(self._lacking) > pages_of(self._reserved):
+        needed_pages = bound_pages(self._lacking)
+        if needed_pages > pages_of(self._reserved):
             self._reserve()
         if self._lacking:
             self._write_packs(self._lacking)
@@ -252,10 +258,9 @@ class BatchCommit:
         """
         environment = self._environment
         with self._step() as (commit, room):
-            # ``own``: also the present reservation of this process
             environment.release_reserved(room.transaction, own=True)
-            # After the release: LMDB records reservations by number, and a new process may get the
-            # number of a dead one. The dead one's extents must be free before that.
+            # After the release: the number may be that of a dead process, whose extents must be
+            # free before this one reserves under it.
             writer = environment.claim_writer(room.transaction)
             # Used packs are evicted last: the uses are recorded first, so that eviction spares the
             # packs that the batch uses as long as there are others.
@@ -283,10 +288,10 @@ class BatchCommit:
         """
         files = self._environment.files
         unwritten = self._reserved  # the extents that the next packs are written to
-        num_pages = sum(tail_pages(pack.table_length) for pack in packs)
+        num_tail_pages = sum(tail_pages(pack.table_length) for pack in packs)
         # Memory for the tables and trailers of all packs, which stays in use until the sync. A
         # mapping is aligned, so it is written without a copy.
-        tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_pages))
+        tails = memoryview(mmap.mmap(-1, PAGE_BYTES * num_tail_pages))
         tail_start = 0
         placed: dict[bytes, list[Extent]] = {}
         try:
@@ -297,8 +302,8 @@ class BatchCommit:
                 # the trailer of the pack names the extents that it takes, too
                 stream = self._stream_with_tail(pack, unwritten, tail)
                 written_bytes = files.write(unwritten, stream)
-                own, unwritten = split(unwritten, pages_for(written_bytes))
-                placed[self._namespace + pack.pack_id] = own
+                extents, unwritten = split(unwritten, pages_for(written_bytes))
+                placed[self._namespace + pack.pack_id] = extents
             files.sync()
         except BaseException:
             # no write may run on: the next attempt uses the same extents
@@ -325,8 +330,8 @@ class BatchCommit:
         encoded = self._environment.database.seal.encode_table(pack.table)
         # the extents that this pack takes, which its trailer names: the size is known now
         pack_bytes = pack.table.payload_length + len(tail)
-        own, _rest = split(extents, pages_for(pack_bytes))
-        encode_tail(tail, encoded, own, self._erasures)
+        own_extents, _rest = split(extents, pages_for(pack_bytes))
+        encode_tail(tail, encoded, own_extents, self._erasures)
         yield tail
 
     def _commit_within_quotas(self) -> CommitResult:
@@ -432,8 +437,8 @@ class BatchCommit:
         return names
 
     def _fit_quotas(self, commit: CatalogTransaction) -> None:
-        """Evict content of the tenants of which the batch has added packs until none of them is
-        above its quota, then some of others that are, because their quotas were lowered.
+        """Evict packs of the tenants that the batch has enlarged, until none of them is above its
+        quota. Then evict some packs of other tenants, whose quotas were lowered.
 
         :raises QuotaExceededError: evicting all that may be evicted is not enough.
         :raises _TenantAboveError: too much must be evicted for one transaction.
@@ -441,9 +446,9 @@ class BatchCommit:
         quotas = commit.quotas
         # A batch that only replaces packs by smaller ones makes its tenant no larger: it is
         # accepted even above the quota.
-        for tenant, num_bytes in quotas.grown():
-            end = commit.fit_quota(tenant, at_most=self._most_evicted)
-            totals = quotas.at(tenant)
+        for digest, num_bytes in quotas.grown():
+            end = commit.fit_quota(digest, at_most=self._most_evicted)
+            totals = quotas.at(digest)
             # without a quota, nothing had to be evicted
             if totals is None or totals.quota is None:
                 continue
@@ -454,16 +459,17 @@ class BatchCommit:
         commit.evict_above(at_most=self._most_evicted)
 
     def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
-        """Free the reserved extents that the batch did not need, evict down to the low watermark,
-        return disk space that the catalogue may need, and reserve extents, so that the next commit
-        need not: this costs no transaction of its own."""
+        """Make room for the next commit within the transaction of this one: free the reserved
+        extents that the batch did not need, evict down to the low watermark, return disk space that
+        the catalogue may need, and reserve extents."""
+        # None: this process has not reserved anything yet
         writer = self._environment.writer
         if writer is not None:
             self._release_unused(room.payloads, writer)
 
         goal = room.low_watermark()
         commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
-        # after the eviction, which makes pages free: the space of free pages can be returned
+        # after the eviction: only the space of free pages can be returned
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
             room.reserve_ahead(writer)
@@ -474,8 +480,8 @@ class BatchCommit:
         # the packs were written from the beginning of the reservation on
         num_written = sum(map(pages_of, self._placed.values()))
         _written, unused = split(self._reserved, num_written)
-        # another process has stored the same pack meanwhile
         for name, extents in self._placed.items():
+            # another process has stored the same pack meanwhile
             if name not in payloads.published:
                 unused += extents
         num_taken = pages_of(self._reserved) - pages_of(unused)
@@ -537,32 +543,35 @@ class BatchCommit:
         self._placed.clear()  # evictions release the reservation
         if not self._batch.packs and not self._batch.manifests:
             return self._write_deletions()
-        for extra in _EXTRA_MULTIPLES:
+        for multiple in _EXTRA_MULTIPLES:
             with environment.transaction() as rows:
-                used_bytes = rows.used_bytes()
-            evict = partial(self._evict_some, extra, used_bytes)
+                used_before = rows.used_bytes()
+            evict = partial(self._evict_some, multiple, used_before)
             self._repeat(
                 evict, at_once=self._most_evicted, most_transactions=_TRANSACTIONS
             )
-            # makes the pages of the evicted packs reusable
-            evicted_by = environment.commit_nothing()
-            are_reusable = database.wait_for_readers(evicted_by, _PATIENCE_S)
+            # LMDB reuses the pages of the evicted packs after another commit, and once no reader
+            # has a snapshot from before the last eviction
+            last_eviction = environment.commit_nothing()
+            are_reusable = database.wait_for_readers(last_eviction, _PATIENCE_S)
             self._restart_packs()
             try:
                 return self.write()
             except StoreFullError:
                 # not reusable: a stopped reader still sees the evicted packs, and would also keep
                 # the pages of more evicted ones
-                if extra == _EXTRA_MULTIPLES[-1] or not are_reusable:
+                is_last = multiple == _EXTRA_MULTIPLES[-1]
+                if is_last or not are_reusable:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
     def _write_deletions(self) -> CommitResult:
         """Write a batch that only deletes, for which ``write`` found no free pages."""
-        # makes the pages that the last transaction freed reusable: deletions need few
+        # Deletions need few pages: those that the last transaction freed may be enough, and become
+        # reusable with another commit.
         self._environment.commit_nothing()
-        # The manifests of a pack that several name are deleted before, in transactions that need
-        # fewer pages still.
+        # Manifests that share a pack are deleted first, in transactions that need fewer pages
+        # still.
         self._drop_shared_manifests(shared_by=1)
         return self.write()
 
@@ -592,8 +601,8 @@ class BatchCommit:
             except StoreFullError:
                 if at_most == 1:
                     raise
-                # A full disk has no pages for a larger transaction: deletions need some, too. The
-                # empty commit makes those reusable that the last transaction freed.
+                # Deletions write new pages, too, and a full disk has few. The empty commit makes
+                # those reusable that the last transaction freed.
                 at_most = 1
                 self._environment.commit_nothing()
             else:
@@ -605,12 +614,12 @@ class BatchCommit:
     def _step(
         self,
         *,
-        as_it_is: bool = False,
+        without_growth: bool = False,
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
         """Run a short transaction before the one that writes the batch, and note its changes.
         Yield its catalogue and room; parameter as in ``Room``."""
         with self._environment.transaction(write=True) as transaction:
-            commit, room = self._begin(transaction, as_it_is=as_it_is)
+            commit, room = self._begin(transaction, without_growth=without_growth)
             yield commit, room
             commit.finish()
         self._note(commit)
@@ -619,7 +628,7 @@ class BatchCommit:
         self,
         transaction: TableRows,
         *,
-        as_it_is: bool = False,
+        without_growth: bool = False,
     ) -> tuple[CatalogTransaction, Room]:
         """Prepare a write transaction of this commit: check that the batch may still be written,
         and compute which of its packs the store lacks (``_lacking``).
@@ -627,7 +636,7 @@ class BatchCommit:
         Return the transaction's catalogue, and its room: the part of the capacity that it may use,
         and what the batch needs of it.
 
-        :param as_it_is: as in ``Room``.
+        :param without_growth: as in ``Room``.
         :raises TenantForgottenError: a tenant of the batch was forgotten, or is being forgotten.
         :raises StaleError: other commits make the batch stale.
         :raises QuotaExceededError: its packs cannot fit the quota of their tenant.
@@ -637,7 +646,7 @@ class BatchCommit:
         # is forgetting now: it would not find what this commit adds
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
-        room = Room(self._environment, transaction, as_it_is=as_it_is)
+        room = Room(self._environment, transaction, without_growth=without_growth)
         opened = self._environment.opened
         commit = CatalogTransaction(
             transaction, room.payloads, self._namespace, self._keep, opened=opened
@@ -679,9 +688,13 @@ class BatchCommit:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
 
     def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
-        """Raise StaleError if other commits have changed the namespace since ``_seen``, up to the
-        present position ``cursor``, unless all packs that the batch needs are still held: then
-        note that it is interleaved."""
+        """Check whether other commits have changed the namespace since ``_seen``.
+
+        If they have, raise StaleError unless the batch names the packs that it needs, and all of
+        them are still held. In that case, set ``_interleaved``.
+
+        :param cursor: present position in the change log.
+        """
         if self._seen is None or is_current(cursor, self._seen):
             return
         if self._batch.needs is None:
@@ -741,28 +754,29 @@ class BatchCommit:
             self._environment.erase(room.transaction, names)
         return more
 
-    def _evict_some(self, extra: int, used_bytes: int, at_most: int) -> bool:
+    def _evict_some(self, multiple: int, used_before: int, at_most: int) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
-        :param extra: 0: evict as much as the capacity requires. Otherwise the free pages were not
-            usable: additionally evict this multiple of the batch's bytes, and assume that no file
-            can grow.
-        :param used_bytes: used bytes of the catalogue before the first of these transactions, from
+        :param multiple: 0: evict as much as the capacity requires. Otherwise the free pages were
+            not usable: additionally evict this multiple of the batch's bytes, and assume that no
+            file can grow.
+        :param used_before: used bytes of the catalogue before the first of these transactions, from
             which the multiple is subtracted.
         :param at_most: maximum number of packs and manifests to evict.
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these
             deletions; nothing changed.
         """
-        with self._step(as_it_is=extra > 0) as (commit, room):
+        needs_more_free = multiple > 0
+        with self._step(without_growth=needs_more_free) as (commit, room):
             self._environment.release_reserved(room.transaction, own=True)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
             goal = room.low_watermark().minus(room.need)
-            if extra:
+            if needs_more_free:
                 # only in the catalogue: LMDB's values need contiguous pages, payloads in segments
                 # do not
-                left_bytes = used_bytes - extra * room.need.catalogue
+                left_bytes = used_before - multiple * room.need.catalogue
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
             end = commit.evict(lambda: room.fits(goal), at_most)
             if end is EvictionEnd.NOTHING_LEFT:

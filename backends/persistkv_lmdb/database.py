@@ -92,10 +92,10 @@ def _read_shares(rows: TableRows) -> Shares:
     inline = read_placement(rows) == INLINE
     share = capacity
     if not inline:
-        # a quarter of a small store would be too little; its segments keep a quarter at least
+        # the usual share of a small store is too little; its segments keep a quarter at least
         three_quarters = capacity // 4 * 3
-        least = min(MIN_CATALOGUE, three_quarters)
-        share = max(capacity // _CATALOGUE_SHARE, least)
+        least_share = min(MIN_CATALOGUE, three_quarters)
+        share = max(capacity // _CATALOGUE_SHARE, least_share)
     catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
     return Shares(capacity, inline, catalogue_bytes)
 
@@ -108,17 +108,17 @@ class MapLock:
         self._changed = threading.Condition()
         self._inside = 0
         """Number of shared holds; a thread may have several."""
-        self._wanted = 0
+        self._num_exclusive = 0
         """Number of threads that wait for the exclusive lock, or hold it."""
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the lock shared. Wait until the exclusive holder has ended, but at most 50 ms
-        (``_COURTESY_S``) for threads that wait to become one."""
+        """Hold the lock shared. Wait until no thread holds it exclusively, and at most 50 ms
+        (``_COURTESY_S``) for threads that wait for the exclusive lock."""
         # an exclusive holder keeps this condition's lock during its whole block
         with self._changed:
-            if self._wanted:
-                self._changed.wait_for(lambda: not self._wanted, _COURTESY_S)
+            if self._num_exclusive:
+                self._changed.wait_for(lambda: not self._num_exclusive, _COURTESY_S)
             self._inside += 1
         try:
             yield
@@ -136,7 +136,7 @@ class MapLock:
         :raises StoreBusyError: a thread has held it for longer; the block does not run.
         """
         with self._changed:
-            self._wanted += 1
+            self._num_exclusive += 1
             try:
                 # the condition's lock is free during this wait, and held during the block
                 is_free = self._changed.wait_for(lambda: not self._inside, patience_s)
@@ -146,7 +146,7 @@ class MapLock:
                     )
                 yield
             finally:
-                self._wanted -= 1
+                self._num_exclusive -= 1
                 self._changed.notify_all()
 
 
@@ -336,16 +336,16 @@ class Database:
         page_bytes = self._env.stat()["psize"]
         return int(num_pages * page_bytes)
 
-    def limit_bytes(self, *, as_it_is: bool = False) -> int:
+    def limit_bytes(self, *, without_growth: bool = False) -> int:
         """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
         catalogue's or the disk's, less a reserve for deletions, because LMDB writes new pages to
         free old ones.
 
-        :param as_it_is: assume that the file cannot grow: a quota may prevent it, or free pages are
-            fragmented.
+        :param without_growth: assume that the file cannot grow: a quota may prevent it, or free
+            pages are fragmented.
         """
         bound = self.file_bytes()
-        if not as_it_is:
+        if not without_growth:
             bound += files.growth_bytes(self._path)
         bound = min(bound, self.shares.catalogue_bytes)
         return bound - _headroom_bytes(bound)
@@ -361,7 +361,9 @@ class Database:
         # small, whatever its content is: the usual case, without the time to count the content
         if file_bytes <= allowance:
             return
-        if file_bytes <= allowance + 2 * transaction.used_bytes():
+        # evictions leave free pages, which later commits use: up to half of the file is usual
+        usual_bytes = 2 * transaction.used_bytes()
+        if file_bytes <= allowance + usual_bytes:
             return
         least_recent = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()

@@ -58,8 +58,8 @@ class Room:
     A caller sets the need with ``expect``. Then it evicts until ``fits`` returns True for a goal,
     or calls ``check`` before it writes the batch.
 
-    :param as_it_is: let no file grow: the limits are the present sizes. For a batch that did not
-        fit although the files had free pages or could grow.
+    :param without_growth: the limits are the present sizes of the files. For a batch that did not
+        fit although the files had free pages, or should have been able to grow.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Room:
         environment: Environment,
         transaction: TableRows,
         *,
-        as_it_is: bool = False,
+        without_growth: bool = False,
     ) -> None:
         self._environment = environment
         self.transaction = transaction
@@ -75,12 +75,14 @@ class Room:
         self.is_inline = environment.database.shares.inline
         if self.is_inline:
             payload_bytes = _NO_LIMIT
-        elif as_it_is:
+        elif without_growth:
             # the present size of the segments
             payload_bytes = read_space(transaction).total * PAGE_BYTES
         else:
             payload_bytes = self.payloads.limit
-        catalogue_bytes = environment.database.limit_bytes(as_it_is=as_it_is)
+        catalogue_bytes = environment.database.limit_bytes(
+            without_growth=without_growth
+        )
         self.limit = Amount(catalogue_bytes, payload_bytes)
         """Upper bound on the bytes in use after a commit that adds content."""
         self.need = Amount(catalogue=0, payload=0)
@@ -110,7 +112,7 @@ class Room:
         self,
         packs: Sequence[NewPack],
         unplaced: Sequence[NewPack],
-        rows: int,
+        rows_bytes: int,
     ) -> None:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than
         usual, lower the limit of the segments.
@@ -118,18 +120,18 @@ class Room:
         :param packs: those of its packs that are not stored yet.
         :param unplaced: those of them that still need extents. The others have theirs, and count as
             used.
-        :param rows: upper estimate of the bytes of its rows.
+        :param rows_bytes: upper estimate of the bytes of its rows.
         """
         if self.is_inline:
             payload_bytes = sum(page_bytes(pack.payload_bound) for pack in packs)
-            self.need = Amount(catalogue=rows + payload_bytes, payload=0)
+            self.need = Amount(catalogue=rows_bytes + payload_bytes, payload=0)
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
-        self.need = Amount(catalogue=rows, payload=payload_bytes)
+        self.need = Amount(catalogue=rows_bytes, payload=payload_bytes)
         # The limit of the segments leaves ``growth_bytes`` to the catalogue: half for the rows of a
         # batch, and half because pages may be half full, or be rewritten for other rows.
-        usual_rows = self._environment.database.shares.growth_bytes // 2
-        excess = rows - usual_rows
+        usual_bytes = self._environment.database.shares.growth_bytes // 2
+        excess = rows_bytes - usual_bytes
         if excess > 0:
             self._lower_segments(excess)
 
@@ -158,8 +160,8 @@ class Room:
         if not self.fits(most_in_use):
             raise self.full()
         # The disk: segments that grew while the catalogue was small may have more space than the
-        # catalogue leaves them now, which it may need. The transactions that evict return it first,
-        # as far as pages are free and the file system takes them back (``punches``).
+        # catalogue leaves them now, which it may need. The transactions that evict return the space
+        # of free pages, if the file system supports holes.
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
         if has_free_excess and self._environment.files.punches:
@@ -181,22 +183,25 @@ class Room:
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
         commits, which cannot use the pages of the catalogue that they free themselves."""
-        catalogue = self.limit.catalogue
-        catalogue_reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MAX_AHEAD)
-        if not self.is_inline:
-            # at least the pages that commits rewrite; in a small catalogue, at most half of the
-            # part beyond its minimum
-            beyond_minimum = catalogue - MIN_CATALOGUE
-            rewritten = min(beyond_minimum // 2, CATALOGUE_AHEAD)
-            catalogue_reserve = max(catalogue_reserve, rewritten)
-
         # If the catalogue grows, the limit of the segments falls by as much: evict for that now.
         # The next batch is expected to be like this one, in pages that may be half full.
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
         growth = min(expected_growth, max_growth)
         payload_reserve = self._ahead_bytes() + growth
-        return self.limit.minus(Amount(catalogue_reserve, payload_reserve))
+        return self.limit.minus(Amount(self._catalogue_reserve(), payload_reserve))
+
+    def _catalogue_reserve(self) -> int:
+        """Return the bytes of the catalogue that a commit leaves unused for later ones."""
+        catalogue = self.limit.catalogue
+        reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MAX_AHEAD)
+        if self.is_inline:
+            return reserve
+        # at least the pages that commits rewrite; in a small catalogue, at most half of the part
+        # beyond its minimum
+        beyond_minimum = catalogue - MIN_CATALOGUE
+        rewritten = min(beyond_minimum // 2, CATALOGUE_AHEAD)
+        return max(reserve, rewritten)
 
     def reserve_ahead(self, writer: int) -> None:
         """Reserve extents for the next commit of a writer that has none reserved, within the room
@@ -204,7 +209,8 @@ class Room:
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)
-        pages = min(self._ahead_bytes() // PAGE_BYTES, allocator.free + growth)
+        wanted = self._ahead_bytes() // PAGE_BYTES
+        pages = min(wanted, allocator.free + growth)
         if pages > 0:
             # the disk is full: the next commit reserves, and evicts for it
             with suppress(StoreFullError):
@@ -216,10 +222,10 @@ class Room:
         what the largest of the last ones took, within the shares of a process and of all."""
         segments = self.limit.payload
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
-        left_of_all = segments // _ALL_RESERVED_SHARE - reserved
-        own = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
-        largest = max(self._environment.taken, default=0)
-        ahead = min(largest, own, left_of_all)
+        share_of_process = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
+        left_for_all = segments // _ALL_RESERVED_SHARE - reserved
+        largest_commit = max(self._environment.taken, default=0)
+        ahead = min(largest_commit, share_of_process, left_for_all)
         # negative: others have reserved more than the share
         return max(0, ahead)
 

@@ -148,8 +148,9 @@ class SegmentFiles:
         self._pool: ThreadPool | None = None
         """Threads that write; None before the first large payload."""
         self._writes: list[Future[None]] = []
-        """Writes that were started in other threads since the last ``settle``."""
-        self._bounce = Bounce(self.settle)
+        """Writes that were started in other threads since the last
+        ``wait_for_writes``."""
+        self._bounce = Bounce(self.wait_for_writes)
         self._direct = True
         """False once O_DIRECT was refused for aligned buffers."""
 
@@ -237,13 +238,12 @@ class SegmentFiles:
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
         """Start writing a payload to reserved extents. The stream's buffers are in use until
-        ``settle``, ``sync`` or ``abandon`` returns.
+        ``sync`` or ``abandon`` returns.
 
         :returns: length of the payload in bytes, padded to a multiple of 4 KiB. The rest of the
             extents is not written.
         :raises StoreError: the extents are too short, or the disk failed (``StoreFullError``: it is
-            full, which a copy-on-write file system reports only now). ``settle`` and ``sync`` may
-            raise it, too.
+            full, which a copy-on-write file system reports only now). ``sync`` may raise it, too.
         """
         written = 0
         # each list of buffers is one write
@@ -254,9 +254,9 @@ class SegmentFiles:
             if room < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
+            # A short write takes less time here than handing it to another thread. While others
+            # are running, this thread would wait for the disk behind them.
             is_short = length < _THREAD_BYTES
-            # A short write is done at once in this thread, unless others are running: it would wait
-            # for the disk behind them, instead of gathering the next bytes.
             if is_short and not self._writes:
                 self._write_runs(runs, buffers)
             else:
@@ -265,7 +265,7 @@ class SegmentFiles:
         return written
 
     def _begin_write(self, runs: Sequence[_ByteRun], buffers: list[memoryview]) -> None:
-        """Start one write in another thread; ``settle`` waits for it."""
+        """Start one write in another thread; ``wait_for_writes`` waits for it."""
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
         num_running = sum(not write.done() for write in self._writes)
@@ -284,7 +284,7 @@ class SegmentFiles:
         if num_running < _WRITES_AT_ONCE:
             begun.wait()
 
-    def settle(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until all started writes have ended. Their buffers are then not in use, even if a
         write failed, which raises a StoreError.
         """
@@ -302,7 +302,7 @@ class SegmentFiles:
 
         Ctrl-C does not end the wait: the next commit writes into the same extents.
         """
-        # each turn of the loop continues a wait that Ctrl-C interrupted
+        # Ctrl-C raises within the wait, before the list is cleared: then the loop waits again
         while self._writes:
             with suppress(BaseException):
                 running = [write for write in self._writes if not write.cancel()]
@@ -316,7 +316,7 @@ class SegmentFiles:
         :raises StoreError: some of it may be lost. The caller must write it again: a second call
             would not report the loss.
         """
-        self.settle()
+        self.wait_for_writes()
         with translated_io(self._path):
             for segment in sorted(self._touched):
                 os.fdatasync(self._descriptors(segment).buffered)
@@ -375,20 +375,20 @@ class SegmentFiles:
         :returns: whether all buffers were filled; False if the payload is too short or lost.
         :raises StoreError: the disk failed; the buffers have undefined content.
         """
-        rest = [_as_bytes(buffer) for buffer in buffers if buffer.nbytes]
-        length = sum(map(len, rest))
-        for run in _runs_of(extents, offset, length):
-            run_buffers = rest
+        unfilled = [_as_bytes(buffer) for buffer in buffers if buffer.nbytes]
+        missing = sum(map(len, unfilled))
+        for run in _runs_of(extents, offset, missing):
+            run_buffers = unfilled
             # usually there is one run, and nothing to split
-            if run.length < length:
-                run_buffers = front(rest, run.length)
-                rest = after_bytes(rest, run.length)
+            if run.length < missing:
+                run_buffers = front(unfilled, run.length)
+                unfilled = after_bytes(unfilled, run.length)
             with translated_io(self._path):
                 if not self._read(run, run_buffers, direct):
                     return False
-            length -= run.length
+            missing -= run.length
         # otherwise the extents end too early
-        return length == 0
+        return missing == 0
 
     def lengths(self) -> dict[int, int]:
         """Return the bytes on disk of each segment file, by segment number; see
@@ -450,9 +450,10 @@ class SegmentFiles:
             fds = self._descriptors(run.segment)
         except FileNotFoundError:
             return False
-        # O_DIRECT needs whole pages; whether the buffers are aligned, the kernel checks
-        goes_direct = direct and self._direct and run.length % PAGE_BYTES == 0
-        if fds.direct is not None and goes_direct:
+        # O_DIRECT needs whole pages, and aligned buffers, which the kernel checks
+        has_whole_pages = run.length % PAGE_BYTES == 0
+        goes_direct = direct and self._direct and has_whole_pages
+        if goes_direct and fds.direct is not None:
             try:
                 if read_all(fds.direct, buffers, run.offset, unit=PAGE_BYTES):
                     return True
@@ -493,8 +494,8 @@ class SegmentFiles:
         """Open a segment file. The caller holds the lock."""
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
-        flags = access
         directory = self._directory(create=create)
+        flags = access
         if create:
             flags |= os.O_CREAT
             # Also if the file exists: its creator may have been killed before it synced the name.
@@ -534,8 +535,12 @@ class SegmentFiles:
                 names = os.listdir(self._directory())
         except FileNotFoundError:
             return []
-        numbers = map(segment_number, names)
-        return [number for number in numbers if number is not None]
+        found: list[int] = []
+        for name in names:
+            number = segment_number(name)
+            if number is not None:
+                found.append(number)
+        return found
 
 
 def segment_number(name: str) -> int | None:
@@ -555,19 +560,21 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_B
 
     :param extents: all extents of the payload, in its order.
     """
+    missing = length
+    start = offset  # of the next run, in its extent
     for extent in extents:
-        size = extent.pages * PAGE_BYTES
-        if offset >= size:
-            # the bytes begin in a later extent
-            offset -= size
+        extent_bytes = extent.pages * PAGE_BYTES
+        # the run begins in a later extent
+        if start >= extent_bytes:
+            start -= extent_bytes
             continue
-        if not length:
+        if not missing:
             return
-        count = min(length, size - offset)
-        file_offset = extent.page * PAGE_BYTES + offset
+        count = min(missing, extent_bytes - start)
+        file_offset = extent.page * PAGE_BYTES + start
         yield _ByteRun(extent.segment, file_offset, count)
-        length -= count
-        offset = 0
+        missing -= count
+        start = 0
 
 
 def starts_aligned(view: memoryview) -> bool:
@@ -585,21 +592,24 @@ def is_aligned(view: memoryview) -> bool:
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of the first ``count`` bytes of a sequence of buffers."""
     found = []
+    missing = count
     for buffer in buffers:
-        if count <= len(buffer):
-            found.append(buffer[:count])
+        if missing <= len(buffer):
+            found.append(buffer[:missing])
             break
         found.append(buffer)
-        count -= len(buffer)
+        missing -= len(buffer)
     return found
 
 
 def after_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of a sequence of buffers without its first ``count`` bytes."""
+    to_skip = count
     for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[index + 1 :]]
-        count -= len(buffer)
+        if to_skip < len(buffer):
+            rest_of_buffer = buffer[to_skip:]
+            return [rest_of_buffer, *buffers[index + 1 :]]
+        to_skip -= len(buffer)
     return []
 
 
@@ -655,7 +665,7 @@ class Bounce:
     """Aligned memory of fixed size, through which unaligned buffers are copied before they are
     written.
 
-    :param settle: waits until all writes from the memory have ended; called before the memory is
+    :param wait_for_writes: waits until no write uses the memory any more; called before it is
         reused.
     :param batch_bytes: size of the memory, and of a batch, which is written at once; a multiple of
         4 KiB.
@@ -663,13 +673,13 @@ class Bounce:
 
     def __init__(
         self,
-        settle: Callable[[], None],
+        wait_for_writes: Callable[[], None],
         batch_bytes: int = _BATCH_BYTES,
     ) -> None:
         # mapped, because mappings are aligned; backed by physical memory on first use
         self._memory = memoryview(mmap.mmap(-1, batch_bytes))
-        self._settle = settle
-        self._lent = False
+        self._wait_for_writes = wait_for_writes
+        self._was_used = False
         """Whether bytes were copied to the memory before, so that a write may be using it."""
 
     def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
@@ -682,8 +692,9 @@ class Bounce:
         # too, and O_DIRECT accepts all of them.
         batch: list[memoryview] = []
         length = 0  # bytes of the batch so far, copied or not
-        copied = 0  # bytes of the memory that hold copied bytes of the batch
-        listed = 0  # those of them that are in ``batch`` already
+        # the last run of copied bytes, which is not in ``batch`` yet: its place in the memory
+        run_start = 0
+        run_end = 0
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
@@ -692,42 +703,42 @@ class Bounce:
                 is_at_page = length % PAGE_BYTES == 0
                 if is_at_page and whole_pages and starts_aligned(rest):
                     count = min(whole_pages, room)
-                    # the run of copied bytes before this buffer comes first
-                    batch += self._run(listed, copied)
-                    listed = copied
+                    # this buffer ends the run
+                    batch += self._run(run_start, run_end)
+                    run_start = run_end
                     batch.append(rest[:count])
                 else:
                     count = min(len(rest), room)
-                    self._copy(rest[:count], copied)
-                    copied += count
+                    self._copy(rest[:count], run_end)
+                    run_end += count
                 length += count
                 rest = rest[count:]
-                # the batch has its full length
-                if count == room:
-                    batch += self._run(listed, copied)
+                is_full = count == room
+                if is_full:
+                    batch += self._run(run_start, run_end)
                     yield batch
                     batch = []
                     length = 0
-                    copied = 0
-                    listed = 0
+                    run_start = 0
+                    run_end = 0
         if length:
             # An incomplete page ends with copied bytes, because other buffers are whole pages. So
             # the zeros that fill it follow them in the memory.
             num_zeros = -length % PAGE_BYTES
-            end = copied + num_zeros
-            self._memory[copied:end] = bytes(num_zeros)
-            batch += self._run(listed, end)
+            padded_end = run_end + num_zeros
+            self._memory[run_end:padded_end] = bytes(num_zeros)
+            batch += self._run(run_start, padded_end)
             yield batch
 
-    def _copy(self, piece: Buffer, at: int) -> None:
-        """Copy bytes to the memory, from byte ``at`` on. Before the first copy of a batch, wait
+    def _copy(self, piece: Buffer, start: int) -> None:
+        """Copy bytes to the memory, from byte ``start`` on. Before the first copy of a batch, wait
         until the writes of earlier batches no longer use the memory."""
-        # the copies of a batch begin at byte 0
-        if not at and self._lent:
-            self._settle()
-        end = at + len(piece)
-        self._memory[at:end] = piece
-        self._lent = True
+        is_first_of_batch = start == 0
+        if is_first_of_batch and self._was_used:
+            self._wait_for_writes()
+        end = start + len(piece)
+        self._memory[start:end] = piece
+        self._was_used = True
 
     def _run(self, start: int, end: int) -> list[memoryview]:
         """Return a run of copied bytes, ``start`` to ``end`` of the memory, as a list of one

@@ -81,7 +81,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def empty(self, pages: int, at_most: int) -> None:
         """Free pages become holes, and count neither as free nor as disk space."""
         free = sum(owner == FREE for owner in self.pages.values())
-        holes = self.change(lambda space, txn: space.empty(pages, at_most))
+        holes = self.change(lambda space, txn: space.make_holes(pages, at_most))
         assert len(holes) <= at_most
         assert pages_of(holes) <= min(pages, free)
         assert pages_of(holes) == min(pages, free) or len(holes) == at_most

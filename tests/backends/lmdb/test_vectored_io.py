@@ -68,17 +68,16 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
         for kind, at, length in cut
     ]
     written = bytearray()
-    lent: list[
-        list[memoryview]
-        # batches that a pending write may still read: copied data must stay valid until ``settle``
-    ] = []
+    # batches that a pending write may still read: copied data stays valid until
+    # ``wait_for_writes``
+    lent: list[list[memoryview]] = []
 
-    def settle() -> None:
+    def wait_for_writes() -> None:
         for buffers in lent:
             written.extend(b"".join(buffers))
         lent.clear()
 
-    for buffers in Bounce(settle, PAGE * batch).aligned(iter(chunks)):
+    for buffers in Bounce(wait_for_writes, PAGE * batch).aligned(iter(chunks)):
         # at most as many bytes again are copied
         assert sum(map(len, buffers)) <= 2 * PAGE * batch
         assert all(
@@ -86,7 +85,7 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
             for buffer in buffers
         )
         lent.append(buffers)
-    settle()
+    wait_for_writes()
     expected = b"".join(map(bytes, chunks))
     assert written == expected + bytes(-len(expected) % PAGE)
 

@@ -317,8 +317,8 @@ class LmdbBackend(Backend):
             # another thread has done it, or has closed this handle
             if self._shared is not replaced:
                 return
-            # Another handle may have closed it to open the same files again, for example for
-            # writing: then nothing was replaced, and there is no warning.
+            # Another handle has closed the environment to open the same files again, for example
+            # for writing: no file was replaced, so there is no warning.
             was_closed = replaced.is_closed
             files.prepare_directory(self._path, read_only=self._read_only)
             self._shared = ENVIRONMENTS.acquire(
@@ -376,16 +376,17 @@ class LmdbBackend(Backend):
         is written until a commit adds content, except in place of a damaged row."""
         name = identity.digest
         with self.rows() as rows:
-            found = decode_namespace(name, rows.get(NAMESPACES, name))
+            recorded = decode_namespace(name, rows.get(NAMESPACES, name))
             has_content = rows.get(STATES, name) is not None
-        namespace = found
+        namespace = recorded
         if namespace is None:
             # opened before, and without content since
             namespace = self.environment.opened.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # The namespace has content, and its row is damaged or lost: no later commit would write it.
-        if has_content and found is None and self.capabilities.writable:
+        # a commit writes the row only with the first content
+        has_lost_row = has_content and recorded is None
+        if has_lost_row and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
         # the commit that adds its first content writes the row from here
@@ -442,9 +443,8 @@ class LmdbBackend(Backend):
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
-                # With this error, the caller drops the content of the tenant that it had accepted.
-                # Its next commits have later content only: they are refused again only if the
-                # tenant is forgotten once more than it was until now.
+                # The caller drops the content of these tenants that it has accepted so far. Its
+                # later content is refused only if they are forgotten once more.
                 times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
                     self._forgotten[name] = times_forgotten.get(name, 0)
@@ -496,7 +496,8 @@ class LmdbBackend(Backend):
             tenants = tenants_of(batch)
             environment.database.keys.refuse(tenants, self._forgotten)
             raise
-        except StaleError:  # the changes since ``seen`` include packs evicted meanwhile
+        # the caller reads the changes since ``seen``, also those of this commit's evictions
+        except StaleError:
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
             if not files.map_is_full(error):

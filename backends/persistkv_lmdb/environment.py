@@ -90,6 +90,8 @@ _FORGET_PATIENCE_S = 0.2
 # Number of commits whose sizes are remembered. With varying sizes, one commit in so many exceeds
 # those before it, and must reserve space in a transaction of its own.
 _COMMITS = 16
+# remaps or reopens LMDB, and takes the map lock exclusively for that
+_Repair = Callable[[], None]
 
 
 class Environment:
@@ -135,24 +137,24 @@ class Environment:
         self._guard = None if read_only else Guard(path)
         """Writer lock and guard file of the store; None: it is open read-only."""
         self.database = Database(path, policy, keys)
-        with ExitStack() as undone:  # undoes each step if a later one fails
+        with ExitStack() as on_failure:  # closes what is open if a later step fails
             if self._guard is not None:
-                undone.callback(self._guard.close)
+                on_failure.callback(self._guard.close)
             # registered later, so LMDB closes before the guard, which then records a clean end
-            undone.callback(self.database.close)
-            opened = partial(self.database.open, read_only=read_only)
+            on_failure.callback(self.database.close)
+            open_database = partial(self.database.open, read_only=read_only)
             if self._guard is None:
-                opened()
+                open_database()
             else:
-                self._guard.open(opened)
+                self._guard.open(open_database)
             with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
-            undone.callback(self.files.close)
+            on_failure.callback(self.files.close)
             # LMDB was opened with the map size that its file records: set the present bound
             if not read_only:
                 with self._suspect_on_error(), files.translated(path):
                     self.database.remap()
-            undone.pop_all()
+            on_failure.pop_all()
 
     @contextmanager
     def transaction(self, *, write: bool = False) -> Iterator[TableRows]:
@@ -192,8 +194,8 @@ class Environment:
                         return
                 # LMDB must be remapped or reopened first: outside of the ``with`` block, because
                 # that waits until no thread holds the map lock shared
-                prepare = begun
-                prepare()
+                repair = begun
+                repair()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
         )
@@ -213,7 +215,7 @@ class Environment:
 
         :raises ReplacedError: the commit went into files that are no longer at the path.
         """
-        payloads = None
+        payloads: ExtentPayloads | None = None
         # commits durably when it is left
         with begun:
             try:
@@ -282,7 +284,8 @@ class Environment:
         """
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
-            is_released = own if writer == self.writer else self._is_dead(writer)
+            is_own = writer == self.writer
+            is_released = own if is_own else self._is_dead(writer)
             if is_released:
                 allocator.release(writer)
 
@@ -302,7 +305,8 @@ class Environment:
         refused: list[str] = []
         for tenant in tenants:
             writers = read_refusals(transaction, tenant).values()
-            if not all(map(self._is_dead, writers)):
+            is_refused = any(not self._is_dead(writer) for writer in writers)
+            if is_refused:
                 refused.append(tenant)
         if refused:
             raise TenantForgottenError(refused)
@@ -355,15 +359,14 @@ class Environment:
         free = files.free_disk_bytes(self.path)
         disk = catalogue + segments + free  # what the store could take of the disk
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
-        # Other files have filled the disk, except for the space reserved for root. Space that the
-        # segments return goes to that reserve first, so returning some would not let the catalogue
-        # grow: its growth is not subtracted.
+        # Other files have filled the disk, except for the space reserved for root. The catalogue
+        # cannot grow then, even if segments return space: that goes to the reserve first.
         if files.has_only_reserved_space(self.path):
             return max(0, available - catalogue)
-        # it cannot grow beyond its memory map
+        # the memory map bounds the catalogue, too
         grown_catalogue = catalogue + shares.growth_bytes
-        grown_catalogue = min(grown_catalogue, self.database.map_bytes)
-        return max(0, available - grown_catalogue)
+        largest_catalogue = min(grown_catalogue, self.database.map_bytes)
+        return max(0, available - largest_catalogue)
 
     def erase(self, transaction: TableRows, names: Collection[bytes]) -> None:
         """Record that a rebuild must not find these packs, which the write transaction deletes.
@@ -380,18 +383,18 @@ class Environment:
             write_erasures(transaction, number)
 
     def commit_nothing(self) -> int:
-        """Commit a transaction without changes. The next one can reuse the pages that the previous
-        one freed.
+        """Commit a transaction without changes: then the next one can reuse the pages that the one
+        before freed.
 
-        :returns: the number of the previous one: the pages that it freed are reusable once no
-            reader has an older snapshot.
+        :returns: number of the transaction before this one: the pages that it freed are reusable
+            once no reader has an older snapshot.
         """
         with self.transaction(write=True) as transaction:
             # LMDB writes a transaction only if it puts a row: this one is put unchanged
             moment, clock = read_clock(transaction)
             write_clock(transaction, moment, clock)
-            number = transaction.txn.id()
-        return number - 1
+            own_number = transaction.txn.id()
+        return own_number - 1
 
     def is_current(self) -> bool:
         """Return whether the environment is open, and its files are those at the store's path."""
@@ -475,10 +478,9 @@ class Environment:
             self.suspect()
             raise
 
-    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | Callable[[], None]:
-        """Begin an LMDB transaction, while the caller holds the map lock shared. If LMDB must be
-        remapped or reopened first, return a function for that. It takes the map lock exclusively,
-        so the caller releases the lock, calls the function, and tries again.
+    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | _Repair:
+        """Begin an LMDB transaction, while the caller holds the map lock shared; or return what
+        must be done first. The caller then releases the lock, does that, and tries again.
         """
         database = self.database
         # an earlier reopening has closed LMDB and failed to open it

@@ -68,14 +68,14 @@ class LmdbForgetting:
         """
         environment = self._environment
         with self._refused():
-            # Deleting a manifest deletes its row in both tables. The second table is searched for
+            # Deleting a manifest deletes its rows in the first two tables. The second one may hold
             # rows whose manifest is damaged.
             for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
                 self._delete_all(table)
-            # After the deletions, which add entries. With a key, only the tenant's entries are
-            # deleted. Without one, they do not show their tenant, and all are deleted: not for a
-            # tenant that had no packs.
-            if self._has_key or self._packs:
+            # After the deletions, which add entries to the log. Without a key, an entry does not
+            # show its tenant, so all are deleted: only if the tenant had packs.
+            may_have_entries = self._has_key or self._packs > 0
+            if may_have_entries:
                 self._delete_all(LOG)
             # the transaction writes no row: it holds the writer lock
             with environment.transaction(write=True):
@@ -122,19 +122,19 @@ class LmdbForgetting:
         were any."""
         environment = self._environment
         deleted: list[bytes] = []
-        ended: list[bytes] = []
+        ended_namespaces: list[bytes] = []
         with environment.transaction(write=True) as rows:
             payloads = environment.payloads(rows)
             deadline = time.monotonic() + _DELETIONS_S
             for name in names:
-                ended += self._delete(rows, payloads, table, name)
+                ended_namespaces += self._delete(rows, payloads, table, name)
                 deleted.append(name)
                 if time.monotonic() > deadline:
                     break
             # a rebuild must not find these packs in the segments
             if table == PACKS:
                 environment.erase(rows, set(deleted))
-        environment.forget_namespaces(ended)
+        environment.forget_namespaces(ended_namespaces)
         return bool(deleted)
 
     def _delete(

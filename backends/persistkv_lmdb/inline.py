@@ -49,22 +49,25 @@ def _piece_key(name: bytes, index: int) -> bytes:
 def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
     """Cut a stream into pieces of ``PIECE_BYTES``, of which the last one may be shorter. Only
     pieces that span several buffers are copied."""
-    parts: list[memoryview] = []  # the beginning of the next piece
-    length = 0  # bytes of ``parts``
-    for part in stream:
-        rest = memoryview(part)
+    begun: list[memoryview] = []  # the beginning of the next piece
+    length = 0  # bytes of ``begun``
+    for buffer in stream:
+        rest = memoryview(buffer)
         while length + len(rest) >= PIECE_BYTES:
-            cut = PIECE_BYTES - length
-            piece = rest[:cut]
-            yield b"".join([*parts, piece]) if parts else piece
-            rest = rest[cut:]
-            parts = []
+            missing = PIECE_BYTES - length
+            end_of_piece = rest[:missing]
+            if begun:
+                yield b"".join([*begun, end_of_piece])
+            else:
+                yield end_of_piece
+            rest = rest[missing:]
+            begun = []
             length = 0
         if rest:
-            parts.append(rest)
+            begun.append(rest)
             length += len(rest)
-    if parts:
-        yield b"".join(parts)
+    if begun:
+        yield b"".join(begun)
 
 
 def page_bytes(payload_length: int) -> int:

@@ -89,8 +89,8 @@ class KeyFile:
 
         :param create: make a keyring and the file for a new store, unless the file is there or the
             user gave no key. False: for a rebuild, whose packs need the keys that sealed them.
-        :raises ConfigurationError: data keys are there, and the user's key does not unwrap them; or
-            there are none, and the user gave a key, and not ``create``.
+        :raises ConfigurationError: the user's key does not unwrap the data keys. Or the user gave a
+            key for a rebuild, and there are no data keys.
         """
         stored = self._read()
         # the file is there: the creation was interrupted before, or the catalogue is lost
@@ -152,7 +152,8 @@ class KeyFile:
         """
         # Raises if a user has put another store's file there: keys that were added to it would be
         # lost when the own file is put back.
-        stored = self._present()
+        stored = self._read()
+        self._check_is_of_store(stored)
         # first those that other processes have made
         self._add(stored.tenants)
         added: list[TenantKey] = []
@@ -191,7 +192,8 @@ class KeyFile:
         # If the file is lost, damaged or not readable, the engine runs on with the keys that it
         # has.
         with self._lock, suppress(CorruptStoreError, OSError):
-            stored = self._present()
+            stored = self._read()
+            self._check_is_of_store(stored)
             self._add(stored.tenants)
             stored_ids = {key.id for key in stored.tenants}
             known_ids = {key.id for key in self._known().of_tenants()}
@@ -219,7 +221,7 @@ class KeyFile:
         """
         if self._keyring is None:
             return []
-        self._present()  # raises if the file is not that of this store
+        self._check_is_of_store(self._read())
         destroyed: set[bytes] = set()
         # This store comes last: as long as it has the key, a repeated command knows whose rows to
         # delete, and destroys the copies that are left.
@@ -363,16 +365,13 @@ class KeyFile:
                 break
         raise CorruptStoreError(f"{path} is damaged: {problem}")
 
-    def _present(self) -> StoredKeys:
-        """Return the content of the file, after a check that it is the open store's.
-
-        :raises CorruptStoreError: it is missing, damaged or of another store.
-        """
-        stored = self._read()
-        known = self._known().id
-        if not any(entry.keyring == known for entry in stored.wrapped):
+    def _check_is_of_store(self, stored: StoredKeys) -> None:
+        """Raise a CorruptStoreError if the content of the file is not that of the open store, or
+        the file is missing."""
+        own_id = self._known().id
+        is_own = any(entry.keyring == own_id for entry in stored.wrapped)
+        if not is_own:
             raise CorruptStoreError(f"{self._path} is missing, or of another store")
-        return stored
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
         """Replace the file, or the copy at ``path``, durably. Then overwrite the one before,

@@ -17,7 +17,6 @@ import os
 import struct
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import lmdb
@@ -133,9 +132,11 @@ def open_databases(
     try:
         # the format first: another one may have other databases
         meta = env.open_db(META.encode(), txn=txn, create=False)
-        with env.begin(buffers=True) if txn is None else nullcontext(txn) as reading:
-            # ``nullcontext``: the caller's transaction stays open
-            _check_format(reading.get(_FORMAT_ROW, db=meta))
+        if txn is None:
+            with env.begin(buffers=True) as reading:
+                _check_format(reading.get(_FORMAT_ROW, db=meta))
+        else:
+            _check_format(txn.get(_FORMAT_ROW, db=meta))
         for name in DATABASES:
             databases[name] = env.open_db(name.encode(), txn=txn, create=False)
     except (lmdb.NotFoundError, lmdb.IncompatibleError):

@@ -106,20 +106,20 @@ class Guard:
                 self.lock.close()
                 raise
 
-    def open(self, opened: Callable[[], None]) -> None:
+    def open(self, open_environment: Callable[[], None]) -> None:
         """Open the environment, after an integrity check if no other process has it open and a
         shutdown was unclean.
 
-        :param opened: opens the environment, and makes the names of new files durable. Must leave
-            nothing open if it raises. Called again after a damaged environment was quarantined. If
-            this method fails after ``opened`` has returned, the caller must close the environment.
+        :param open_environment: also makes the names of new files durable. Must leave nothing open
+            if it raises. Called again after a damaged environment was quarantined. If this method
+            fails after ``open_environment`` has returned, the caller must close the environment.
         :raises StoreBusyError: another process holds a lock for too long.
         :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot
             be written.
         :raises StoreError: the writer lock cannot be written, or the last commit cannot be made
             durable.
-        :raises CorruptStoreError: ``opened`` raised it, and the environment is another program's,
-            passes the integrity check, or is open in another process.
+        :raises CorruptStoreError: ``open_environment`` raised it, and the environment is another
+            program's, passes the integrity check, or is open in another process.
         """
         with (
             self.lock.held(files.OPENING_PATIENCE_S),
@@ -128,14 +128,14 @@ class Guard:
             # granted if no process has the store open for writing
             is_alone = self._locked(fcntl.LOCK_EX)
             if is_alone:
-                self._open_alone(opened)
+                self._open_alone(open_environment)
                 # an interrupted commit is durable now, or its catalogue was quarantined
                 self.lock.mark(begun=False)
             else:
                 # no check: others have it open, and may write meanwhile
                 if self.lock.interrupted:
                     self.recover()
-                opened()
+                open_environment()
             self._share()
 
     @contextmanager
@@ -238,33 +238,43 @@ class Guard:
             self._fd = -1
             os.close(fd)
 
-    def _open_alone(self, opened: Callable[[], None]) -> None:
+    def _open_alone(self, open_environment: Callable[[], None]) -> None:
         """Open the environment while this process excludes other writers: check it after an unclean
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
         before = self._read()  # None: persistkv never opened a store here
-        is_usable = (self._directory / files.DATA_FILE).exists()
-        if is_usable and before is None:
-            # Another program's environment, or the guard file was removed. ``opened`` refuses the
-            # first; in both cases nothing may be renamed.
-            opened()
+        exists = (self._directory / files.DATA_FILE).exists()
+        if exists and before is None:
+            # Another program's environment, or the guard file was removed. ``open_environment``
+            # refuses the first; in both cases nothing may be renamed.
+            open_environment()
             return
-        if is_usable and before in (_State.OPEN, _State.SUSPECT):
-            is_usable = self._check()
-        # Segment files whose catalogue is lost: a new one would let their packs be overwritten.
-        if _lacks_catalogue(self._directory):
-            self._quarantine(f"its {files.DATA_FILE} is missing or empty")
-            is_usable = False
+        was_unclean = before in (_State.OPEN, _State.SUSPECT)
+        is_usable = self._quarantine_unusable(exists=exists, was_unclean=was_unclean)
         try:
             # before the environment is opened: a process that is killed meanwhile causes a check
             self._write(_State.OPEN)
-            if is_usable:
-                is_usable = self._open_existing(opened)
-            if not is_usable:
-                self._create(opened)
+            is_open = is_usable and self._open_existing(open_environment)
+            if not is_open:
+                self._create(open_environment)
         except BaseException:
             self._restore(before)
             raise
+
+    def _quarantine_unusable(self, *, exists: bool, was_unclean: bool) -> bool:
+        """Rename the store's files if they cannot be used; return whether there is an environment
+        to open.
+
+        :param exists: there is a ``data.mdb``.
+        :param was_unclean: the last shutdown was, so the environment must be checked.
+        """
+        if exists and was_unclean and not self._check():
+            return False
+        # Segment files whose catalogue is lost: a new one would let their packs be overwritten.
+        if _lacks_catalogue(self._directory):
+            self._quarantine(f"its {files.DATA_FILE} is missing or empty")
+            return False
+        return exists
 
     def _restore(self, state: _State | None) -> None:
         """Record a state again that ``_read`` returned earlier."""
@@ -275,8 +285,9 @@ class Guard:
 
     def _check(self) -> bool:
         """Check the environment after an unclean shutdown. If it is damaged, rename it and return
-        False; otherwise, or if the check did not complete, make its content durable and return
-        True."""
+        False. Otherwise make its content durable and return True, also if the check did not
+        complete.
+        """
         found = inspect(self._directory)
         if found.verdict in DAMAGE:
             self._quarantine(found.reason)
@@ -287,10 +298,10 @@ class Guard:
         self._sync_leftover()
         return True
 
-    def _open_existing(self, opened: Callable[[], None]) -> bool:
+    def _open_existing(self, open_environment: Callable[[], None]) -> bool:
         """Open the environment. Rename it and return False if it turns out to be damaged."""
         try:
-            opened()
+            open_environment()
         except CorruptStoreError as error:
             if inspect(self._directory).verdict not in DAMAGE:
                 raise
@@ -310,7 +321,7 @@ class Guard:
             with suppress(FileNotFoundError):
                 files.sync_directory(self._directory / name)
 
-    def _create(self, opened: Callable[[], None]) -> None:
+    def _create(self, open_environment: Callable[[], None]) -> None:
         """Create the environment, and make the names of its directories durable."""
         # First, make the guard file durable: it shows that an interrupted creation is this
         # program's.
@@ -321,11 +332,11 @@ class Guard:
             with suppress(OSError):
                 files.sync_directory(directory)
         try:
-            opened()
+            open_environment()
         except BaseException:
-            # An unmarked partial file would be refused for ever, and the name of a complete one
-            # never be synced. No other process has written it, because this one holds the writer
-            # lock.
+            # A partial file, without the format row, would be refused for ever; a complete one
+            # would be opened although its name may not be durable. This process holds the writer
+            # lock, so no other one has written the file.
             with suppress(OSError):
                 (self._directory / files.DATA_FILE).unlink()
             raise
@@ -372,8 +383,8 @@ class Guard:
         return True
 
     def _share(self) -> None:
-        """Take a shared lock on the guard file, for as long as the store is open, and make sure
-        that the file says so."""
+        """Take a shared lock on the guard file, for as long as the store is open, and record there
+        that it is open."""
         # a process that closes the store holds the exclusive lock for a short time
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
@@ -384,7 +395,7 @@ class Guard:
                 )
             time.sleep(_CLOSING_NAP_S)
         self._joined = True
-        # a process that closed the store before this one got the lock has recorded a clean shutdown
+        # again: a process that closed the store meanwhile has recorded a clean shutdown
         is_recorded = self._read() in (_State.OPEN, _State.SUSPECT)
         if not is_recorded:
             self._write(_State.OPEN)

@@ -294,10 +294,10 @@ class _Rebuild:
                 known.append(pack)
             else:
                 self._skipped[UNKNOWN] += 1
-        apart = list(self._apart(known))
-        return self._last_copies(apart)
+        without_overlaps = list(self._without_overlaps(known))
+        return self._last_copies(without_overlaps)
 
-    def _apart(self, packs: list[ScannedPack]) -> Iterator[ScannedPack]:
+    def _without_overlaps(self, packs: list[ScannedPack]) -> Iterator[ScannedPack]:
         """Yield packs that do not overlap, from the end of the segments to their beginning. Of
         packs that overlap, the one that ends later is yielded."""
         packs.sort(
@@ -352,10 +352,10 @@ class _Rebuild:
                 rows = TableRows(txn, databases, self._seal)
                 used_bytes = self._write_first_rows(rows, packs)
             # several transactions: one would hold all new pages in memory
-            for namespace, page in _pages_of(packs):
+            for namespace, group in _groups_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
                     rows = TableRows(txn, databases, self._seal)
-                    self._add(rows, self._namespaces[namespace], page)
+                    self._add(rows, self._namespaces[namespace], group)
             with env.begin(write=True, buffers=True) as txn:
                 num_pages = env.info()["last_pgno"] + 1
                 catalogue_bytes = num_pages * env.stat()["psize"]
@@ -533,12 +533,12 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     return content
 
 
-def _pages_of(
+def _groups_of(
     packs: Iterable[ScannedPack],
 ) -> Iterator[tuple[bytes, list[ScannedPack]]]:
-    """Divide packs, ordered by name, into pages of at most 512 packs of one namespace. Yield each
-    page with the id of the namespace."""
+    """Divide packs, ordered by name, into groups of at most 512 packs of one namespace. Yield each
+    group with the id of the namespace."""
     by_namespace = groupby(packs, key=lambda pack: pack.name[:ID_BYTES])
-    for namespace, group in by_namespace:
-        while page := list(islice(group, _PACKS_AT_ONCE)):
-            yield namespace, page
+    for namespace, packs_of_namespace in by_namespace:
+        while group := list(islice(packs_of_namespace, _PACKS_AT_ONCE)):
+            yield namespace, group

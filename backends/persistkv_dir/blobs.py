@@ -160,16 +160,16 @@ class DirBlobs(Blobs):
         place = _Place.of(name)
         with self._translated(name):
             try:
-                written = self._write(place, pieces)
+                write_time = self._write(place, pieces)
             except OSError as error:
                 if error.errno not in _CHANGED:
                     raise
                 # The directory does not exist yet or was removed meanwhile; or another machine has
                 # removed the temporary file, which was a day old.
                 self._create(place.directories)
-                written = self._write(place, pieces)
-        self._server_time = _ServerTime(written, time.monotonic())
-        return written
+                write_time = self._write(place, pieces)
+        self._server_time = _ServerTime(write_time, time.monotonic())
+        return write_time
 
     def read(
         self,
@@ -354,7 +354,8 @@ class DirBlobs(Blobs):
             modified = _write_and_rename(directory, place.file, pieces)
             try:
                 os.fsync(directory)
-                # The rename set the directory's time. The file's is older, by any pause before it.
+                # the time of the rename; that of the file is older if the process was stopped
+                # between the two
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
                 # not an OSError, which means that nothing was written
@@ -558,14 +559,14 @@ def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
     # index of the first piece with bytes that are not written yet
     number = 0
     while number < len(rest):
-        done = os.writev(file, rest[number : number + _MOST_BUFFERS])
+        num_written = os.writev(file, rest[number : number + _MOST_BUFFERS])
         # pass the pieces that are complete, empty ones among them
-        while number < len(rest) and done >= len(rest[number]):
-            done -= len(rest[number])
+        while number < len(rest) and num_written >= len(rest[number]):
+            num_written -= len(rest[number])
             number += 1
         # the call has ended within this piece
-        if done:
-            rest[number] = rest[number][done:]
+        if num_written:
+            rest[number] = rest[number][num_written:]
 
 
 def _unlink_file(directory: int, name: str) -> None:

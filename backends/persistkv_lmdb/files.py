@@ -484,7 +484,8 @@ class WriterLock:
         if not self._threads.acquire(timeout=patience_s):
             raise self._busy("another thread of this process", patience_s)
         try:
-            if not self._depth:
+            is_outermost = self._depth == 0
+            if is_outermost:
                 with translated_io(self._file.parent):
                     self._lock(deadline, patience_s)
             self._depth += 1
@@ -494,7 +495,7 @@ class WriterLock:
                 yield
             finally:
                 self._depth -= 1
-                if not self._depth:
+                if is_outermost:
                     flock(self._fd, LOCK_UN)
         finally:
             self._threads.release()

@@ -126,13 +126,13 @@ class S3Blobs(Blobs):
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
         """See ``Blobs.erase``: also of a bucket whose versioning is suspended."""
+        check_prefix(prefix)
         left: list[str] = []
         # first the objects: in a versioned bucket, this adds markers, which are deleted below
         try:
             self.delete(list(names))
         except RefusedError as error:
             left.append(f"objects that the bucket does not delete: {error}")
-        check_prefix(prefix)
         keys = [self._key(name) for name in names]
         with self._calling():
             refusal = self._bucket.delete_versions(

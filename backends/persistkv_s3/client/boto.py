@@ -347,7 +347,7 @@ class BotoClient(Transport):
             # such as that of a body whose upload is late: it is an ``S3Error`` already
             raise
         except Exception as error:
-            raise _ours(error, what, deadline) from None
+            raise _as_s3_error(error, what, deadline) from None
 
 
 class PlainBucket(BotoClient, PlainMedium):
@@ -413,7 +413,7 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
         try:
             count = body.readinto(room[:_READ_BYTES])
         except Exception as error:
-            raise _ours(error, what, deadline) from None
+            raise _as_s3_error(error, what, deadline) from None
         if not count:
             raise BrokenError(f"{what}: the body broke off")
         sink.advance(count)
@@ -448,7 +448,7 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
         watchdog.cancel()
 
 
-def _ours(error: Exception, what: str, deadline: Deadline) -> S3Error:
+def _as_s3_error(error: Exception, what: str, deadline: Deadline) -> S3Error:
     """Translate an error of the request ``what``. The result has no cause, which could hold request
     headers."""
     from botocore import exceptions as boto
@@ -553,14 +553,14 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
 
-    unsigned = options.unsigned_payload
-    is_undecided = unsigned is None
+    # without the option, bodies are signed only if the connection does not protect them
+    is_undecided = options.unsigned_payload is None
+    is_unsigned = options.unsigned_payload is not False
     try:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
-        client = _client_of(session, options, unsigned=is_undecided or bool(unsigned))
-        # Only a client knows the endpoint, which may come from boto3's configuration. Without TLS,
-        # only a signature of the body protects an upload in transit from changes.
+        client = _client_of(session, options, unsigned=is_unsigned)
+        # only a client knows the endpoint, which may come from boto3's configuration
         is_encrypted = client.meta.endpoint_url.startswith("https:")
         if is_undecided and not is_encrypted:
             client.close()

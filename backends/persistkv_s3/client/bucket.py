@@ -124,11 +124,12 @@ class Breaker:
         :param well: False: it failed because of the server.
         :param num_bytes: bytes that it transferred, for which a good answer may take longer.
         """
-        # the time allowed for an answer grows with its bytes
-        bad = not well or seconds > self._slow_s + num_bytes / _SLOW_BYTES_PER_S
+        allowed_s = self._slow_s + num_bytes / _SLOW_BYTES_PER_S
+        is_slow = seconds > allowed_s
+        bad = is_slow or not well
         with self._lock:
             self._recent.append(bad)
-            # it was sent before the breaker opened, and says nothing new
+            # the request was sent before the breaker opened, so its answer says nothing new
             if self._state == "open":
                 return
             if self._state == "half-open":
@@ -287,10 +288,10 @@ class Bucket:
             raise refusal
 
     def delete_versions(self, prefix: str, keys: Collection[str]) -> str:
-        """Delete all versions of objects, also of deleted ones; return why the server keeps some,
-        or may keep some; empty: none is left.
+        """Delete all versions of objects, also of deleted ones.
 
         :param prefix: all keys start with it; the versions of all such objects are listed.
+        :returns: why the server keeps some versions, or may keep some; empty: none is left.
         """
         wanted = set(keys)
         refusal = ""
@@ -299,7 +300,7 @@ class Bucket:
             try:
                 page = self._run(partial(self._transport.versions, prefix, after))
             except RequestRefusedError as error:
-                # unknown whether there are versions: the caller reports that some may be left
+                # it is not known whether there are versions
                 return str(error)
             own = [version for version in page.versions if version.key in wanted]
             for start in range(0, len(own), MOST_DELETED):
@@ -347,27 +348,29 @@ class Bucket:
             allows time for them.
         """
         deadline = Deadline(self._deadline_s, self._clock)
-        bound_s = _FIRST_BOUND_S  # of the random part of the next pause
-        cause: S3Error | None = None
+        most_jitter_s = _FIRST_BOUND_S  # of the next pause
+        earlier_failure: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
                 return self._attempt(attempt, deadline, transferred)
             except LateError as error:
                 # the attempt before has left little time, so the error names its failure, too
-                if cause is None:
+                if earlier_failure is None:
                     raise
                 raise LateError(
-                    f"{error}; the attempt before failed: {cause}"
-                ) from cause
+                    f"{error}; the attempt before failed: {earlier_failure}"
+                ) from earlier_failure
             except S3Error as error:
-                cause = error
-                pause_s = error.pause_s + self._clock.random.uniform(0, bound_s)
+                earlier_failure = error
+                jitter_s = self._clock.random.uniform(0, most_jitter_s)
+                pause_s = error.pause_s + jitter_s
                 # a pause beyond the deadline is not begun: the caller learns the error now
-                is_too_late = pause_s >= deadline.remaining
-                if not error.retryable or not attempts_left or is_too_late:
+                has_time = pause_s < deadline.remaining
+                can_retry = error.retryable and attempts_left > 0 and has_time
+                if not can_retry:
                     raise
             self._clock.sleep(pause_s)
-            bound_s = min(2 * bound_s, _LAST_BOUND_S)
+            most_jitter_s = min(2 * most_jitter_s, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _attempt(

@@ -156,15 +156,14 @@ class Body:
         :raises LateError: the upload is late.
         """
         target = buffer.cast("B")
-        rest = memoryview(self.read())  # of the next piece
+        start = self._start  # in the piece that is read here
+        rest = memoryview(self.read())
         count = min(len(rest), len(target))
         target[:count] = rest[:count]
         if count < len(rest):
             # ``read`` has passed the whole piece: return to it, behind the bytes that were copied
             self._next -= 1
-            whole_piece = self._pieces[self._next]
-            rest_start = len(whole_piece) - len(rest)
-            self._start = rest_start + count
+            self._start = start + count
         return count
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -239,9 +238,11 @@ class Sink:
         """Return the memory for the next bytes; empty: the download is complete."""
         if self.complete:
             return memoryview(b"")
+        # a loop, because a buffer may be empty
         while not len(self._room):
             self._room = self._take_next()
-        return self._room[: self.length - self.position]
+        missing = self.length - self.position
+        return self._room[:missing]
 
     def _take_next(self) -> memoryview:
         """Return the next of the buffers.
@@ -259,8 +260,8 @@ class Sink:
         self._room = self._room[count:]
 
     def exhaust(self) -> None:
-        """Let the iterable of the buffers process the last one: an iterator does that when the next
-        buffer is requested of it.
+        """Request the buffer after the last one: a generator that yields the buffers processes a
+        full one when the next is requested.
 
         :raises ValueError: the buffers hold more bytes than the range.
         """

@@ -215,7 +215,7 @@ class BotoClient(Transport):
             more["StartAfter"] = after
         with self._request("LIST", prefix, deadline):
             answer = self._client.list_objects_v2(**self._target, Prefix=prefix, **more)
-        try:
+        with self._reading_list(f"LIST {prefix}"):
             objects: list[ObjectInfo] = []
             for entry in answer.get("Contents", ()):
                 modified = entry["LastModified"].timestamp()
@@ -223,11 +223,21 @@ class BotoClient(Transport):
             next_page = None
             if answer["IsTruncated"]:
                 next_page = answer["NextContinuationToken"]
+        return ListPage(objects, next_page)
+
+    @contextmanager
+    def _reading_list(self, what: str) -> Iterator[None]:
+        """Raise a BrokenError if the ``with`` statement does not find ``IsTruncated`` in an answer,
+        or all fields of an entry: it is no list, such as a page of a proxy with status 200.
+
+        :param what: names the request.
+        """
+        try:
+            yield
         except KeyError as error:
             raise BrokenError(
-                f"{self._where}: LIST {prefix}: the answer is no list: it has no {error}"
+                f"{self._where}: {what}: the answer is no list: it has no {error}"
             ) from None
-        return ListPage(objects, next_page)
 
     def delete(self, keys: Sequence[str], deadline: Deadline) -> None:
         """See ``Transport.delete``. A single object is deleted with DELETE, several with one
@@ -262,13 +272,16 @@ class BotoClient(Transport):
             answer = self._client.list_object_versions(
                 **self._target, Prefix=prefix, **more
             )
-        found: list[ObjectVersion] = []
-        for kind in ("Versions", "DeleteMarkers"):
-            for entry in answer.get(kind, ()):
-                found.append(ObjectVersion(entry["Key"], entry["VersionId"]))
-        last = None
-        if answer.get("IsTruncated"):
-            last = ObjectVersion(answer["NextKeyMarker"], answer["NextVersionIdMarker"])
+        with self._reading_list(f"LIST versions of {prefix}"):
+            found: list[ObjectVersion] = []
+            for kind in ("Versions", "DeleteMarkers"):
+                for entry in answer.get(kind, ()):
+                    found.append(ObjectVersion(entry["Key"], entry["VersionId"]))
+            last = None
+            if answer["IsTruncated"]:
+                last = ObjectVersion(
+                    answer["NextKeyMarker"], answer["NextVersionIdMarker"]
+                )
         return VersionPage(found, last)
 
     def delete_versions(

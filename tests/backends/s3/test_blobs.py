@@ -588,6 +588,31 @@ def test_list_garbled_answer_is_repeated(script: Script, first: str) -> None:
     assert len(script.requests) == 2
 
 
+@pytest.mark.parametrize("first", ["", "<html>please log in</html>"])
+def test_erase_garbled_list_of_versions_is_repeated(script: Script, first: str) -> None:
+    """A page of a proxy, taken for an empty list, would leave old versions, and report success."""
+    version = "<Version><Key>store/a</Key><VersionId>v1</VersionId></Version>"
+    whole = (
+        f"<ListVersionsResult><IsTruncated>false</IsTruncated>{version}"
+        f"</ListVersionsResult>"
+    )
+    lists: list[str] = []
+
+    def answer(method: str, path: str) -> tuple[int, dict[str, str], bytes]:
+        if method == "DELETE":
+            return 204, {}, b""
+        if method == "POST":
+            return 200, {}, b"<DeleteResult/>"
+        lists.append(path)
+        return 200, {}, (first if len(lists) == 1 else whole).encode()
+
+    script.answer = answer
+    with closing(Handle(script.url)) as blobs:
+        assert blobs.erase("", ["a"]) == []
+    assert len(lists) == 2
+    assert "POST" in [method for method, _ in script.requests], "the version is deleted"
+
+
 def test_list_fault_raises_unavailable(open_blobs: Opener, proxy: FaultProxy) -> None:
     blobs = open_blobs("deadline=1s", port=proxy.port)
     proxy.set("rst")

@@ -178,7 +178,7 @@ class DirBlobs(Blobs):
         length: int,
         buffers: Iterable[memoryview],
     ) -> int:
-        """See ``Blobs.read``. The buffers bound what is read: ``length`` is that of all together. A
+        """See ``Blobs.read``. ``length`` is not used, because it is the length of all buffers. A
         file that a network file system has forgotten is opened again."""
         check_name(name)
         self._check_open()

@@ -315,7 +315,7 @@ class Allocator:
             self._record_segment(segment.segment, segment.pages)
         for hole in holes:
             self._put_hole(hole)
-        # ``free`` stays: pages without disk space are holes, and all others are those of packs
+        # no page becomes free: all that are not in holes are those of packs
         self.total += pages_of(segments) - pages_of(holes)
 
     def finish(self) -> None:
@@ -342,7 +342,8 @@ class Allocator:
         least_key = _SIZE.pack(pages, 0, 0)
         with self._rows.cursor(SIZES) as cursor:
             # the first entry of at least this size, otherwise the last entry
-            if not cursor.set_range(least_key) and not cursor.last():
+            is_found = cursor.set_range(least_key) or cursor.last()
+            if not is_found:
                 raise CorruptStoreError(
                     "there are fewer free extents than the totals say"
                 )
@@ -374,7 +375,7 @@ class Allocator:
         before = None
         after = None
         with self._rows.cursor(FREE) as cursor:
-            # moves to the first free extent behind; False: all are before
+            # to the first free extent after it; False: all are before it
             if cursor.set_range(extent.place):
                 after = _extent_at(cursor.item())
                 has_before = cursor.prev()

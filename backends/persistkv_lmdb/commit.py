@@ -70,7 +70,7 @@ from persistkv_lmdb.allocator import (
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import (
     encode_tail,
-    read_erasures,
+    read_last_erasure,
     read_ttl,
     tail_pages,
 )
@@ -171,7 +171,7 @@ class BatchCommit:
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that the present attempt has written durably, by namespace and pack
         id: the first ones of the reservation."""
-        self._erasures = 0
+        self._last_erasure = 0
         """Number of the last erasure (``recovery``) before the present attempt wrote its packs."""
 
     def write(self) -> CommitResult:
@@ -226,7 +226,7 @@ class BatchCommit:
         process, without the writer lock. The transaction of the batch then checks that the store
         still lacks them, and that the extents are still reserved.
 
-        Set ``_lacking``, ``_reserved``, ``_placed`` and ``_erasures``.
+        Set ``_lacking``, ``_reserved``, ``_placed`` and ``_last_erasure``.
         """
         self._placed.clear()
         environment = self._environment
@@ -235,7 +235,7 @@ class BatchCommit:
             state = read_state(rows, self._namespace)
             self._check_seen(rows, state.cursor)
             # the packs will name it, so that a rebuild knows which erasures precede them
-            self._erasures = read_erasures(rows)
+            self._last_erasure = read_last_erasure(rows)
             self._reserved = self._read_reserved(rows)
             self._lacking = self._find_lacking(rows)
             self._check_quotas(rows, bytes_by_tenant(self._lacking))
@@ -331,7 +331,7 @@ class BatchCommit:
         # the extents that this pack takes, which its trailer names: the size is known now
         pack_bytes = pack.table.payload_length + len(tail)
         own_extents, _rest = split(extents, pages_for(pack_bytes))
-        encode_tail(tail, encoded, own_extents, self._erasures)
+        encode_tail(tail, encoded, own_extents, self._last_erasure)
         yield tail
 
     def _commit_within_quotas(self) -> CommitResult:
@@ -428,13 +428,12 @@ class BatchCommit:
     def _deleted_names(self, commit: CatalogTransaction) -> set[bytes]:
         """Return the names of the packs that the batch deletes and does not add again, after
         ``commit`` has deleted them. A rebuild must not find these."""
-        names = _names_of(commit.evicted)
+        deleted = _names_of(commit.evicted)
         # packs with damaged tables are not in ``evicted``
-        names.update(self._namespace + pack_id for pack_id in self._packs_to_delete)
-        names.difference_update(
-            self._namespace + pack.pack_id for pack in self._lacking
-        )
-        return names
+        for pack_id in self._packs_to_delete:
+            deleted.add(self._namespace + pack_id)
+        added = {self._namespace + pack.pack_id for pack in self._lacking}
+        return deleted - added
 
     def _fit_quotas(self, commit: CatalogTransaction) -> None:
         """Evict packs of the tenants that the batch has enlarged, until none of them is above its

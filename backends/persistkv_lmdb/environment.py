@@ -63,10 +63,10 @@ from persistkv_lmdb.database import (
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
-    read_erasures,
     read_keyring,
+    read_last_erasure,
     read_refusals,
-    write_erasures,
+    write_last_erasure,
     write_refusal,
 )
 from persistkv_lmdb.opening import Guard
@@ -336,9 +336,10 @@ class Environment:
         return self._payloads
 
     def _fit_files(self, allocator: Allocator) -> None:
-        """Give the segment files the recorded lengths and holes: an aborted transaction may have
-        let them grow or have filled a hole, a process that was killed after its commit may not have
-        punched one, and a rebuild has punched none.
+        """Give the segment files the recorded lengths and holes.
+
+        An aborted transaction may have let files grow, or have filled a hole. A process that was
+        killed after its commit may not have punched a hole, and a rebuild has punched none.
         """
         segments = allocator.segments()
         disk_bytes = self.files.fit(segments)
@@ -376,11 +377,11 @@ class Environment:
         """
         # with inline payloads, there is no rebuild
         if names and not self.database.shares.inline:
-            number = read_erasures(transaction) + 1
+            number = read_last_erasure(transaction) + 1
             # The file first: if the transaction fails, the record covers packs that are still held,
             # so a rebuild may lose them, but never finds deleted ones.
             self.recovery.erase(names, number)
-            write_erasures(transaction, number)
+            write_last_erasure(transaction, number)
 
     def commit_nothing(self) -> int:
         """Commit a transaction without changes: then the next one can reuse the pages that the one

@@ -81,7 +81,7 @@ SPACE_ROW = b"space"
 _REFUSAL_BYTES = 8
 WRITER = struct.Struct(">I")
 """Number of a writer, that is, of a process that reserves extents (``Guard.claim``)."""
-# of a trailer: segment, first page and pages of the last extent, number of extents, erasures
+# of a trailer: segment, first page and pages of the last extent, number of extents, last erasure
 _FIELDS = struct.Struct("<IIIIQ")
 # of a trailer: checksum, ``_PACK_TRAILER_MAGIC``
 _END = struct.Struct("<Q8s")
@@ -222,12 +222,12 @@ def write_keyring(rows: TableRows, keyring_id: str) -> None:
         rows.put(META, _KEYRING_ROW, keyring_id.encode())
 
 
-def read_erasures(rows: TableRows) -> int:
+def read_last_erasure(rows: TableRows) -> int:
     """Return the number of the last erasure (see ``recovery``); 0 if there is none."""
     return int(_read_number(rows, _ERASURES_ROW, _BYTES))
 
 
-def write_erasures(rows: TableRows, number: int) -> None:
+def write_last_erasure(rows: TableRows, number: int) -> None:
     rows.put(META, _ERASURES_ROW, _BYTES.pack(number))
 
 
@@ -252,11 +252,10 @@ def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
 
 
 def read_refusals(rows: TableRows, tenant: str | None = None) -> dict[bytes, int]:
-    """Return the refusals of a tenant's content, which ``write_refusal`` has recorded: the numbers
-    of the writers that forget the tenant, by the key of the row in ``META``. Those of dead
-    processes are included.
+    """Return the refusals of a tenant's content (``write_refusal``), also those of dead processes.
 
     :param tenant: None: of all tenants.
+    :returns: key of the row in ``META`` → number of the writer that forgets the tenant.
     """
     prefix = _REFUSED
     if tenant is not None:
@@ -272,9 +271,9 @@ class Trailer(NamedTuple):
 
     extent: Extent
     """The last extent of the pack."""
-    extents: int
+    num_extents: int
     """Number of the pack's extents."""
-    erasures: int
+    last_erasure: int
     """Number of the last erasure when the pack was written; see ``recovery``."""
     tail_length: int
     """Bytes from the beginning of the pack's table to the end of the trailer."""
@@ -289,16 +288,16 @@ def encode_tail(
     tail: memoryview,
     encoded: bytes,
     extents: Sequence[Extent],
-    erasures: int,
+    last_erasure: int,
 ) -> None:
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
     :param encoded: the table, with the table's own trailer (length, checksum, magic number).
     :param extents: all extents of the pack.
-    :param erasures: as in ``Trailer``.
+    :param last_erasure: as in ``Trailer``.
     """
     last_extent = extents[-1]
-    fields = _FIELDS.pack(*last_extent, len(extents), erasures)
+    fields = _FIELDS.pack(*last_extent, len(extents), last_erasure)
     # the trailer's checksum covers the table's one, so it is valid for this table only
     table_trailer = encoded[-TABLE_TRAILER_BYTES:]
     checksum = _trailer_checksum(table_trailer, fields)
@@ -324,7 +323,8 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     """
     # the page ends with the table's own trailer, then the fields, checksum and magic number
     trailer_start = len(page) - _PACK_TRAILER_BYTES
-    table_trailer = page[trailer_start - TABLE_TRAILER_BYTES : trailer_start]
+    table_trailer_start = trailer_start - TABLE_TRAILER_BYTES
+    table_trailer = page[table_trailer_start:trailer_start]
     trailer = bytes(page[trailer_start:])
     fields = trailer[: _FIELDS.size]
     checksum, magic = _END.unpack(trailer[_FIELDS.size :])
@@ -332,7 +332,9 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
         return None
     if checksum != _trailer_checksum(table_trailer, fields):
         return None
-    own_segment, first_page, num_pages, num_extents, erasures = _FIELDS.unpack(fields)
+    own_segment, first_page, num_pages, num_extents, last_erasure = _FIELDS.unpack(
+        fields
+    )
     extent = Extent(own_segment, first_page, num_pages)
     # a copy of a trailer, at another place, is not valid
     is_here = extent.segment == segment and extent.end == number + 1
@@ -343,7 +345,7 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     # the table's own trailer begins with the length of the table
     table_length = int.from_bytes(table_trailer[:8], "little")
     tail_length = table_length + TABLE_TRAILER_BYTES + _PACK_TRAILER_BYTES
-    return Trailer(extent, num_extents, erasures, tail_length)
+    return Trailer(extent, num_extents, last_erasure, tail_length)
 
 
 def decode_table(tail: memoryview, seal: Seal) -> PackTable:

@@ -55,8 +55,8 @@ from persistkv_lmdb.layout import (
     decode_table,
     decode_trailer,
     find_trailers,
-    write_erasures,
     write_keyring,
+    write_last_erasure,
     write_policy,
 )
 from persistkv_lmdb.opening import Guard, quarantine_directory
@@ -101,7 +101,7 @@ class ScannedPack(NamedTuple):
     extent: Extent
     name: bytes
     """Namespace and pack id."""
-    erasures: int
+    last_erasure: int
     """As in ``Trailer``."""
     tail_length: int
     """As in ``Trailer``."""
@@ -265,21 +265,23 @@ class _Rebuild:
             self._skipped[INVALID] += 1
             return None
         # the trailer names the last extent only
-        if trailer.extents > 1:
+        if trailer.num_extents > 1:
             self._skipped[SPLIT] += 1
             return None
         try:
             table = read_table(window.fd, trailer, self._seal)
             name = table.namespace + table.pack_id
             # before the payload, whose verification takes most of the time
-            if self._erasures.covers(name, trailer.erasures):
+            if self._erasures.covers(name, trailer.last_erasure):
                 self._skipped[DELETED] += 1
                 return None
             verify_payload(window.fd, trailer.extent, table, self._seal)
         except (CorruptPackError, OSError):  # the second one: a bad sector
             self._skipped[INVALID] += 1
             return None
-        return ScannedPack(trailer.extent, name, trailer.erasures, trailer.tail_length)
+        return ScannedPack(
+            trailer.extent, name, trailer.last_erasure, trailer.tail_length
+        )
 
     def _chosen(self, packs: Iterable[ScannedPack]) -> list[ScannedPack]:
         """Return the packs to list, ordered by name; count the others. A pack is listed if
@@ -316,9 +318,9 @@ class _Rebuild:
 
     def _last_copies(self, packs: list[ScannedPack]) -> list[ScannedPack]:
         """Return the copy of each pack that was written last, ordered by name."""
-        # The copy that names the last erasure was written last. Copies that name the same one were
-        # evicted and stored again: any of them will do, and the order by extent chooses one.
-        packs.sort(key=lambda pack: (pack.erasures, pack.extent))
+        # The copy that names the latest erasure was written last. Copies that name the same one
+        # were evicted and stored again: any of them will do, and the order by extent chooses one.
+        packs.sort(key=lambda pack: (pack.last_erasure, pack.extent))
         last: dict[bytes, ScannedPack] = {}
         for pack in packs:
             if pack.name in last:
@@ -372,8 +374,8 @@ class _Rebuild:
         # name, or they would not cover these.
         last_erasure = self._erasures.last
         for pack in packs:
-            last_erasure = max(last_erasure, pack.erasures)
-        write_erasures(rows, last_erasure)
+            last_erasure = max(last_erasure, pack.last_erasure)
+        write_last_erasure(rows, last_erasure)
         return self._record_space(rows, packs)
 
     def _write_last_rows(self, rows: TableRows, capacity: int) -> None:
@@ -415,28 +417,31 @@ class _Rebuild:
     ) -> None:
         """Add packs of one namespace to the catalogue, in the caller's transaction."""
         allocator = Allocator(rows)
-        copies = []
+        placed: list[PlacedPack] = []
         for pack in packs:
             segment = self._segments[pack.extent.segment]
             table = read_table(segment.fd, pack, self._seal)
             self._totals.count(table, 1)
             # adds the rows only: the payload is in its place
-            copies.append(PlacedPack(table))
+            placed.append(PlacedPack(table))
             allocator.publish(pack.name, [pack.extent])
         # the first packs of a namespace add its own rows, too
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, None, namespace.id, opened=opened)
-        commit.add(CommitBatch(copies))
+        commit.add(CommitBatch(placed))
         commit.finish()
 
     def _capacity(self, catalogue_bytes: int, used_bytes: int) -> int:
         """Return the given capacity; without one, the default, or as much as the found content
         needs."""
+        if self._policy.capacity is not None:
+            return self._policy.capacity
         # the catalogue may grow to twice its size, and may take a quarter of the capacity at most
-        grown_bytes = 2 * catalogue_bytes
-        for_content = grown_bytes + used_bytes + _GROWTH_BYTES
-        needed = max(4 * grown_bytes, for_content)
-        return self._policy.capacity or max(DEFAULT_CAPACITY, align(needed))
+        grown_catalogue = 2 * catalogue_bytes
+        for_catalogue = 4 * grown_catalogue
+        for_content = grown_catalogue + used_bytes + _GROWTH_BYTES
+        needed = max(for_catalogue, for_content)
+        return max(DEFAULT_CAPACITY, align(needed))
 
     def _replace_catalogue(self, part: Path) -> Path | None:
         """Rename the damaged catalogue into a new directory, if there is one, then the new one to

@@ -60,16 +60,16 @@ class Erasures(NamedTuple):
     """Checksum of a pack's name → number of the name's last erasure. The key ``_ALL`` is that
     of the erasures that cover all packs."""
 
-    def covers(self, name: bytes, erasures: int) -> bool:
+    def covers(self, name: bytes, last_erasure: int) -> bool:
         """Return whether a pack was deleted after it had been written, so that a rebuild must not
         list it. Names with one checksum count as one name.
 
         :param name: namespace and pack id.
-        :param erasures: number of the last erasure when it was written.
+        :param last_erasure: number of the last erasure when the pack was written.
         """
         of_name = self.by_name.get(_checksum(name), 0)
-        last = max(self.of_all, of_name)
-        return erasures < last
+        covering = max(self.of_all, of_name)
+        return last_erasure < covering
 
 
 class RecoveryFiles:
@@ -129,14 +129,14 @@ class RecoveryFiles:
         return found
 
     def erase(self, names: Collection[bytes], number: int) -> None:
-        """Record the erasure ``number`` of packs durably. If the list or the disk is full, it
-        covers all packs instead. A store that never had segments has nothing to erase.
+        """Record an erasure of packs durably. If the list or the disk is full, record that it
+        covers all packs. A store that never had segments has nothing to erase.
 
         :param names: namespace and pack id of each.
+        :param number: of the erasure.
         :raises StoreError: it cannot be written.
         """
-        own = [_RECORD.pack(number, _checksum(name)) for name in names]
-        records = b"".join(own)
+        records = b"".join([_RECORD.pack(number, _checksum(name)) for name in names])
         # without a directory of segments, there is nothing to erase
         with translated_io(self._store), suppress(FileNotFoundError):
             try:
@@ -163,20 +163,22 @@ class RecoveryFiles:
 
         :raises OSError: it cannot be read, or is no regular file.
         """
-        held = _content(self._erased, _MOST_ERASED_BYTES)
+        content = _content(self._erased, _MOST_ERASED_BYTES)
         # a killed process may have left a part of a record
-        num_records = len(held) // _RECORD.size
-        whole = held[: num_records * _RECORD.size]
+        num_records = len(content) // _RECORD.size
+        records = content[: num_records * _RECORD.size]
         last_of: dict[int, int] = {}
         # ``name`` is a checksum or ``_ALL``
-        for number, name in _RECORD.iter_unpack(whole):
+        for number, name in _RECORD.iter_unpack(records):
             # a larger number is damage: it would cover all packs of the name that are ever written
             if number < _END_OF_NUMBERS:
                 before = last_of.get(name, 0)
                 last_of[name] = max(before, number)
-        last = max(last_of.values(), default=0)
-        of_all = last_of.get(_ALL, 0)
-        return Erasures(last, of_all, by_name=last_of)
+        return Erasures(
+            last=max(last_of.values(), default=0),
+            of_all=last_of.get(_ALL, 0),
+            by_name=last_of,
+        )
 
     def _identity_path(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"

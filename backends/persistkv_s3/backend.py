@@ -31,4 +31,6 @@ class S3Backend(SharedBackend):
 
     @classmethod
     def plain_medium(cls, url: StoreUrl) -> PlainBucket:
-        return PlainBucket(*parse_url(url, cls.split_options(url)[1]))
+        _, own_options = cls.split_options(url)
+        place, options = parse_url(url, own_options)
+        return PlainBucket(place, options)

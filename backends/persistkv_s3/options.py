@@ -59,11 +59,11 @@ class S3Options(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             _check_endpoint(self.endpoint_url)
-        of_kms = {
+        kms_options = {
             "sse_kms_key_id": self.sse_kms_key_id,
             "sse_bucket_key": self.sse_bucket_key,
         }
-        for name, value in of_kms.items():
+        for name, value in kms_options.items():
             if value is not None and self.sse != "aws:kms":
                 raise MissingOptionError(f"s3 option {name}", "sse=aws:kms")
         owner = self.expected_bucket_owner

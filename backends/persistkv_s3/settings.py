@@ -114,7 +114,7 @@ class _Setting:
         self,
         evaluate: Callable[[Mapping[str, Any]], Iterable[_Effect]],
     ) -> Iterator[Check]:
-        """Yield an outcome for each effect that the setting has, or one that it was not read.
+        """Yield an outcome for each effect of the setting, or one that says why it was not read.
 
         :param evaluate: returns the effects of ``content``.
         """

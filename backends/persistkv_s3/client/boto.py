@@ -322,8 +322,9 @@ class BotoClient(Transport):
         """See ``Transport.setting``."""
         try:
             # boto3 has a method for each operation
+            operation = getattr(self._client, name)
             with self._request("GET", name, deadline):
-                return dict(getattr(self._client, name)(**self._target))
+                return dict(operation(**self._target))
         except S3Error as error:
             # some settings that were never set are errors of S3
             if error.code in _NOT_SET:

@@ -324,15 +324,15 @@ class Bucket:
             any. The rest is not tried.
         """
         refusal: RequestRefusedError | None = None
-        in_a_row = 0
+        refused_in_a_row = 0
         for key in keys:
             try:
                 self._run(partial(self._transport.delete, [key]))
-                in_a_row = 0
+                refused_in_a_row = 0
             except RequestRefusedError as error:
                 refusal = error
-                in_a_row += 1
-                if in_a_row == _REFUSALS:
+                refused_in_a_row += 1
+                if refused_in_a_row == _REFUSALS:
                     raise
         return refusal
 

@@ -175,7 +175,8 @@ class Body:
         return self.tell()
 
     def tell(self) -> int:
-        return sum(map(len, self._pieces[: self._next])) + self._start
+        pieces_read = self._pieces[: self._next]
+        return sum(map(len, pieces_read)) + self._start
 
 
 class Sink:

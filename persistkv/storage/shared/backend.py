@@ -181,7 +181,8 @@ class SharedBackend(Backend):
     @classmethod
     def open(cls, url: StoreUrl, *, read_only: bool = False) -> Self:
         options, rest = cls.split_options(url)
-        blobs = cls.open_blobs(url, rest, read_only=read_only or options.read_only)
+        only_reads = read_only or options.read_only
+        blobs = cls.open_blobs(url, rest, read_only=only_reads)
         place = f"{url.scheme}://{url.location}"
         return cls(blobs, options, place, read_only=read_only)
 
@@ -192,9 +193,9 @@ class SharedBackend(Backend):
         :raises ConfigurationError: an option of the URL is invalid.
         """
         options, rest = cls.split_options(url)
-        writes = not options.read_only
-        with closing(cls.open_blobs(url, rest, read_only=options.read_only)) as blobs:
-            yield from blobs.check(writes=writes)
+        read_only = options.read_only
+        with closing(cls.open_blobs(url, rest, read_only=read_only)) as blobs:
+            yield from blobs.check(writes=not read_only)
 
     @classmethod
     def split_options(cls, url: StoreUrl) -> tuple[SharedOptions, dict[str, str]]:
@@ -214,7 +215,8 @@ class SharedBackend(Backend):
     def erase(cls, url: StoreUrl) -> None:
         _, rest = cls.split_options(url)
         with closing(cls.open_blobs(url, rest, read_only=False)) as blobs:
-            blobs.delete([info.name for info in blobs.list("")])
+            all_names = [info.name for info in blobs.list("")]
+            blobs.delete(all_names)
 
     @classmethod
     def rebuild(
@@ -488,11 +490,12 @@ class SharedBackend(Backend):
     def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
         """Write a note about a namespace; None: delete it."""
         self._check_open(writes=True)
-        blob = self._medium.names.note(namespace, name)
+        medium = self._medium
+        blob = medium.names.note(namespace, name)
         if content is None:
-            self._medium.blobs.delete([blob])
+            medium.blobs.delete([blob])
         else:
-            self._medium.put_sealed(blob, content, namespace, MAX_SMALL_BYTES)
+            medium.put_sealed(blob, content, namespace, MAX_SMALL_BYTES)
 
     def publish_status(self, engine: str, row: bytes | None) -> None:
         self._check_open(writes=True)
@@ -612,7 +615,8 @@ class SharedBackend(Backend):
         self._check_open(writes=True)
         self._refresh_policy()
         namespaces = [self._open(namespace.id) for namespace in self.namespaces()]
-        return Forgetting(self._medium, self._policy, namespaces, tenant).run()
+        forgetting = Forgetting(self._medium, self._policy, namespaces, tenant)
+        return forgetting.run()
 
     def merge_state(self, namespace: bytes) -> MergeState:
         return self._open(namespace).merge_state()

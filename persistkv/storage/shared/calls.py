@@ -150,9 +150,12 @@ class Medium:
         """
         buffer = bytearray(length)
         view = memoryview(buffer)
-        done = self.blobs.read(name, start, length, iter([view]))
-        # else a copy: the length is often a limit, and much larger than the blob
-        return buffer if done == length else buffer[:done]
+        buffers = iter([view])
+        done = self.blobs.read(name, start, length, buffers)
+        if done == length:
+            return buffer
+        # a copy: the length is often a limit, and much larger than the blob
+        return buffer[:done]
 
     def whole(self, name: str, limit: int) -> bytearray:
         """Return the content of a blob of at most ``limit`` bytes.
@@ -205,9 +208,12 @@ class Medium:
 
     def _list(self, prefix: str) -> dict[str, BlobInfo]:
         """Return the blobs of one list by name, and learn the medium's time from the newest one."""
-        found = {info.name: info for info in self.blobs.list(prefix)}
-        times = [info.time for info in found.values()]
-        self.time.learn_least(max(times, default=0.0))
+        found: dict[str, BlobInfo] = {}
+        newest = 0.0
+        for info in self.blobs.list(prefix):
+            found[info.name] = info
+            newest = max(newest, info.time)
+        self.time.learn_least(newest)
         return found
 
     def exists(self, name: str) -> bool:

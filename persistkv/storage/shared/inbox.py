@@ -127,9 +127,12 @@ class Inbox:
 
     def _start(self) -> _Start:
         """Return the present time on each clock."""
-        medium = self._medium.time.now() or LATEST_TIME
         clock = self._clock
-        return _Start(medium, clock.monotonic(), clock.wall())
+        return _Start(
+            medium=self._medium.time.now() or LATEST_TIME,
+            monotonic=clock.monotonic(),
+            wall=clock.wall(),
+        )
 
     def _check_age(self, start: _Start, written: float) -> None:
         """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
@@ -205,9 +208,10 @@ class Inbox:
         time in milliseconds: engines that have not learned it may know versions of the request
         that this one cannot, and must not take the new one for an older version.
         """
-        if not self._medium.records.forgotten.tenants:
+        medium = self._medium
+        if not medium.records.forgotten.tenants:
             return 1
-        milliseconds = int(1000 * self._medium.time.now())
+        milliseconds = int(1000 * medium.time.now())
         return max(1, milliseconds)
 
     def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:

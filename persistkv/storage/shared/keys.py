@@ -237,8 +237,10 @@ class StoreKeys:
     def _add_listed(self) -> dict[bytes, BlobInfo]:
         """Add the data keys of all tenants in the store; return what ``_listed`` returns."""
         listed_blobs = self._listed()
-        unknown = listed_blobs.keys() - self._known().keys.keys()
-        self._add(self._names.tenant(key_id) for key_id in sorted(unknown))
+        known_keys = self._known().keys
+        unknown = listed_blobs.keys() - known_keys.keys()
+        names = self._names
+        self._add(names.tenant(key_id) for key_id in sorted(unknown))
         return listed_blobs
 
     def are_complete(self) -> bool:
@@ -318,9 +320,13 @@ class StoreKeys:
     def _mark_replaced(self, old: StoreKey, new: StoreKey) -> None:
         """Record that one store key has replaced another. Both have all data keys, so that one of
         them opens the store at any time."""
+        medium = self._medium
         # in a rotation back, the new key was replaced itself: now it opens the store again
-        self._medium.blobs.delete([_blob(new.id, REPLACED)])
-        self._medium.put(_blob(old.id, REPLACED), [new.id.encode()])
+        marker_of_new = _blob(new.id, REPLACED)
+        medium.blobs.delete([marker_of_new])
+        marker_of_old = _blob(old.id, REPLACED)
+        successor = new.id.encode()
+        medium.put(marker_of_old, [successor])
 
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
         """Raise a ConfigurationError if a new key has a store of its own on this medium: it wraps
@@ -460,11 +466,12 @@ class StoreKeys:
 
     def _successor(self, key_id: str) -> str:
         """Return the id of the key that has replaced this one; empty: none has."""
+        marker = _blob(key_id, REPLACED)
         try:
-            marker = self._medium.whole(_blob(key_id, REPLACED), MAX_SMALL_BYTES)
+            content = self._medium.whole(marker, MAX_SMALL_BYTES)
         except BlobMissingError:
             return ""
-        return bytes(marker).decode("ascii", "replace")
+        return bytes(content).decode("ascii", "replace")
 
     def _blobs(self, key_id: str) -> dict[str, list[WrappedKey]]:
         """Return the data keys in each blob of a store key, by the name of the blob.
@@ -483,7 +490,8 @@ class StoreKeys:
         list."""
         marker = _blob(key_id, REPLACED)
         found: dict[str, list[WrappedKey]] = {}
-        for info in self._medium.listed(_blob(key_id, "")):
+        prefix = _blob(key_id, "")
+        for info in self._medium.listed(prefix):
             # the marker has no keys: it names the store key that has replaced this one
             if info.name != marker:
                 found[info.name] = self._wrapped(info.name)

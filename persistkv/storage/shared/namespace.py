@@ -167,7 +167,8 @@ class SharedNamespace:
             if self._medium.seal.encrypts:
                 return erased
             left_of_index = self.merger.write_again(self._limits.current)
-            return erased._replace(left=[*erased.left, *left_of_index])
+            all_left = [*erased.left, *left_of_index]
+            return erased._replace(left=all_left)
 
     def commit(self, batch: CommitBatch) -> CommitResult:
         """Make a batch durable, after making room for it; see ``Inbox.commit``.

@@ -101,13 +101,14 @@ class OpenedNamespaces:
         """Open a namespace that no engine uses, if it has content to evict, and close those whose
         three hours are over (``_CARE_S``). ``step`` of an open one evicts, deletes and sweeps.
         """
-        now = self._medium.clock.monotonic()
+        clock = self._medium.clock
+        now = clock.monotonic()
         self._release_abandoned(now)
         found = self._board.abandoned(self._policy.current())
         if found is None or found in self._opened or found in self._abandoned:
             return
         # a thousand engines may find it at once: few of them take it
-        takes_it = self._medium.clock.random.random() < _CARE_CHANCE
+        takes_it = clock.random.random() < _CARE_CHANCE
         if takes_it and len(self._abandoned) < _MOST_ABANDONED:
             namespace = self._make(found)
             self._abandoned[found] = _Abandoned(namespace, now + _CARE_S)

@@ -409,7 +409,8 @@ def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
     """Return the indexes of spans, so that neighbours in a pack follow each other."""
 
     def place(index: int) -> tuple[bytes, int]:
-        return spans[index].pack_id, spans[index].offset
+        span = spans[index]
+        return span.pack_id, span.offset
 
     indexes = range(len(spans))
     return sorted(indexes, key=place)

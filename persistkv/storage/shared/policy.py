@@ -139,7 +139,8 @@ class RecordedPolicy:
         now = self._clock.monotonic()
         if now < self.due_at:
             return False
-        self.due_at = now + (_RETRY_S if self._stored is None else _POLICY_S)
+        pause_s = _POLICY_S if self.is_known else _RETRY_S
+        self.due_at = now + pause_s
         return True
 
     def refresh(self) -> bool:

@@ -82,11 +82,12 @@ class Identities:
 
         :raises StoreError: the medium failed; the rest is written later.
         """
+        medium = self._medium
         unwritten = list(self._unwritten.items())
         for namespace_id, namespace in unwritten:
             body = encode_namespace(namespace)
-            blob = self._medium.names.identity(namespace_id)
-            self._medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
+            blob = medium.names.identity(namespace_id)
+            medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
             # another thread may have written it, too
             self._unwritten.pop(namespace_id, None)
 
@@ -104,15 +105,16 @@ class Statuses:
 
         :raises StoreError: it is larger than readers accept, or the medium failed.
         """
+        medium = self._medium
         # names of blobs have no capital letters
-        name = self._medium.names.statuses + engine.lower()
+        name = medium.names.statuses + engine.lower()
         if row is None:
-            self._medium.blobs.delete([name])
+            medium.blobs.delete([name])
             return
         if len(row) > MAX_SMALL_BYTES:
             text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
             raise StoreError(text)
-        self._medium.put(name, [row])
+        medium.put(name, [row])
         # after the first write: its reply contains the medium's time
         if not self._has_deleted_old:
             self._delete_old()
@@ -120,19 +122,20 @@ class Statuses:
 
     def _delete_old(self) -> None:
         """Delete statuses that were not written for a day: killed engines have left them."""
-        oldest = self._medium.time.now() - _STATUS_KEPT_S
-        infos = self._medium.listed(self._medium.names.statuses)
-        old = [info.name for info in infos if info.time < oldest]
-        self._medium.blobs.delete(old)
+        medium = self._medium
+        oldest_kept = medium.time.now() - _STATUS_KEPT_S
+        infos = medium.listed(medium.names.statuses)
+        old = [info.name for info in infos if info.time < oldest_kept]
+        medium.blobs.delete(old)
 
     def all(self) -> dict[str, bytes]:
         """Return the statuses by the names of the engines, in small letters."""
+        medium = self._medium
         found: dict[str, bytes] = {}
-        prefix = self._medium.names.statuses
-        infos = self._medium.listed(prefix)
-        for info in infos:
+        prefix = medium.names.statuses
+        for info in medium.listed(prefix):
             engine = info.name.removeprefix(prefix)
             with suppress(BlobMissingError, CorruptPackError):
-                row = self._medium.whole(info.name, MAX_SMALL_BYTES)
+                row = medium.whole(info.name, MAX_SMALL_BYTES)
                 found[engine] = bytes(row)
         return found

@@ -52,11 +52,12 @@ class Eraser:
         :param removals: what the replica holds.
         :raises StoreError: the medium failed; some may be deleted.
         """
-        packs = [self._names.pack(name) for name in removals.packs]
-        keys = [self._names.keys_blob(nonce) for nonce in removals.key_blobs]
+        names = self._names
+        packs = [names.pack(name) for name in removals.packs]
+        keys = [names.keys_blob(nonce) for nonce in removals.key_blobs]
         left: list[str] = []
-        left += self._erase(self._names.packs, packs)
-        left += self._erase(self._names.keys, keys)
+        left += self._erase(names.packs, packs)
+        left += self._erase(names.keys, keys)
         return left
 
     def erase_unnamed(self) -> Erased:
@@ -80,7 +81,9 @@ class Eraser:
 
     def _erase(self, prefix: str, names: Sequence[str]) -> Sequence[str]:
         """Delete blobs below a prefix; return what the medium keeps of them."""
-        return self._medium.blobs.erase(prefix, names) if names else []
+        if not names:
+            return []
+        return self._medium.blobs.erase(prefix, names)
 
     def _forgotten_bytes(self, info: BlobInfo) -> int | None:
         """Return the bytes of the payload in a blob; None: it is no forgotten pack of the tenant,
@@ -101,13 +104,15 @@ class Eraser:
         :param written: time of its blob.
         :raises CorruptPackError: it is no table.
         """
-        if self._medium.seal.encrypts:
+        medium = self._medium
+        if medium.seal.encrypts:
             # The data key decides: packs from after the forgetting have another one. Its id is in
             # the clear, while the table does not open without the destroyed key.
             sealed_table = without_trailer(tail, SEALED_TABLE)
             return record_key(sealed_table) in self._destroyed_keys
-        table = self._medium.seal.decode_table(tail)
-        forgotten = self._medium.records.forgotten
+        table = medium.seal.decode_table(tail)
         # other tenants may be forgotten, too
-        is_covered = forgotten.covers(table.tenant, table.data_key, written)
-        return is_covered and table.tenant == self._tenant
+        if table.tenant != self._tenant:
+            return False
+        forgotten = medium.records.forgotten
+        return forgotten.covers(table.tenant, table.data_key, written)

@@ -108,12 +108,13 @@ class Forgetting:
     def _record_time(self) -> None:
         """In a store without a key, write a record of the present time: content up to it is
         forgotten."""
-        record = self._medium.records.new(self._tenant, [])
+        records = self._medium.records
+        record = records.new(self._tenant, [])
         self._note_content(record)
         # Before the record, after which the index does not name the blobs. A store with a key first
         # writes records: they name the data keys.
         self._erase()
-        self._medium.records.write(record)
+        records.write(record)
 
     def _record_keys(self) -> None:
         """Record the data keys of the tenant. Repeat that while other engines have made keys up to
@@ -121,14 +122,16 @@ class Forgetting:
 
         :raises StoreError: they make keys all the time.
         """
+        records = self._medium.records
+        # time of the first record; None: none is written yet
         first: float | None = None
         for _ in range(_ROUNDS):
             keys = self._keys_until(first)
             if not keys:
                 return
-            record = self._medium.records.new(self._tenant, keys)
+            record = records.new(self._tenant, keys)
             self._note_content(record)
-            written = self._medium.records.write(record)
+            written = records.write(record)
             first = written if first is None else min(first, written)
         raise StoreError(
             "engines make data keys of the tenant all the time: end its requests, and repeat the "

@@ -202,8 +202,9 @@ class ForgetRecords:
 
         :param keys: ids of the data keys to destroy.
         """
+        medium = self._medium
         # the machine's time, if the medium has never told its own
-        time = self._medium.time.time_of_use() or self._medium.clock.wall()
+        time = medium.time.time_of_use() or medium.clock.wall()
         digest = tenant_digest(tenant)
         return ForgetRecord(digest, time, tuple(sorted(keys)))
 
@@ -213,28 +214,29 @@ class ForgetRecords:
         :returns: the time of its blob on the medium's clock, perhaps rounded down to a second.
         :raises StoreError: the medium failed; the record may be durable.
         """
+        medium = self._medium
         with self._lock:
-            names = self._medium.names
-            present = self._medium.listed(names.forgotten)
+            names = medium.names
+            present = medium.listed(names.forgotten)
             # not those that were not read: the new blob does not include them
             replaced = [info.name for info in present if info.name in self._read]
             # one blob for all, so that a new handle reads one
             body = encode([*self.forgotten.records, record])
-            name = names.new_record(self._medium.clock.random)
-            written = self._medium.put_sealed(name, body, NO_NAMESPACE)
+            name = names.new_record(medium.clock.random)
+            written = medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
             self._apply([record])
             # Only now: the blob that includes them is durable. Undeleted ones do no harm.
             with suppress(StoreError):
-                self._medium.blobs.delete(replaced)
+                medium.blobs.delete(replaced)
             return self._listed_time(written)
 
     def _listed_time(self, written: BlobInfo) -> float:
         """Return the time that a list shows for a blob of records; that of the reply to its write
         if no list shows it. The date of a reply may be wrong, and the caller compares this time
         with those of the blobs of data keys: lists show both by the same clock."""
-        listed = self._medium.listed(self._medium.names.forgotten)
-        for info in listed:
+        medium = self._medium
+        for info in medium.listed(medium.names.forgotten):
             if info.name == written.name:
                 return info.time
         return written.time
@@ -247,9 +249,10 @@ class ForgetRecords:
         """
         if not self.forgotten.records:
             return
-        name = self._medium.names.new_record(self._medium.clock.random)
+        medium = self._medium
+        name = medium.names.new_record(medium.clock.random)
         body = encode(list(self.forgotten.records))
-        self._medium.put_sealed(name, body, NO_NAMESPACE)
+        medium.put_sealed(name, body, NO_NAMESPACE)
 
     def refuse_forgotten(self, batch: CommitBatch) -> None:
         """Refuse, once for each forgotten tenant, a batch that may have content which was accepted

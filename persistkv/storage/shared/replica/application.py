@@ -447,17 +447,18 @@ class Application:
 
     def _forget_bytes(self, name: bytes) -> None:
         """Subtract the bytes of a request from the total, if it is held."""
-        row = KeysRow.decode(self._rows.get(MANIFEST_KEYS, name))
-        if row is not None:
-            self._growth_bytes -= row.counted
+        row = self._rows.get(MANIFEST_KEYS, name)
+        keys = KeysRow.decode(row)
+        if keys is not None:
+            self._growth_bytes -= keys.counted
 
 
 def _content_digest(entry: ManifestEntry) -> bytes:
     """Return a digest of the content of a version of a request. Two engines may write equal
     versions at the same time: then the one with the greater digest counts, in all replicas."""
     place = _PLACE.pack(entry.keys, entry.offset, entry.length, 0)
-    parts = [entry.head, entry.packs, entry.keys, place]
-    return blake2b(b"".join(parts), digest_size=16).digest()
+    content = b"".join([entry.head, entry.packs, entry.keys, place])
+    return blake2b(content, digest_size=16).digest()
 
 
 class _Additions:
@@ -498,19 +499,22 @@ class _Additions:
         self.counted += counted
         self._count(head)
 
+        new = self._new
         name = namespace + entry.pack_id
         # the number of this change, as counted just now
         sequence = SEQUENCE.pack(self._state.sequence)
-        self._new[PACKS].append((name, sequence + entry.body))
+        pack_row = sequence + entry.body
+        new[PACKS].append((name, pack_row))
         # without the table, which the catalogue has
         blob = BlobRow(counted, b"")
-        self._new[BLOBS].append((entry.name, blob.encode()))
+        new[BLOBS].append((entry.name, blob.encode()))
         use = self._use_of(head, entry.time)
-        self._new[USES].append((name, use.encode()))
+        new[USES].append((name, use.encode()))
         order_key = use.order_key(name)
-        self._new[ORDER].append((order_key, b""))
+        new[ORDER].append((order_key, b""))
         if use.tenant:
-            self._new[TENANT_ORDER].append((use.tenant + order_key, b""))
+            tenant_key = use.tenant + order_key
+            new[TENANT_ORDER].append((tenant_key, b""))
         return True
 
     def _count(self, head: TableHead) -> None:

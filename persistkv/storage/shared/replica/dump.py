@@ -99,7 +99,7 @@ def _request_entries(
     """Iterate over what describes a request: its deletion, pin and newest version."""
     if version.dropped:
         yield Dropped(digest, version.dropped, version.time)
-    # else the deletion covers the pin
+    # otherwise, the deletion covers the pin
     if version.pin_version > version.dropped:
         yield Pin(digest, version.pin_version, version.was_pin)
     if version.is_alive:
@@ -117,8 +117,10 @@ def _manifest_entry(
     """Return the content of a request; None: it is not held."""
     name = namespace + digest
     head = rows.get(MANIFESTS, name)
-    keys = KeysRow.decode(rows.get(MANIFEST_KEYS, name))
-    chain = Chain.decode(rows.get(CHAINS, name))
+    keys_row = rows.get(MANIFEST_KEYS, name)
+    keys = KeysRow.decode(keys_row)
+    chain_row = rows.get(CHAINS, name)
+    chain = Chain.decode(chain_row)
     if head is None or keys is None or chain is None:
         return None
     return ManifestEntry(
@@ -141,8 +143,10 @@ def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
         pack_id = bytes(blob_name[:ID_BYTES])
         nonce = bytes(blob_name[ID_BYTES:])
         name = namespace + pack_id
-        hidden_table = decode_blob_row(bytes(row)).table
-        table = hidden_table or shown_table(rows, name)
-        use = Use.decode(rows.get(USES, name))
+        blob = decode_blob_row(bytes(row))
+        # empty in the row of the blob that the catalogue shows, and whose table it has
+        table = blob.table or shown_table(rows, name)
+        use_row = rows.get(USES, name)
+        use = Use.decode(use_row)
         time = 0.0 if use is None else use.time
         yield PackEntry(pack_id, nonce, table, time)

@@ -310,10 +310,11 @@ class Replica:
         """Return where the keys of a request are; None if it is not held."""
         key = manifest_row(self.namespace, manifest_id)
         with self.rows() as rows:
-            row = KeysRow.decode(rows.get(MANIFEST_KEYS, key))
-        if row is None:
+            row = rows.get(MANIFEST_KEYS, key)
+            keys = KeysRow.decode(row)
+        if keys is None:
             return None
-        return KeysPlace(row.nonce, row.offset, row.length, row.data_key)
+        return KeysPlace(keys.nonce, keys.offset, keys.length, keys.data_key)
 
     def keys_nonces(self) -> set[bytes]:
         """Return the nonces of the blobs with the keys of held requests."""
@@ -340,7 +341,8 @@ class Replica:
             # all packs and bytes, pinned ones included, for the average size
             packs = read_state(rows, self.namespace).packs
             total = read_bytes(rows)
-            moments = _moments(key for key, _ in rows.range(ORDER, b""))
+            order = rows.range(ORDER, b"")
+            moments = _moments(key for key, _ in order)
         return _steps(moments, points, total, packs)
 
     def tenant_ages(self, tenant: bytes, points: int) -> list[tuple[float, int]]:
@@ -454,7 +456,8 @@ class Replica:
         version that is known here."""
         removed = [Tombstone(name, time) for name in removals.packs]
         dropped: list[Dropped] = []
-        for digest, version in self.versions(removals.manifests).items():
+        versions = self.versions(removals.manifests)
+        for digest, version in versions.items():
             # 0: unknown here, so there is nothing to delete
             if version:
                 dropped.append(Dropped(digest, version, time))

@@ -371,23 +371,17 @@ class DirBlobs(Blobs):
     ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the failures."""
         failures: list[StoreError] = []
-        # the outer ``try`` is for the directory, the inner one for each blob
-        try:
-            with (
-                self._translated("/".join(directories)),
-                _if_exists(self._directory(directories, _REVALIDATE)) as directory,
-            ):
-                # without the directory, all of its blobs are deleted already
-                if directory is None:
-                    return failures
-                for place in places:
-                    try:
-                        with self._translated(str(place)):
-                            _unlink_file(directory, place.file)
-                    except StoreError as error:
-                        failures.append(error)
-        except StoreError as error:
-            failures.append(error)
+        with (
+            _collected(failures),
+            self._translated("/".join(directories)),
+            _if_exists(self._directory(directories, _REVALIDATE)) as directory,
+        ):
+            # without the directory, all of its blobs are deleted already
+            if directory is None:
+                return failures
+            for place in places:
+                with _collected(failures), self._translated(str(place)):
+                    _unlink_file(directory, place.file)
         return failures
 
     # Reading
@@ -487,9 +481,9 @@ class DirBlobs(Blobs):
         for entry in self._entries(directory):
             name = prefix + entry
             if entry.endswith("/"):
-                # A directory below which all names are smaller, too. One that contains ``after``
-                # itself may hold greater ones.
-                if name <= after and not after.startswith(name):
+                # a smaller directory holds smaller names only, unless ``after`` is below it
+                holds_after = after.startswith(name)
+                if name <= after and not holds_after:
                     continue
                 inner_directory = _directory_in(directory, entry[:-1], _REVALIDATE)
                 with _if_exists(inner_directory) as inner:
@@ -567,6 +561,15 @@ def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
         # the call has ended within this piece
         if num_written:
             rest[number] = rest[number][num_written:]
+
+
+@contextmanager
+def _collected(failures: list[StoreError]) -> Iterator[None]:
+    """Add a StoreError that ends the ``with`` statement to ``failures``, instead of raising it."""
+    try:
+        yield
+    except StoreError as error:
+        failures.append(error)
 
 
 def _unlink_file(directory: int, name: str) -> None:

@@ -158,7 +158,8 @@ class BatchCommit:
         self._keep = kept_names(namespace, batch)
         """Names of packs and manifests that this commit must not evict: those of the batch, and
         those that it needs."""
-        self._keep.update(namespace + pack_id for pack_id in batch.needs or ())
+        for pack_id in batch.needs or ():
+            self._keep.add(namespace + pack_id)
         self._packs_to_delete = {*batch.deletions, *batch.bad}
         """Ids of the packs that this batch deletes. If it also adds one of them, the pack is
         written again although the store holds it."""
@@ -401,7 +402,7 @@ class BatchCommit:
             # as held, or the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
-        self._note(commit)
+        self._after_commit(commit)
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
@@ -621,7 +622,7 @@ class BatchCommit:
             commit, room = self._begin(transaction, without_growth=without_growth)
             yield commit, room
             commit.finish()
-        self._note(commit)
+        self._after_commit(commit)
 
     def _begin(
         self,
@@ -703,9 +704,9 @@ class BatchCommit:
                 raise StaleError
         self._interleaved = True
 
-    def _note(self, commit: CatalogTransaction) -> None:
-        """After a transaction of this commit was committed, remember its evicted packs and the
-        namespace's position in the change log, and delete the files of namespaces that it ended."""
+    def _after_commit(self, commit: CatalogTransaction) -> None:
+        """After a transaction was committed, remember its evicted packs and the namespace's
+        position in the change log, and delete the files of namespaces that it ended."""
         self._evicted += commit.evicted
         self._environment.forget_namespaces(commit.ended)
         if self._seen is not None:
@@ -723,7 +724,7 @@ class BatchCommit:
             self._drop_manifests_of(pack_id, keep_later=True)
 
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
-        """Return the packs that more than ``shared_by`` manifests name."""
+        """Return the ids of the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
         # without packs, there is no transaction
         if not pack_ids:

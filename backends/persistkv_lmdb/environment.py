@@ -189,7 +189,10 @@ class Environment:
                     self._check_current()
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
-                        with begun if guard is None else self._committed(begun, guard):
+                        running: AbstractContextManager[object] = begun
+                        if guard is not None:
+                            running = self._committed(begun, guard)
+                        with running:
                             yield self.database.rows(begun)
                         return
                 # LMDB must be remapped or reopened first: outside of the ``with`` block, because

@@ -187,16 +187,7 @@ class _Rebuild:
         one. Without packs, nothing is changed."""
         found = self._chosen(self._packs(progress))
         if not found:
-            return Rebuilt(
-                packs=0,
-                blocks=0,
-                namespaces=0,
-                stored_bytes=0,
-                read_bytes=self._read_bytes,
-                skipped=self._skipped,
-                capacity=0,
-                damaged=None,
-            )
+            return self._report(num_namespaces=0, capacity=0, damaged=None)
         namespaces = {pack.name[:ID_BYTES] for pack in found}
         part = self._path / _PART_FILE
         part.unlink(missing_ok=True)  # of a rebuild that was killed
@@ -207,10 +198,22 @@ class _Rebuild:
         except BaseException:
             part.unlink(missing_ok=True)
             raise
+        return self._report(
+            num_namespaces=len(namespaces), capacity=capacity, damaged=damaged
+        )
+
+    def _report(
+        self,
+        *,
+        num_namespaces: int,
+        capacity: int,
+        damaged: Path | None,
+    ) -> Rebuilt:
+        """Return the result; parameters as in ``Rebuilt``."""
         return Rebuilt(
             packs=self._totals.packs,
             blocks=self._totals.blocks,
-            namespaces=len(namespaces),
+            namespaces=num_namespaces,
             stored_bytes=self._totals.stored_bytes,
             read_bytes=self._read_bytes,
             skipped=self._skipped,

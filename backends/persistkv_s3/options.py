@@ -17,6 +17,7 @@ from persistkv.storage.shared.options import SHARED_NAMES
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
+_INVALID_PARTS = frozenset({"", ".", ".."})  # of a prefix, between slashes
 _ACCOUNT = re.compile(r"[0-9]{12}")
 _CREDENTIAL = re.compile(
     "key|secret|token|password|credential|signature", re.IGNORECASE
@@ -126,8 +127,9 @@ def _place(location: str) -> BucketPlace:
     if not prefix:
         return BucketPlace(bucket, "")
     parts = prefix.split("/")
-    is_valid = _PREFIX.fullmatch(prefix) and len(prefix) <= _MAX_PREFIX
-    if not is_valid or {"", ".", ".."} & set(parts):
+    has_invalid_part = not _INVALID_PARTS.isdisjoint(parts)
+    is_too_long = len(prefix) > _MAX_PREFIX
+    if has_invalid_part or is_too_long or not _PREFIX.fullmatch(prefix):
         text = f"a prefix of at most {_MAX_PREFIX} letters, digits and !_.*'()-"
         raise ConfigurationError("url", location, text + ", in parts split by /")
     return BucketPlace(bucket, f"{prefix}/")

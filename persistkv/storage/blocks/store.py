@@ -276,23 +276,24 @@ class BlockStore:
             put = self._service.put(job, regions)
             call = self._start(put, lambda: self._queued.subtract(num_bytes))
             return self._result(call, len(keys), None)
+        # the call reads copies of the blocks, because it may run on after the deadline
         try:
-            timed = BlocksToStore(self._pool, regions, self._block_bytes(group))
+            copies = BlocksToStore(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
             self._queued.subtract(num_bytes)
             return self._refuse(len(keys))
 
         def end() -> None:
             self._queued.subtract(num_bytes)
-            timed.release()  # the pool's memory, which the call may use after the deadline
+            copies.release()
 
-        put = self._service.put(job, timed)
+        put = self._service.put(job, copies)
         call = self._start(put, end)
         try:
             return self._result(call, len(keys), deadline)
         finally:
             # from now on, no block is copied from the caller's memory
-            timed.revoke()
+            copies.revoke()
 
     def get(
         self,
@@ -321,18 +322,20 @@ class BlockStore:
             read = self._service.get(full, regions)
             call = self._start(read)
             return self._result(call, len(keys), None)
+        # the call reads into memory of the pool, because it may run on after the deadline
         try:
-            timed = BlocksToLoad(self._pool, regions, self._block_bytes(group))
+            copies = BlocksToLoad(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
             return [False] * len(keys)
-        read = self._service.get(full, timed)
-        call = self._start(read, timed.release)
+        read = self._service.get(full, copies)
+        call = self._start(read, copies.release)
         try:
-            # its results are not used: if the deadline passes, some blocks may have been copied
+            # only waits: at the deadline, the results of the call are not known, but some blocks
+            # may have been copied
             self._result(call, len(keys), deadline)
         finally:
             # blocks that are read from now on do not reach the caller's memory
-            is_copied = timed.revoke()
+            is_copied = copies.revoke()
         return is_copied
 
     def submit_put(

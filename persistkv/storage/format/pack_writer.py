@@ -159,11 +159,11 @@ class PlacedPack(NewPack):
 
     def __init__(self, table: PackTable) -> None:
         super().__init__(
-            table.namespace,
-            table.pack_id,
-            table.keys,
-            table.raw_length,
-            table.frame_count,
+            namespace=table.namespace,
+            pack_id=table.pack_id,
+            keys=table.keys,
+            raw_length=table.raw_length,
+            frame_count=table.frame_count,
             payload_bound=table.payload_length,
             table_length=_table_length(table),
             encodes=False,
@@ -197,14 +197,16 @@ class PackCopy(NewPack):
 
     def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
         namespace = table.namespace
+        new_id = seal.new_pack_id(namespace, table.keys, table.codec, table.tenant)
+        plain_length = _table_length(table)
         super().__init__(
-            namespace,
-            seal.new_pack_id(namespace, table.keys, table.codec, table.tenant),
-            table.keys,
-            table.raw_length,
-            table.frame_count,
+            namespace=namespace,
+            pack_id=new_id,
+            keys=table.keys,
+            raw_length=table.raw_length,
+            frame_count=table.frame_count,
             payload_bound=table.payload_length,
-            table_length=seal.stored_bytes(_table_length(table)),
+            table_length=seal.stored_bytes(plain_length),
             encodes=seal.encrypts,
             seal=seal,
             tenant=table.tenant,
@@ -290,15 +292,16 @@ class PackWriter(NewPack):
         if len(set(all_keys)) < len(all_keys):
             raise ValueError(f"of {len(keys)} keys of a pack, some occur twice")
         codec_name = str(codec)
-        table_length = encoded_length(codec_name, num_frames, keys, tenant)
+        new_id = seal.new_pack_id(namespace, keys, codec_name, tenant)
+        plain_length = encoded_length(codec_name, num_frames, keys, tenant)
         super().__init__(
-            namespace,
-            seal.new_pack_id(namespace, keys, codec_name, tenant),
-            keys,
-            raw_length,
-            num_frames,
-            payload_bound,
-            table_length=seal.stored_bytes(table_length),
+            namespace=namespace,
+            pack_id=new_id,
+            keys=keys,
+            raw_length=raw_length,
+            frame_count=num_frames,
+            payload_bound=payload_bound,
+            table_length=seal.stored_bytes(plain_length),
             encodes=seal.encrypts or not codec.identity,
             seal=seal,
             tenant=tenant,

@@ -31,7 +31,7 @@ def relabel(
     namespace = found.namespace.id
     request = found.manifest.id
     for _ in range(_ATTEMPTS):
-        # the packs before the request: if one of its packs goes in between, the commit is stale
+        # read before the request: if one of its packs is removed meanwhile, the commit is stale
         packs = NamespacePacks(backend, namespace)
         found = find_request(backend, request, namespace.hex())
         keys = found.keys(backend)
@@ -44,7 +44,7 @@ def relabel(
         held_packs = packs.in_order(keys)
         manifest = msgspec.structs.replace(found.manifest, labels=labels)
         write = ManifestWrite(manifest, keys, held_packs)
-        # read before the commit, which writes the request anew
+        # read before the commit, which writes the request as a new one without hits
         (use,) = backend.catalogue(namespace).uses([request])
         was_hit = use is not None and use.reused
         batch = CommitBatch(manifests=[write], seen=packs.cursor)

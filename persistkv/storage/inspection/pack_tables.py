@@ -106,11 +106,12 @@ class NamespacePacks(Packs):
         found = self._backend.changes(self.namespace, self.cursor)
         has_changed = found.cursor != self.cursor
         self.cursor = found.cursor
-        # removals come first: a pack that was removed and written again is in both lists
-        # a list of its own: removals change the tables
-        removed = list(self.tables) if found.reset else list(found.removed)
-        for pack in removed:
+        # without valid earlier changes, ``added`` is the whole catalogue
+        removed = self.tables if found.reset else found.removed
+        # a list, because ``remove`` changes the tables
+        for pack in list(removed):
             self.remove(pack)
+        # after the removals: a pack that was removed and written again is in both
         for table in found.added:
             self.add(table)
         return has_changed

@@ -37,8 +37,9 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
     shared.append(0)
     short = {}
     for place, name in enumerate(ordered):
-        length = 1 + max(shared[place], shared[place + 1])
-        short[name] = name[: max(_SHORT, length)]
+        longest_shared = max(shared[place], shared[place + 1])
+        length = max(_SHORT, longest_shared + 1)
+        short[name] = name[:length]
     return short
 
 
@@ -238,7 +239,7 @@ def chosen_namespaces(
     matching = [space for space in found if space.id.hex().startswith(prefix)]
     if len(matching) > 1:
         raise _unknown_namespace(wanted, "is ambiguous", matching)
-    # an empty id is no choice, even of the only namespace
+    # every id begins with an empty text, so that does not choose a namespace, even the only one
     if not wanted or not matching:
         raise _unknown_namespace(wanted, f"does not exist{otherwise}", found)
     return matching
@@ -298,11 +299,13 @@ def find_request(
         found = candidates[0]
         shorts = short_ids(names)
         return found._replace(short_id=shorts[found.manifest.id])
-    meant = _some(
-        f"{found.manifest.id} (namespace {found.namespace.id.hex()[:8]})"
-        for found in candidates
+    descriptions = []
+    for found in candidates:
+        namespace_id = found.namespace.id.hex()[:_SHORT]
+        descriptions.append(f"{found.manifest.id} (namespace {namespace_id})")
+    raise NotFoundError(
+        f"{wanted!r} matches {len(candidates)} requests: {_some(descriptions)}"
     )
-    raise NotFoundError(f"{wanted!r} matches {len(candidates)} requests: {meant}")
 
 
 def chosen_requests(

@@ -101,7 +101,7 @@ class BlockService:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.store.committer.run())
-                tasks.create_task(self._follow_news())
+                tasks.create_task(self._follow_changes())
         except Exception:
             logger.exception("internal error: the store answers no more calls")
             self.has_failed = True
@@ -109,7 +109,7 @@ class BlockService:
             for call in self._calls:
                 call.cancel()
 
-    async def _follow_news(self) -> None:
+    async def _follow_changes(self) -> None:
         """Take the store's report whenever its commit task may have changed it."""
         changed = self.store.committer.changed
         while True:
@@ -122,7 +122,7 @@ class BlockService:
         report = self.store.take_report()
         for request, is_whole in report.persisted:
             end = self._open_ends.pop(request, None)
-            # no call waits for it: it was cancelled, and its future with it
+            # a call that was cancelled no longer waits for it
             if end is None or end.done():
                 continue
             end.set_result(is_whole)

@@ -63,7 +63,8 @@ class IdleSupervision:
             look = self._look()
             if look is None:
                 return
-            is_open = False  # also if ``look`` raises, which the guard logs
+            # stays False if ``look`` raises, which the guard logs
+            is_open = False
             with self._isolation.guard("look", "it is repeated"), self.lock:
                 is_open = look()
             # the bound method would keep its object alive during the next pause

@@ -154,11 +154,12 @@ class Jobs:
             if not self._queue:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
-            # without room, work waits here in the queue, and its engine sees the queue fill
-            elif self._store.queue.has_room:
-                await self._begin(self._queue.popleft())
-            else:
+            elif not self._store.queue.has_room:
+                # work waits in the queue of this object, and the engine sees it fill
                 await self._store.queue.wait_for_room()
+            else:
+                entry = self._queue.popleft()
+                await self._begin(entry)
 
     async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
         """Begin queued work; return when the next one may begin."""

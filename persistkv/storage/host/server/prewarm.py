@@ -61,11 +61,12 @@ class _UsedRequest(NamedTuple):
 
 def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedRequest]:
     """Yield each request that ``choice`` includes, with its last use."""
-    heads = filter(choice.includes, backend.catalogue(namespace).manifests())
+    manifests = backend.catalogue(namespace).manifests()
+    heads = filter(choice.includes, manifests)
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
         ids = [head.id for head in batch]
-        # asked for again, because the queries end if a shared store is replaced
+        # new queries for each batch: a shared store that is replaced ends those from before
         catalogue = backend.catalogue(namespace)
         uses = catalogue.uses(ids)
         for head, use in zip(batch, uses, strict=True):

@@ -58,7 +58,7 @@ class ReportPublisher:
                 self._channel.send(table)
             except OSError as error:
                 # The engine uses the last table until a descriptor is free. The error is logged as
-                # text: a log record with the error would keep its traceback, and this the rows.
+                # text: a log record with it would keep its frames, which refer to the rows.
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
         if self._has_report:

@@ -34,7 +34,7 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
     try:
         return message.keys.unpack()
     except CorruptPackError as error:
-        # as text: a log record with the error would keep its traceback, and this the rows
+        # as text: a log record with the error would keep its frames, which refer to the rows
         logger.error("the keys of a message are ignored: %s", str(error))
         return []
 

@@ -182,7 +182,7 @@ class StoreKey:
         return WrappedKey(keyring, key.id, self.id, salt, sealed)
 
     def unwrap(self, wrapped: WrappedKey) -> DataKey:
-        """Return a data key of the store itself, which seals what is not of a tenant.
+        """Return a data key of the store itself, not of a tenant.
 
         :raises WrongKeyError: another store key wraps it.
         :raises CorruptPackError: it is damaged.

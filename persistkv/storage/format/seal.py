@@ -359,7 +359,7 @@ class _Buffers:
         # gone, the array is finalized, which gives its memory back.
         lent = np.frombuffer(memory, np.uint8)
         finalizer = weakref.finalize(lent, self._give, memory)
-        finalizer.atexit = False  # a process that exits lends no more memory
+        finalizer.atexit = False  # a process that exits needs no buffers
         return lent.data[:length]
 
     def _give(self, memory: memoryview) -> None:

@@ -539,7 +539,7 @@ class ExtentPayloads:
         """Return the space into which segments grow next: after the end of the first segment that
         is not full, or all of a new one."""
         limit_pages = self.limit // PAGE_BYTES
-        # a large store has larger segments, so that it needs no more than ``_MOST_SEGMENTS``
+        # a large store has larger segments, and at most ``_MOST_SEGMENTS``
         share_of_limit = divide_up(limit_pages, _MOST_SEGMENTS)
         full_pages = max(SEGMENT_BYTES // PAGE_BYTES, share_of_limit)
         segments = self.allocator.segments()

@@ -181,8 +181,8 @@ class LmdbBackend(Backend):
         """Keys for an environment that this handle opens. A shared one has those of the handle that
         opened it."""
         self._forgotten = dict(shared.database.keys.forgotten)
-        """How often each tenant was forgotten, as ``KeyFile.forgotten``, but only as far as the
-        caller knows: a tenant that was forgotten since makes ``commit`` raise once."""
+        """``KeyFile.forgotten`` as far as the caller knows: a tenant that was forgotten since makes
+        ``commit`` raise once."""
         self._following = threading.RLock()
         """Held by the thread that replaces ``_shared`` (``_follow``)."""
         self._read_only = read_only
@@ -444,7 +444,7 @@ class LmdbBackend(Backend):
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
                 # The caller drops the content of these tenants that it has accepted so far. Its
-                # later content is refused only if they are forgotten once more.
+                # later content is refused only if they are forgotten again.
                 times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
                     self._forgotten[name] = times_forgotten.get(name, 0)

@@ -259,7 +259,7 @@ class BatchCommit:
         """
         environment = self._environment
         with self._step() as (commit, room):
-            environment.release_reserved(room.transaction, own=True)
+            environment.release_reserved(room.transaction, include_own=True)
             # After the release: the number may be that of a dead process, whose extents must be
             # free before this one reserves under it.
             writer = environment.claim_writer(room.transaction)
@@ -768,7 +768,7 @@ class BatchCommit:
         """
         needs_more_free = multiple > 0
         with self._step(without_growth=needs_more_free) as (commit, room):
-            self._environment.release_reserved(room.transaction, own=True)
+            self._environment.release_reserved(room.transaction, include_own=True)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
                 raise _NothingLeftError(str(room.full()))
@@ -852,7 +852,7 @@ def release_free(environment: Environment) -> None:
     """
     # ``writing``: no thread of this process may be writing into the extents to release
     with environment.writing(), environment.transaction(write=True) as transaction:
-        environment.release_reserved(transaction, own=True)
+        environment.release_reserved(transaction, include_own=True)
     can_shrink_more = True
     while can_shrink_more:
         # no thread writes into free extents, so other commits may run between the transactions

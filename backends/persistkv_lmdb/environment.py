@@ -137,7 +137,7 @@ class Environment:
         self._guard = None if read_only else Guard(path)
         """Writer lock and guard file of the store; None: it is open read-only."""
         self.database = Database(path, policy, keys)
-        with ExitStack() as on_failure:  # closes what is open if a later step fails
+        with ExitStack() as on_failure:  # undoes each step if a later one fails
             if self._guard is not None:
                 on_failure.callback(self._guard.close)
             # registered later, so LMDB closes before the guard, which then records a clean end
@@ -234,7 +234,7 @@ class Environment:
         # only now: until the commit is durable, the catalogue on disk lists other content there
         if payloads is not None:
             self.files.punch(payloads.holes)
-        # if the mark cannot be removed, the next transaction syncs once more, which is harmless
+        # if the mark cannot be removed, the next transaction syncs again, which is harmless
         with suppress(StoreError):
             guard.lock.mark(begun=False)
         self._check_current()
@@ -280,15 +280,17 @@ class Environment:
             self.writer = self._guard.claim(refusing)
         return self.writer
 
-    def release_reserved(self, transaction: TableRows, *, own: bool = False) -> None:
+    def release_reserved(
+        self, transaction: TableRows, *, include_own: bool = False
+    ) -> None:
         """Make the extents free that dead processes have reserved, in a write transaction.
 
-        :param own: also those of this process, which must not be writing into them.
+        :param include_own: also those of this process, which must not be writing into them.
         """
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
             is_own = writer == self.writer
-            is_released = own if is_own else self._is_dead(writer)
+            is_released = include_own if is_own else self._is_dead(writer)
             if is_released:
                 allocator.release(writer)
 
@@ -297,11 +299,11 @@ class Environment:
         the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
         # before ``claim_writer``, which may return the number of a dead process
         self.release_reserved(transaction)
-        own = self.claim_writer(transaction)
+        own_number = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():
             if self._is_dead(writer):
                 transaction.delete(META, key)
-        return write_refusal(transaction, tenant, own)
+        return write_refusal(transaction, tenant, own_number)
 
     def refuse_forgotten(self, transaction: TableRows, tenants: Iterable[str]) -> None:
         """Raise a TenantForgottenError if a living process is forgetting any of these tenants."""

@@ -315,10 +315,10 @@ def _check_no_other_files(directory: Path) -> None:
     """Raise a StoreUnavailableError if a directory without a store holds files that are not
     persistkv's."""
     # each root of an ext4 file system has a directory lost+found
-    own = {*STORE_FILES, *_STORE_DIRECTORIES, "lost+found"}
+    known_names = {*STORE_FILES, *_STORE_DIRECTORIES, "lost+found"}
     others: list[str] = []
     for entry in directory.iterdir():
-        if entry.name not in own and not entry.name.startswith(INDEX_PREFIX):
+        if entry.name not in known_names and not entry.name.startswith(INDEX_PREFIX):
             others.append(entry.name)
     if others:
         first = ", ".join(sorted(others)[:3])

@@ -234,17 +234,21 @@ class KeyFile:
         """Destroy the data keys of a tenant in one file; return their ids. Without any, the file is
         not written."""
         stored = self._read(path)
-        own = {key.id for key in stored.tenants if self._tenant_of(key) == tenant}
-        if not own:
-            return own
-        kept = tuple(key for key in stored.tenants if key.id not in own)
-        self._write(StoredKeys(stored.wrapped, kept), path)
-        return own
+        destroyed: set[bytes] = set()
+        kept: list[TenantKey] = []
+        for key in stored.tenants:
+            if self._tenant_of(key) == tenant:
+                destroyed.add(key.id)
+            else:
+                kept.append(key)
+        if destroyed:
+            self._write(StoredKeys(stored.wrapped, tuple(kept)), path)
+        return destroyed
 
     def ids_of(self, tenant: str) -> set[bytes]:
         """Return the ids of the known data keys of a tenant."""
-        own = self._known().of_tenants()
-        return {key.id for key in own if key.tenant == tenant}
+        keys = self._known().of_tenants()
+        return {key.id for key in keys if key.tenant == tenant}
 
     def _tenant_of(self, key: TenantKey) -> str | None:
         """Return the tenant whose key a record in the file is; None: the record is damaged, or of

@@ -173,7 +173,7 @@ class SegmentFiles:
                 self.punch([extent])
                 raise
             self._grown.add(extent.segment)
-            # the first pages of a file: whoever created it may not have synced its name
+            # the first pages of a file: the process that created it may not have synced its name
             if not old_bytes:
                 self._has_new_names = True
 
@@ -591,7 +591,7 @@ def is_aligned(view: memoryview) -> bool:
 
 def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of the first ``count`` bytes of a sequence of buffers."""
-    found = []
+    found: list[memoryview] = []
     missing = count
     for buffer in buffers:
         if missing <= len(buffer):

@@ -91,14 +91,14 @@ class BucketPlace(msgspec.Struct, frozen=True):
 
 def parse_url(
     url: StoreUrl,
-    own: Mapping[str, str] | None = None,
+    bucket_options: Mapping[str, str] | None = None,
 ) -> tuple[BucketPlace, S3Options]:
     """Return location and options of a bucket; raise ``ConfigurationError`` with the name of an
     invalid part.
 
-    :param own: the URL's options that concern the bucket; None: all of them do.
+    :param bucket_options: the URL's options that concern the bucket; None: all of them do.
     """
-    given = url.options if own is None else own
+    given = url.options if bucket_options is None else bucket_options
     _check_names(given)
     values: dict[str, str | int | float] = {**given}
     for name in _DURATIONS:

@@ -625,7 +625,7 @@ def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
         "signature_version": "s3v4",
         "max_pool_connections": num_connections,
         "request_checksum_calculation": upload_checksum,
-        # downloads need none: persistkv verifies what it reads with checksums of its own
+        # downloads need none: persistkv has checksums of its own
         "response_checksum_validation": "when_required",
         "s3": s3,
     }

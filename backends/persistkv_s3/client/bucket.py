@@ -302,9 +302,10 @@ class Bucket:
             except RequestRefusedError as error:
                 # it is not known whether there are versions
                 return str(error)
-            own = [version for version in page.versions if version.key in wanted]
-            for start in range(0, len(own), MOST_DELETED):
-                batch = own[start : start + MOST_DELETED]
+            found = [version for version in page.versions if version.key in wanted]
+            for start in range(0, len(found), MOST_DELETED):
+                batch = found[start : start + MOST_DELETED]
+                # the others are deleted, even if the server refuses these
                 try:
                     self._run(partial(self._transport.delete_versions, batch))
                 except RequestRefusedError as error:

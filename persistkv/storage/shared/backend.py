@@ -110,17 +110,16 @@ class SharedBackend(Backend):
         self.capabilities = replace(self.capabilities, writable=writes)
         self.status_interval_s = options.status_s if writes else None
         key = options.store_key()
-        self._medium = Medium(blobs, key, clock or Clock())
-        self._policy = RecordedPolicy(
-            self._medium, options.policy, place, creates=writes
-        )
-        self._identities = Identities(self._medium)
-        self._statuses = Statuses(self._medium)
+        medium = Medium(blobs, key, clock or Clock())
+        self._medium = medium
+        self._policy = RecordedPolicy(medium, options.policy, place, creates=writes)
+        self._identities = Identities(medium)
+        self._statuses = Statuses(medium)
         self._opened = OpenedNamespaces(
-            self._medium, self._policy, options, place, is_writable=writes
+            medium, self._policy, options, place, is_writable=writes
         )
         self._closed = False
-        self._lock = self._medium.clock.lock()
+        self._lock = medium.clock.lock()
         """Held while namespaces are opened or replaced, and while callers use the policy."""
         self._wake = threading.Event()
         """Set to make the thread step at once: there is new work, or the handle is closed."""
@@ -293,12 +292,13 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.current())
             except StoreError as error:
                 self._log(error)
-                # Soon: the step has left the rest of its work. The failed part has a pause of its
-                # own.
+                # Soon: the step has left the rest of its work. The part that failed is repeated
+                # after a pause of its own.
                 due_at = -math.inf
             due_at = min(due_at, namespace.due_at())
-        pause_s = due_at - self._medium.clock.monotonic()
-        return min(max(_LEAST_PAUSE_S, pause_s), _LONGEST_PAUSE_S)
+        now = self._medium.clock.monotonic()
+        pause_s = max(due_at - now, _LEAST_PAUSE_S)
+        return min(pause_s, _LONGEST_PAUSE_S)
 
     def _step_store(self) -> None:
         """Read the policy if that is due, care for a namespace without an engine, and write new
@@ -550,7 +550,8 @@ class SharedBackend(Backend):
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Fill the buffers of spans; return for each whether it was filled (``Backend.read``)."""
-        opened = self._searched(namespace, [span.pack_id for span in spans])
+        pack_ids = [span.pack_id for span in spans]
+        opened = self._searched(namespace, pack_ids)
         opened.follower.note_use()
         return opened.packs.read(spans)
 
@@ -567,7 +568,8 @@ class SharedBackend(Backend):
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        return self._searched(namespace, pack_ids).replica.catalogue.tables(pack_ids)
+        opened = self._searched(namespace, pack_ids)
+        return opened.replica.catalogue.tables(pack_ids)
 
     def manifest_keys(
         self,

@@ -249,8 +249,9 @@ def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
 
 def seal_object(name: str, body: bytes, seal: Seal, namespace: bytes) -> bytes:
     """Return the bytes of the object ``name``."""
-    content = _HEADER.pack(_MAGIC, FORMAT_VERSION) + body
-    return seal.sealed(record_name(namespace, name), content)
+    header = _HEADER.pack(_MAGIC, FORMAT_VERSION)
+    full_name = record_name(namespace, name)
+    return seal.sealed(full_name, header + body)
 
 
 def open_object(name: str, data: Buffer, seal: Seal, namespace: bytes) -> bytes:
@@ -260,7 +261,8 @@ def open_object(name: str, data: Buffer, seal: Seal, namespace: bytes) -> bytes:
         key.
     :raises NewerFormatError: it was written by a newer release.
     """
-    content = seal.opened(record_name(namespace, name), data)
+    full_name = record_name(namespace, name)
+    content = seal.opened(full_name, data)
     if len(content) < _HEADER.size:
         raise CorruptPackError("index object", f"{len(content)} bytes")
     magic, version = _HEADER.unpack_from(content)
@@ -367,8 +369,7 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
-        # Names, or prefixes of names, which end with a slash. ``swept`` records when the last sweep
-        # began.
+        # Names, or prefixes of names, which end with a slash.
         self.base = f"{namespace.hex()}-{keyring_id}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
@@ -376,6 +377,7 @@ class Names:
         self.keys = f"{self.base}keys/"
         self.latest = f"{self.base}latest"
         self.swept = f"{self.base}swept"
+        """Of the blob that records when the last sweep began."""
 
     def pack(self, name: bytes) -> str:
         """Return the name of the blob of a pack, whose pack id and nonce are ``name``."""
@@ -397,7 +399,8 @@ class Names:
 
     def new_commit(self, random: Random) -> str:
         """Return a name for a commit in the inbox. It is random only: commits have no order."""
-        return f"{self.inbox}{random.randbytes(NONCE_BYTES).hex()}"
+        nonce = random.randbytes(NONCE_BYTES)
+        return f"{self.inbox}{nonce.hex()}"
 
     def new_index(self, level: int, time: float, random: Random) -> str:
         """Return a name for a segment or a part of a base. Names sort by level, then by time: an
@@ -471,7 +474,8 @@ class StoreNames:
 
     def new_record(self, random: Random) -> str:
         """Return a name for a record of forgotten tenants."""
-        return f"{self.forgotten}{random.randbytes(NONCE_BYTES).hex()}"
+        nonce = random.randbytes(NONCE_BYTES)
+        return f"{self.forgotten}{nonce.hex()}"
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"

@@ -104,8 +104,8 @@ class Inbox:
 
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
-        # A sweep may have deleted the uploaded packs already: then no object must name them. No
-        # write of the commit has a time yet, so only the machine's clocks are checked here;
+        # A sweep may have deleted the uploaded packs already: then no object must name them. This
+        # passes the start's own time on the medium, so only the machine's clocks are checked;
         # ``_publish`` checks all.
         self._check_age(start, written=start.medium)
         # the tenant may have been forgotten during the upload
@@ -119,10 +119,10 @@ class Inbox:
         removals = plan.removals
         # their tombstones are durable now
         self._merger.deletions.add_packs(removals.packs)
-        # If other objects were applied since the plan, the caller reads their changes, too: after
-        # the cursor of the plan.
-        nothing_between = cursor_before == plan.cursor
-        cursor = cursor_after if nothing_between else plan.cursor
+        # If other objects were applied since the plan, the caller must read their changes, too:
+        # they begin at the cursor of the plan.
+        nothing_in_between = cursor_before == plan.cursor
+        cursor = cursor_after if nothing_in_between else plan.cursor
         return CommitResult(cursor, removals.tables)
 
     def _start(self) -> _Start:
@@ -220,8 +220,8 @@ class Inbox:
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        # Copies of what waits for this commit. Other threads may lose packs meanwhile (``lose``):
-        # these wait for the next one.
+        # Copies of the uses and lost packs that this commit publishes: ``lose`` may add others
+        # meanwhile, in other threads.
         uses = dict(self._uses)
         lost = dict(self._lost)
         waiting = _waiting(uses, lost)
@@ -370,10 +370,11 @@ def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
     :param uses: pack id → time, in the order of the times.
     :param lost: name → time.
     """
-    joined: list[UseEntry] = []
+    use_entries: list[UseEntry] = []
+    # one entry for all packs that were used at the same time
     by_time = groupby(uses, key=uses.__getitem__)
     for time, pack_ids in by_time:
-        use = UseEntry(time, b"".join(pack_ids))
-        joined.append(use)
+        joined_ids = b"".join(pack_ids)
+        use_entries.append(UseEntry(time, joined_ids))
     removed = [Tombstone(name, time) for name, time in lost.items()]
-    return Delta(uses=joined, removed=removed)
+    return Delta(uses=use_entries, removed=removed)

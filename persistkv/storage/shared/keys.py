@@ -147,8 +147,7 @@ class StoreKeys:
 
     def holds(self, key_id: bytes) -> bool:
         """Return whether a data key of a tenant is there: the handle has it, or finds it in the
-        store. False: it is destroyed, or somebody has deleted its blob; nothing can read what it
-        has sealed.
+        store. False: it is destroyed, or its blob was deleted; content under it cannot be read.
 
         :raises CorruptPackError: its blob does not read, perhaps only at present.
         :raises StoreError: the medium failed.
@@ -219,10 +218,11 @@ class StoreKeys:
 
         :raises StoreError: the medium failed; some may be deleted.
         """
-        names = [self._names.tenant(key_id) for key_id in sorted(key_ids)]
-        if not names:
+        if not key_ids:
             return []
-        return self._medium.blobs.erase(self._names.tenants, names)
+        names = self._names
+        blobs = [names.tenant(key_id) for key_id in sorted(key_ids)]
+        return self._medium.blobs.erase(names.tenants, blobs)
 
     def _listed(self) -> dict[bytes, BlobInfo]:
         """Return the blobs of all data keys of tenants by the ids of the keys."""
@@ -254,7 +254,9 @@ class StoreKeys:
             return True
         wrapped = _joined(self._blobs(self._key.id))
         known = self._known().keys
-        return bool(wrapped) and all(entry.id in known for entry in wrapped)
+        if not wrapped:
+            return False
+        return all(entry.id in known for entry in wrapped)
 
     def write_again(self) -> None:
         """Write all known data keys again, after the store was deleted. Do nothing if another key
@@ -280,25 +282,26 @@ class StoreKeys:
             replaced; or the other one has content of its own. Nothing was changed.
         :raises StoreError: the medium failed.
         """
-        if self._key is None:
+        present_key = self._key
+        if present_key is None:
             raise ConfigurationError("store", "a store without a key", "one with a key")
-        if key.id == self._key.id:
+        if key.id == present_key.id:
             raise ConfigurationError(
                 "new key", key.id, "another key than the present one"
             )
         # from the medium: another operator may have replaced the key since this handle was opened
-        wrapped = self._read(self._key)
-        keyring = self._unwrapped(self._key, wrapped)
+        wrapped = self._read(present_key)
+        keyring = self._unwrapped(present_key, wrapped)
         self._wrap(keyring, key)
-        self._mark_replaced(self._key, key)
+        self._mark_replaced(present_key, key)
         # Engines may have made keys for the old store key meanwhile. This list, after the blob
         # ``replaced``, shows them: an engine that makes keys later sees the blob and does not use
         # them.
-        old_blobs = self._blobs(self._key.id)
+        old_blobs = self._blobs(present_key.id)
         present = _joined(old_blobs)
         has_late_keys = any(entry.id not in keyring.keys for entry in present)
         if has_late_keys:
-            complete = self._unwrapped(self._key, present)
+            complete = self._unwrapped(present_key, present)
             self._write(key, complete)
         # last: while one is left, a rotation that was killed can be repeated with the old key
         self._medium.blobs.delete(list(old_blobs))

@@ -316,14 +316,15 @@ class SharedNamespace:
         """Publish waiting uses, and release the replica. Failures are only logged. Own commits that
         are not merged stay in the inbox.
         """
+        replica = self.replica
         is_clean = self.is_open
         try:
             if self._is_writable and self.is_open:
                 self._inbox.write_uses()
         except StoreError as error:
             text = "%s: the last uses are lost (%s)"
-            logger.warning(text, self.replica.namespace.hex(), error)
+            logger.warning(text, replica.namespace.hex(), error)
             # The replica may lack packs (``Inbox.lose``) whose tombstones are not written now: the
             # next process must read the whole index.
             is_clean = False
-        self._folder.close(self.replica, keep=is_clean)
+        self._folder.close(replica, keep=is_clean)

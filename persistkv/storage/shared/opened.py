@@ -133,19 +133,20 @@ class OpenedNamespaces:
 
     def _make(self, namespace_id: bytes) -> SharedNamespace:
         """Return a namespace that is not open yet, with a folder for its replica."""
+        medium = self._medium
         # with the random name of the store: one that was created again at the same place must not
         # use the replica of the deleted one
         store = self._place.encode() + self._policy.store_name()
         store_digest = blake2b(store, digest_size=16).hexdigest()
-        index_name = f"{namespace_id.hex()}-{self._medium.keys.keyring_id}"
+        index_name = f"{namespace_id.hex()}-{medium.keys.keyring_id}"
         folder = ReplicaFolder(
             self._cache,
             [store_digest, index_name],
-            self._medium.seal,
-            self._medium.records.forgotten,
+            medium.seal,
+            medium.records.forgotten,
         )
         return SharedNamespace(
-            self._medium,
+            medium,
             namespace_id,
             folder,
             self._options,

@@ -74,10 +74,9 @@ class SharedOptions(KeyOptions, frozen=True):
             return None
         if isinstance(self.cache, str):
             return Path(self.cache).absolute()
-        # RuntimeError: the user has no home directory
         try:
             parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:
+        except RuntimeError:  # the user has no home directory
             return None
         return Path(parent).absolute() / "persistkv" / "shared"
 

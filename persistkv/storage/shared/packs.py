@@ -210,8 +210,9 @@ class PackBlobs:
     # Reads
 
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Fill the buffers of spans of packs; return for each span whether it was filled. One is
-        not if its pack is not held, its blob is missing or too short, or it is beyond the payload.
+        """Fill the buffers of spans of packs; return for each span whether it was filled. It is not
+        if its pack is not held, if the blob is missing or too short, or if the span is beyond the
+        payload.
 
         :raises StoreError: the medium failed; the content of all buffers is undefined.
         """

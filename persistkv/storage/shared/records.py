@@ -55,8 +55,9 @@ class Identities:
 
         :raises StoreError: the medium failed, now or during the iteration.
         """
-        names = self._medium.names
-        infos = self._medium.listed(names.identities)
+        medium = self._medium
+        names = medium.names
+        infos = medium.listed(names.identities)
         newest_first = sorted(infos, key=lambda info: -info.time)
         ids: list[bytes] = []
         for info in newest_first:
@@ -64,7 +65,7 @@ class Identities:
             if namespace_id is not None:
                 ids.append(namespace_id)
         # ``each`` calls ``find`` concurrently, and keeps the order
-        found = self._medium.maintenance.each(self.find, ids)
+        found = medium.maintenance.each(self.find, ids)
         # None: the identity was deleted since the list, or is invalid
         return (namespace for _, namespace in found if namespace is not None)
 

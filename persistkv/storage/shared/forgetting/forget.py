@@ -111,8 +111,7 @@ class Forgetting:
         records = self._medium.records
         record = records.new(self._tenant, [])
         self._note_content(record)
-        # Before the record, after which the index does not name the blobs. A store with a key first
-        # writes records: they name the data keys.
+        # before the record, while the index names the blobs: afterwards, replicas lack the content
         self._erase()
         records.write(record)
 

@@ -174,7 +174,7 @@ class Application:
                 others.append(entry)
         additions.write(self._rows, self._namespace)
         self._growth_bytes += additions.counted
-        # the one from before has read totals without these packs, and would write them
+        # the transaction from before has read totals without these packs, and would write them
         self._catalogue = CatalogTransaction(
             self._rows, None, self._namespace, order=self._order
         )
@@ -245,17 +245,17 @@ class Application:
         self._show(table)
 
     def _table_of(self, entry: PackEntry) -> PackTable | None:
-        """Return the table of a pack; None, with a line in the log, if it is not readable; None if
-        its tenant is forgotten."""
+        """Return the table of a pack. None: its tenant is forgotten; or it is not readable, which
+        is logged."""
         try:
             table = PackTable.parse(entry.body)
         except CorruptPackError as error:
             text = "a pack in the index of %s is unreadable (%s)"
             logger.warning(text, self._namespace.hex(), error)
             return None
-        is_here = table.namespace == self._namespace
-        is_named = table.pack_id == entry.pack_id
-        if not is_here or not is_named:
+        has_other_namespace = table.namespace != self._namespace
+        has_other_id = table.pack_id != entry.pack_id
+        if has_other_namespace or has_other_id:
             text = "the index of %s names a pack of another place"
             logger.warning(text, self._namespace.hex())
             return None
@@ -397,8 +397,8 @@ class Application:
         self._growth_bytes += row.counted
 
     def _manifest_of(self, entry: ManifestEntry) -> RequestManifest | None:
-        """Return the manifest of a request; None, with a line in the log, if it is not readable;
-        None if its tenant is forgotten."""
+        """Return the manifest of a request. None: its tenant is forgotten; or it is not readable,
+        which is logged."""
         try:
             manifest = decode_manifest(entry.head)
         except CorruptPackError as error:

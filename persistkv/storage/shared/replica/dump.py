@@ -79,15 +79,17 @@ def _of(kind: type[T], entries: Sequence[Entry]) -> list[T]:
 def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
     """Iterate over the whole content."""
     yield from _pack_entries(rows, namespace)
-    for name, row in rows.range(TOMBSTONES, b""):
+    for key, row in rows.range(TOMBSTONES, b""):
+        name = bytes(key)
         (time,) = TIME.unpack(row)
-        yield Tombstone(bytes(name), time)
+        yield Tombstone(name, time)
     for digest, version in read_versions(rows):
         yield from _request_entries(rows, namespace, digest, version)
     # uses of packs that have not arrived, or that are between two blobs
-    for pack_id, row in rows.range(EARLY, b""):
+    for key, row in rows.range(EARLY, b""):
+        pack_id = bytes(key)
         (time,) = TIME.unpack(row)
-        yield UseEntry(time, bytes(pack_id))
+        yield UseEntry(time, pack_id)
 
 
 def _request_entries(

@@ -107,7 +107,7 @@ class ReplicaFolder:
         :raises OSError: all are in use, or cannot be made.
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # a lock that is free: the process that used the directory before has ended
+        # The lock of a directory is free if the process that used it before has ended.
         for number in range(_MOST_REPLICAS):
             lock = os.open(
                 self._folder / f"{number}.lock",

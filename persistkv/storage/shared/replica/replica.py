@@ -383,12 +383,11 @@ class Replica:
         # Tried out and rolled back: the replica changes when the index object of the commit is
         # applied.
         with self.rows(write=True, abort=True) as rows:
-            keep = kept_names(self.namespace, batch)
             transaction = CatalogTransaction(
                 rows,
                 payloads=None,
                 namespace=self.namespace,
-                keep=keep,
+                keep=kept_names(self.namespace, batch),
                 order=TimedOrder(rows),
             )
             # before the removals, which are changes: the cursor moves behind them
@@ -479,7 +478,7 @@ class Replica:
             for name, delta in objects:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
-                # an includer that an earlier delta of this call, or an earlier call, named stays
+                # an includer that is known stays: an earlier delta or call has named it
                 if name != NO_OBJECT and name not in includers:
                     includers[name] = self.contained.get(name, NO_INCLUDER)
                 # The delta has the content of these objects, so they are not read any more. Of
@@ -673,8 +672,8 @@ def _purge_times(rows: TableRows, table: str, before: float) -> None:
 
 
 def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
-    """Return the packs (``transaction.removed``) and requests (``transaction.dropped``) that a
-    transaction has removed, under their names in index objects.
+    """Return the packs and requests that a transaction has removed, under their names in index
+    objects.
 
     The catalogue names a pack by namespace and pack id, and a request by namespace and digest; the
     index of one namespace leaves out the namespace (the first ``ID_BYTES``), and names each blob of

@@ -107,6 +107,7 @@ class TierRig:
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())
+            # the primary tier's manager calls it in each step, too
             self.tier.take_events()
             assert time.monotonic() < deadline, "stored blocks do not become visible"
             time.sleep(_POLL_S)
@@ -178,7 +179,12 @@ class SecondaryTierConformance(ABC):
         content = rng.integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8)
         memory = bytearray(content.tobytes())
         view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
-        config = OffloadingConfig({"weights": "w"}, 16, LAYOUT, NUM_ROWS)
+        config = OffloadingConfig(
+            identity={"weights": "w"},
+            block_size=16,
+            layout=LAYOUT,
+            num_blocks=NUM_ROWS,
+        )
         tier = self.open_tier(config, view)
         rows = np.frombuffer(memory, dtype=np.uint8)
         yield TierRig(tier, rows.reshape(NUM_ROWS, STRIDE))

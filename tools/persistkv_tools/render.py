@@ -322,8 +322,11 @@ def table(
     *,
     left: str = "",
 ) -> Table:
-    """Return a table with right-aligned numbers; see ``show_table``. Only long texts are broken
-    over lines."""
+    """Return a table with right-aligned numbers. Only long texts are broken over lines.
+
+    :param left: headers of left-aligned columns, joined by commas; the first column is always
+        left-aligned.
+    """
     drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     on_the_left = left.split(",")
     for position, header in enumerate(headers):

@@ -435,11 +435,12 @@ class Engine:
         block_size = self._paged_cache.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
-        # only full blocks are kept on the device: all of them, and then less than one more
-        limit = (self._paged_cache.num_blocks + 1) * block_size - 1
-        if num_tokens > limit:
+        # only full blocks are kept on the device: the last, partial one needs no room there
+        num_full_blocks = num_tokens // block_size
+        if num_full_blocks > self._paged_cache.num_blocks:
+            limit = self._paged_cache.num_blocks * block_size + block_size - 1
             raise PromptTooLongError(
-                num_tokens, limit, "device_blocks", num_tokens // block_size
+                num_tokens, limit, option="device_blocks", needed=num_full_blocks
             )
         return tokens
 

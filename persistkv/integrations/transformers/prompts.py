@@ -107,7 +107,7 @@ class Tokenizer:
             if len(tokenizer.get_vocab()) <= _SPECIAL_TOKENS:
                 return cls(None, f"{source} has none: its vocabulary is empty")
             return cls(tokenizer)
-        # whatever is wrong with it, token ids do without
+        # of any kind: the engine opens without a tokenizer, for prompts of token ids
         except Exception as error:
             return cls(
                 None, f"{source} has none that can be loaded ({first_line(error)})"
@@ -127,8 +127,8 @@ class Tokenizer:
             if isinstance(prompt[0], str):
                 raise _batch("prompt", len(prompt))
         is_token_ids = hasattr(prompt, "tolist") or isinstance(prompt, Sequence)
-        is_output = isinstance(prompt, Mapping) and "input_ids" in prompt
-        if not (is_token_ids or is_output):
+        is_tokenizer_output = isinstance(prompt, Mapping) and "input_ids" in prompt
+        if not (is_token_ids or is_tokenizer_output):
             raise ConfigurationError("prompt", _shown(prompt), _FORMS)
         return one_row(prompt, "prompt")  # type: ignore[arg-type]
 

@@ -293,7 +293,8 @@ class Tiers:
         # each store is flushed, also after one that is not in time
         for tier in self.persistent:
             left_s = max(deadline - time.monotonic(), 0.0)
-            flushed = tier.client.flush(left_s) and flushed
+            if not tier.client.flush(left_s):
+                flushed = False
         return flushed
 
     def end_all(self) -> None:

@@ -172,7 +172,11 @@ class BlobsConformance:
         assert _sizes(blobs) == {"a/b": 3}
 
     def test_put_longest_names_are_stored(self, blobs: Blobs, raw: RawBlobs) -> None:
-        names = ["a" * MAX_NAME, "b/" * (MAX_NAME // 2 - 1) + "bc", "0-9/--/-"]
+        one_part = "a" * MAX_NAME
+        most_parts = "b/" * (MAX_NAME // 2 - 1) + "bc"
+        assert len(most_parts) == MAX_NAME
+        all_kinds_of_characters = "0-9/--/-"
+        names = [one_part, most_parts, all_kinds_of_characters]
         for name in names:
             blobs.put(name, [name.encode()])
         assert _names(blobs) == sorted(names)

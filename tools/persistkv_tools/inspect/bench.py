@@ -95,8 +95,8 @@ def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
         }
         render.print_json(report)
         return
-    size = render.format_size(job_bytes)
-    title = f"packs of {size}, medians of {render.count(rounds, 'round')}"
+    pack_size = render.format_size(job_bytes)
+    title = f"packs of {pack_size}, medians of {render.count(rounds, 'round')}"
     render.show_table(_COLUMNS, figures, title=title, left="verdict")
 
 

@@ -135,7 +135,9 @@ def _passed(
     level: Level = Level.WARNING,
 ) -> Check:
     """Return the outcome of a check: OK if it passed, otherwise ``level`` with the remedy."""
-    return Check(check, Level.OK, found) if passed else Check(check, level, found, todo)
+    if passed:
+        return Check(check, Level.OK, found)
+    return Check(check, level, found, todo)
 
 
 def _packages() -> Iterator[Check]:
@@ -323,9 +325,10 @@ def _codec(stats: BackendStats, sample: bytes) -> Check:
         return Check("codec", Level.OK, found)
     ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
     codec, possible = smallest(sample)
+    is_good_enough = possible < LEAST_GAIN * ratio
     found = f"codec ratio {ratio:.2f}; with {codec}: {possible:.2f}"
     todo = f"try codec {codec}: new content takes less space, and more processor time"
-    return _passed("codec", possible < LEAST_GAIN * ratio, found, todo, Level.NOTE)
+    return _passed("codec", is_good_enough, found, todo, Level.NOTE)
 
 
 def _store_clock(newest: float) -> Check:
@@ -357,9 +360,11 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     for table in packs:
         numbers = range(table.frame_count)
         for number in _spread(numbers, frames_per_pack):
-            # of a damaged frame, nothing is added
+            # damaged and evicted frames are left out
             with suppress(CorruptPackError):
-                sample += read_frame(backend, table, number) or b""
+                frame = read_frame(backend, table, number)
+                if frame is not None:
+                    sample += frame
     if len(sample) < FRAME_BYTES:
         return b""
     return bytes(sample[:most_bytes])

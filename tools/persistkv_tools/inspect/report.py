@@ -195,17 +195,18 @@ def report_data(url: str, backend: Backend) -> ReportData:
     block."""
     found = chosen_requests(backend, [], Selection(), namespace=None)
     found.sort(key=attrgetter("manifest.created", "manifest.id"))
-    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)[:_MOST]
+    by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)
+    largest = by_size[:_MOST]
     tree = None
     # the tree of the largest request's namespace, with its path highlighted
-    if by_size:
-        tree = prefix_tree(backend, by_size[0], _NODES)
+    if largest:
+        tree = prefix_tree(backend, largest[0], _NODES)
     return ReportData(
         url=url,
         made=time.time(),
         totals=store_totals(url, backend),
         periods=_periods(backend, found),
-        largest=[request.view(backend) for request in by_size],
+        largest=[request.view(backend) for request in largest],
         tree=tree,
         engines=Watch(url, backend).snapshot().engines,
     )

@@ -571,7 +571,7 @@ def _branches(
         branches.append(list(branch))
 
     def order(branch: Sequence[_Chain]) -> tuple[bool, int, bytes]:
-        is_other = not _has(branch, chosen)
+        is_other = not _contains_request(branch, chosen)
         return is_other, -len(branch), branch[0].keys[depth]
 
     branches.sort(key=order)
@@ -595,7 +595,7 @@ def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
         requests=len(branch),
         ends=len(names),
         names=names[:_NAMES],
-        chosen=_has(branch, chosen),
+        chosen=_contains_request(branch, chosen),
         children=[],
     )
 
@@ -610,5 +610,5 @@ def _common_length(first: Sequence[bytes], second: Sequence[bytes]) -> int:
     return length
 
 
-def _has(branch: Sequence[_Chain], chosen: str) -> bool:
-    return any(chain.request == chosen for chain in branch)
+def _contains_request(branch: Sequence[_Chain], request: str) -> bool:
+    return any(chain.request == request for chain in branch)

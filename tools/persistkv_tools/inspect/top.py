@@ -176,9 +176,11 @@ def _tables(engines: list[EngineView]) -> list[Table]:
     if width < _NARROW:
         columns = render.columns(f"{_TRAFFIC} {_HEALTH} model", **_CELLS)
         return [render.pair_table(render.pairs(columns, engine)) for engine in engines]
-    parts = [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
+    # the columns of each table
     if width >= _WIDE:
         parts = [f"{_TRAFFIC} {_HEALTH} model"]
+    else:
+        parts = [_TRAFFIC, f"engine {_HEALTH}", "engine model"]
     tables = []
     for part in parts:
         columns = render.columns(part, **_CELLS)

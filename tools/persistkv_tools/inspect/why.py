@@ -199,11 +199,14 @@ def _compare_within(
     :param only_older: compare each only with the older ones.
     """
     by_namespace = []
-    for own in chosen:
-        others = spaces[: spaces.index(own)] if only_older else spaces
-        compared = [compare_namespaces(own, other) for other in others if other != own]
-        if compared:
-            by_namespace.append(compared)
+    for namespace in chosen:
+        candidates = spaces
+        if only_older:
+            candidates = spaces[: spaces.index(namespace)]
+        others = [space for space in candidates if space != namespace]
+        comparisons = [compare_namespaces(namespace, other) for other in others]
+        if comparisons:
+            by_namespace.append(comparisons)
     return by_namespace
 
 

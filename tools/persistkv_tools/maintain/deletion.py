@@ -204,10 +204,11 @@ class _Usage:
         chosen requests."""
         used_by_chosen = self.used_by(self.chosen)
         used_by_others = self.used_by(self.manifests.keys() - self.chosen)
-        private_blocks = self._private_blocks(used_by_chosen & used_by_others)
         self.packs_to_delete = used_by_chosen - used_by_others
+        # number of blocks by pack, only of packs that have such blocks
+        private_blocks = self._private_blocks(used_by_chosen & used_by_others)
         if shared_packs:
-            self.packs_to_delete.update(private_blocks)
+            self.packs_to_delete.update(private_blocks.keys())
         else:
             self.private_blocks_left = private_blocks.total()
         if orphans:

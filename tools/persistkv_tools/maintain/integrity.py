@@ -372,8 +372,9 @@ class Verifier:
             # all packs of a portion are in one namespace
             space = last_pack.space
             tally = self._check_portion(space)
-            after = space.namespace + last_pack.table.pack_id
-            self._state.take(tally, after.hex())
+            # an interrupted run resumes after this pack
+            last_position = space.namespace + last_pack.table.pack_id
+            self._state.take(tally, last_position.hex())
             self._portion = None
             yield self._state
             self.begin()

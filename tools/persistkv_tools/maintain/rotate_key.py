@@ -42,14 +42,15 @@ def rotate_key(
         "key_command": new_key_command,
     }
     new_key = _new_key(values)
-    old = convert_options(KeyOptions, _key_options(url), where="url").store_key()
+    old_options = convert_options(KeyOptions, _key_options(url), where="url")
+    old_key = old_options.store_key()
     # opened for reading first, which raises if the store is absent: opening it for writing would
     # create it
     with opened(url):
         pass
     with closing(open_backend(url)) as backend:
         backend.rotate_key(new_key)
-    before = "" if old is None else old.id
+    before = "" if old_key is None else old_key.id
     if json:
         render.print_json({"url": url, "before": before, "after": new_key.id})
     else:

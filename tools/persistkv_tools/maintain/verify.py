@@ -179,11 +179,21 @@ class _Pace(NamedTuple):
             share = _SHARE_BESIDE_ENGINES
         throttle = Throttle(bytes_per_s, share=share)
         if throttle.bounded:
-            # without threads: they read ahead, and a limit of the pace would not slow them down
-            pace = cls(throttle, 0, _BOUNDED_PORTION_BYTES, _BOUNDED_BATCH_BYTES)
+            # no threads: they read ahead of the thread that the throttle slows down
+            pace = cls(
+                throttle,
+                threads=0,
+                portion_bytes=_BOUNDED_PORTION_BYTES,
+                batch_bytes=_BOUNDED_BATCH_BYTES,
+            )
         else:
-            pace = cls(throttle, _THREADS, _PORTION_BYTES, BATCH_BYTES)
-        # portions only serve the saving of the progress
+            pace = cls(
+                throttle,
+                threads=_THREADS,
+                portion_bytes=_PORTION_BYTES,
+                batch_bytes=BATCH_BYTES,
+            )
+        # the progress is saved after each portion; without saving, portions need no limit
         if not resumable:
             return pace._replace(portion_bytes=math.inf)
         return pace
@@ -523,22 +533,22 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in read_catalogues(backend):
-        # a pack id is the digest of its namespace, too: it is in one namespace only
-        doomed = sorted(bad & space.tables.keys())
-        if doomed:
-            _plan_namespace(backend, space, doomed, plan)
+        # no pack is planned twice: its id is a digest that covers its namespace
+        packs_to_delete = sorted(bad & space.tables.keys())
+        if packs_to_delete:
+            _plan_namespace(backend, space, packs_to_delete, plan)
     return plan
 
 
 def _plan_namespace(
     backend: Backend,
     space: NamespacePacks,
-    doomed: Sequence[bytes],
+    packs_to_delete: Sequence[bytes],
     plan: RepairPlan,
 ) -> None:
     """Add the bad packs of one namespace to the plan, and the requests that name them."""
     name = space.namespace.hex()
-    for pack_id in doomed:
+    for pack_id in packs_to_delete:
         table = space.tables[pack_id]
         blocks = len(table.keys)
         payload_bytes = table.payload_length
@@ -546,7 +556,7 @@ def _plan_namespace(
         plan.blocks += blocks
         plan.stored_bytes += payload_bytes
     # planned as the repair does it, without a commit
-    for heads, batch in _shortenings(backend, space, doomed):
+    for heads, batch in _shortenings(backend, space, packs_to_delete):
         kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
         for head in heads:
             # the batch leaves out requests that keep no block

@@ -331,11 +331,11 @@ def _compared(source: Source, target: Backend | None) -> _Compared:
     return _Compared(held_requests, _lacking(source.packs, held_packs))
 
 
-def _lacking(packs: Packs, held: Packs) -> set[bytes]:
+def _lacking(packs: Packs, target_packs: Packs) -> set[bytes]:
     """Return the ids of the packs with keys that the packs of the target do not hold."""
     lacking = set()
     for pack, table in packs.tables.items():
-        if not held.hold(table.keys.unpack()):
+        if not target_packs.hold(table.keys.unpack()):
             lacking.add(pack)
     return lacking
 

@@ -34,21 +34,21 @@ def completions(
     :param command: the command that the first argument names; None: it names none.
     """
     words = _with_whole_urls(arguments)
-    begin = words[-1]
+    prefix = words[-1]
     # the name of a command is missing, is being completed, or is unknown
     if len(words) < 2 or command is None:
-        return [name for name in commands if name.startswith(begin)]
-    if begin.startswith("-"):
+        return [name for name in commands if name.startswith(prefix)]
+    if prefix.startswith("-"):
         # from the help: argparse has no public list of its options
         shown = command.parser(words[0]).format_help()
         names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
-        return [name for name in names if name.startswith(begin)]
-    named = [name for name in sorted(named_stores()) if name.startswith(begin)]
+        return [name for name in names if name.startswith(prefix)]
+    store_names = [name for name in sorted(named_stores()) if name.startswith(prefix)]
     if not _takes_request(command):
-        return named
+        return store_names
     # ids of requests need the store that they are in; before it is given, its name is completed
     store = store_of(words[1:-1])
-    return named if store is None else _requests(store, begin)
+    return store_names if store is None else _requests(store, prefix)
 
 
 def _with_whole_urls(arguments: Sequence[str]) -> list[str]:

@@ -64,6 +64,7 @@ def main() -> NoReturn:
         may_retry = attempt < _PID_ATTEMPTS - 1
         child = os.fork()
         if not child:
+            # ends the child
             _run_child(parent, previous_mask, may_retry=may_retry)
         code = _wait(child)
         # the next child has another PID

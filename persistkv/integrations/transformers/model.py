@@ -72,22 +72,25 @@ def load_model(
     if attn_implementation is not None:
         extra["attn_implementation"] = attn_implementation
     try:
-        saved = None
+        saved_config = None
         # a directory of adapters alone has no configuration of a model
         if not find_adapter_config_file(source):
-            saved = AutoConfig.from_pretrained(source)
+            saved_config = AutoConfig.from_pretrained(source)
         # the causal class would load the decoder alone
-        if saved is not None and saved.is_encoder_decoder:
-            raise UnsupportedModelError(_encoder_decoder(_saved_model_class(saved)))
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        if saved_config is not None and saved_config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                _encoder_decoder(_saved_model_class(saved_config))
+            )
+        model, loading_info = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **extra
         )
         directory = _checkpoint_directory(source)
     except (OSError, ValueError, KeyError) as error:
         raise _load_error(error, source, attn_implementation) from error
-    missing = sorted(loading["missing_keys"])
-    if missing:  # they would be random
-        name = _saved_model_class(saved or model.config)
+    missing = sorted(loading_info["missing_keys"])
+    # transformers gives missing weights random values
+    if missing:
+        name = _saved_model_class(saved_config or model.config)
         shown = ", ".join(missing[:_SHOWN_KEYS])
         raise UnsupportedModelError(
             f"{source} holds a {name} without {shown}: not a whole {type(model).__name__}"

@@ -191,7 +191,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     )
     yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
     # files of primary tiers that killed engines left
-    leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_left(path)]
+    leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_leftover(path)]
     found = "none"
     if leftovers:
         regions = render.count(len(leftovers), "region")
@@ -203,7 +203,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
     yield _passed("leftover regions", not leftovers, found, todo)
 
 
-def _is_left(path: Path) -> bool:
+def _is_leftover(path: Path) -> bool:
     """Return whether a killed engine left this primary tier's file: no process locks it. False if
     it cannot be read."""
     try:

@@ -375,10 +375,10 @@ def _places(
     wanted = set(chain.from_iterable(keys_by_group))
     places: dict[bytes, _BlockPlace] = {}
 
-    def note(tables: Iterable[PackTable]) -> None:
+    def add_places(tables: Iterable[PackTable]) -> None:
         """Add the wanted blocks of these packs to ``places``; the first pack of a block counts."""
         for table in tables:
-            # most packs hold nothing that is wanted: this test saves their frames
+            # most packs hold no wanted block: their frames need not be gone through
             if wanted.isdisjoint(table.keys.unpack()):
                 continue
             for placed in table.placed_frames():
@@ -386,12 +386,12 @@ def _places(
                 for key in wanted.intersection(placed.keys):
                     places.setdefault(key, place)
 
-    note(named)
+    add_places(named)
     # a block that was deleted and stored again is in another pack
     if len(places) < len(wanted):
         with no_collections():  # creates many objects that stay alive
             tables = backend.changes(namespace, None).added
-        note(tables)
+        add_places(tables)
     return places
 
 

@@ -159,17 +159,17 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
 
 def _explain(load: LoadView) -> str:
     """Return what became of the blocks of a request, in words."""
-    load_s = "an unknown time" if load.load_s is None else f"{load.load_s:.3f} s"
-    compute_s = "an unknown time"
-    if load.compute_s is not None:
-        compute_s = f"{load.compute_s:.3f} s"
+    load_time = _time_text(load.load_s)
+    compute_time = _time_text(load.compute_s)
     match load.reason:
         case "loaded":
-            return f"loaded in {load_s}; computing was expected to take {compute_s}"
+            return (
+                f"loaded in {load_time}; computing was expected to take {compute_time}"
+            )
         case "deadline":
             return (
-                f"the load was abandoned after {load_s} (deadline); computing was expected "
-                f"to take {compute_s}"
+                f"the load was abandoned after {load_time} (deadline); computing was expected "
+                f"to take {compute_time}"
             )
         case "refused":
             return (
@@ -178,9 +178,13 @@ def _explain(load: LoadView) -> str:
             )
         case _:
             return (
-                f"computed ({load.reason}): a load was expected to take {load_s}, computing "
-                f"{compute_s}"
+                f"computed ({load.reason}): a load was expected to take {load_time}, "
+                f"computing {compute_time}"
             )
+
+
+def _time_text(seconds: float | None) -> str:
+    return "an unknown time" if seconds is None else f"{seconds:.3f} s"
 
 
 def _difference_count(comparison: ComparisonView) -> int:

@@ -228,10 +228,11 @@ class CopyPlan:
         packs_of_requests: set[bytes] = set()
         for manifest in source.requests:
             is_held = manifest.id in comparison.held_requests
-            self._counted.requests_held += is_held
-            # the keys of a held request only tell which packs are no orphans
-            if is_held and not finds_orphans:
-                continue
+            if is_held:
+                self._counted.requests_held += 1
+                # the keys of a held request only tell which packs are no orphans
+                if not finds_orphans:
+                    continue
             keys = source.keys(manifest.id)
             packs_of_requests |= source.packs.holding(all_keys(keys))
             if not is_held:

@@ -145,7 +145,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
     :raises UnknownCodecError: the frames cannot be decoded by this release.
     """
     table = piece.table
-    block = piece.first_block
+    first_block = piece.first_block
     keys = table.keys.unpack()
     # checked with the first piece only, because the id covers the table and no frames
     if piece.first_frame == 0 and not seal.is_id_of(table):
@@ -156,13 +156,14 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         )
     frame_seal = seal.of_pack(table)
     for number, frame in enumerate(piece.frames, piece.first_frame):
-        own_keys = keys[block : block + frame.block_count]
-        block += frame.block_count
+        next_block = first_block + frame.block_count
+        frame_keys = keys[first_block:next_block]
+        first_block = next_block
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
         stored = found[begin:end]
         try:
-            frame_seal.open(PlacedFrame(number, frame, own_keys), [stored])
+            frame_seal.open(PlacedFrame(number, frame, frame_keys), [stored])
         except CorruptPackError as error:
             problem = Problem.PAYLOAD
             yield _defect(table, problem, str(error), frame.group, frame.offset)

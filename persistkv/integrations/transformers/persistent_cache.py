@@ -155,7 +155,8 @@ class ForwardRecord:
         is_passed = any(value is cache for value in (*args, *options.values()))
         if cache is None or not is_passed:
             return
-        input_ids = options.get("input_ids", args[0] if args else None)
+        first_argument = args[0] if args else None
+        input_ids = options.get("input_ids", first_argument)
         # Embeddings and batches stay unseen; the cache itself refuses batches.
         if input_ids is None or input_ids.shape[0] != 1:
             return

@@ -245,6 +245,7 @@ class _PlainFile(PlainMedium):
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, buffers))
+        # a disk that becomes full makes the write shorter, without an error
         if os.pwritev(self._file, buffers, self._end) != num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fdatasync(self._file)

@@ -406,18 +406,18 @@ def _sharers(
     :param others: ids of the requests to compare with.
     :param keys_by_group: keys of the request, one list for each KV cache group.
     """
-    own_keys = [frozenset(keys) for keys in keys_by_group]
+    request_keys = [frozenset(keys) for keys in keys_by_group]
     sharers: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
         # None: its keys were deleted meanwhile, or are damaged
         if groups is None:
             continue
-        for own, packed in zip(own_keys, groups, strict=False):
+        for group_keys, packed in zip(request_keys, groups, strict=False):
             other_keys = packed.unpack()
-            # most requests share nothing: this test halves the time
-            if own.isdisjoint(other_keys):
+            # most requests share nothing, which is found in half the time of an intersection
+            if group_keys.isdisjoint(other_keys):
                 continue
-            for key in own.intersection(other_keys):
+            for key in group_keys.intersection(other_keys):
                 sharers.setdefault(key, []).append(other)
     return sharers
 

@@ -247,15 +247,16 @@ def _compare_namespaces_of(
     if looks_like_store(against):
         named = _namespaces_of(against)
     else:
-        otherwise = ", nor does a model's directory or a store of this name"
-        named = chosen_namespaces(backend, against, otherwise)
+        error_end = ", nor does a model's directory or a store of this name"
+        named = chosen_namespaces(backend, against, error_end)
         # a namespace is not compared with itself
         others = [space for space in chosen if space not in named]
     if not others:
         return []
     by_namespace = []
-    for own in named:
-        by_namespace.append([compare_namespaces(own, other) for other in others])
+    for namespace in named:
+        comparisons = [compare_namespaces(namespace, other) for other in others]
+        by_namespace.append(comparisons)
     return by_namespace
 
 

@@ -178,20 +178,22 @@ def _consequences(
     """Return the effects of a change of the policy: evictions, expiry, and a lack of disk
     space."""
     stats = backend.stats()
-    # negative: the store is above the new capacity
-    grows = 0 if after.capacity is None else after.capacity - stats.disk_bytes
+    # by how much the store can grow; negative: it is above the new capacity
+    growth_bytes = 0
+    if after.capacity is not None:
+        growth_bytes = after.capacity - stats.disk_bytes
     location = Path(StoreUrl.parse(url).location)
     missing = 0
     # only the room of a local disk can be measured
     if after.capacity != before.capacity and location.is_dir():
         disk = shutil.disk_usage(location)
-        missing = max(0, grows - disk.free)
+        missing = max(0, growth_bytes - disk.free)
     expiring = 0
     if after.ttl_s not in (None, before.ttl_s):
         expiring = _expiring(backend, after)
     return Consequences(
         disk_bytes=stats.disk_bytes,
-        evicted_bytes=max(0, -grows),
+        evicted_bytes=max(0, -growth_bytes),
         quota_bytes=_above_quotas(backend, after),
         expiring_requests=expiring,
         requests=stats.requests,

@@ -637,8 +637,8 @@ def _shorten_requests(
     for heads, batch in _shortenings(backend, space, [pack_id]):
         shorter = {(name, write.manifest.id) for write in batch.manifests}
         if shorter:
-            # ``seen`` is the last own commit: only changes by others make this one stale, which
-            # then has no effect
+            # The cursor is that of this repair's last commit: only changes by other processes make
+            # the commit stale, and then it has no effect.
             result = backend.commit(name, replace(batch, seen=cursor))
             if result.stale:
                 return None

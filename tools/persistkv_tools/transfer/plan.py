@@ -298,12 +298,12 @@ class CopyPlan:
             if to_copy is None:  # the target holds it, or it cannot be copied
                 continue
             of_request = {(namespace, pack) for pack in to_copy.packs}
-            packs = of_request - counted
-            tables = [self.tables[pack] for pack in packs]
+            new_packs = of_request - counted
+            tables = [self.tables[pack] for pack in new_packs]
             free_bytes -= _store_bytes([to_copy], tables)
             if free_bytes < 0:
                 return num_newer
-            counted |= packs
+            counted |= new_packs
         return len(newest_first)
 
 

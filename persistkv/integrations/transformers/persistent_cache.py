@@ -322,7 +322,8 @@ class PersistentCache(RequestCache):
             )
             store.end_request(end)
             store.flush()
-            is_whole = dict(store.take_report().persisted)[request]
+            is_whole_by_request = dict(store.take_report().persisted)
+            is_whole = is_whole_by_request[request]
             if not is_whole and not self._lacks_only_uncached(store, group_keys):
                 raise StoreError(f"{self._url}: not the whole context could be stored")
             self._save_prefill(store)
@@ -399,7 +400,8 @@ class PersistentCache(RequestCache):
                 "cache", problem, "the same number of tokens in all layers"
             )
         self._record.check()
-        num_tokens = min(len(tokens), *lengths)
+        (cache_length,) = lengths
+        num_tokens = min(len(tokens), cache_length)
         computed = self._record.tokens(num_tokens)
         for position in range(num_tokens):
             if tokens[position] != computed[position]:
@@ -464,7 +466,8 @@ class PersistentCache(RequestCache):
         stride = row_stride_bytes(1, max(self._block_bytes))
         groups = map(GroupLayout.of_bytes, self._block_bytes)
         layout = RowLayout(stride, tuple(groups))
-        num_bytes = max(1, _ROWS_BYTES // stride) * stride
+        num_rows = max(1, _ROWS_BYTES // stride)
+        num_bytes = num_rows * stride
         staging_bytes = max(StoreOptions().staging_bytes, BLOCKS_STAGED * stride)
         options = StoreOptions(codec=codec, staging_bytes=staging_bytes)
         memory = memoryview(huge_memory(num_bytes))[:num_bytes]

@@ -410,11 +410,11 @@ def _space(location: Path, held: int, capacity: int | None) -> Check:
     """Check whether the disk has room for a store that grows up to its capacity."""
     disk = shutil.disk_usage(location)
     # negative: the store is above its capacity, and shrinks
-    grows = 0 if capacity is None else capacity - held
-    fits = grows <= disk.free
+    growth_bytes = 0 if capacity is None else capacity - held
+    fits = growth_bytes <= disk.free
     found = f"{render.format_size(disk.free)} free"
     if not fits:
-        found += f", and the store may grow by {render.format_size(grows)}"
+        found += f", and the store may grow by {render.format_size(growth_bytes)}"
     todo = "a full disk evicts content early: make room, or lower the capacity (persistkv set)"
     return _passed("free disk", fits, found, todo)
 

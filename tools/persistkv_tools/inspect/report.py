@@ -232,9 +232,9 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         if keys is None:
             continue
         seen = keys_seen.setdefault(namespace, set())
-        own_keys = all_keys(keys)
-        num_found = sum(key in seen for key in own_keys)
-        seen.update(own_keys)
+        request_keys = all_keys(keys)
+        num_found = sum(key in seen for key in request_keys)
+        seen.update(request_keys)
         number = int((request.manifest.created - first) / length)
         # divisions are rounded: the last request might be beyond the last interval
         period = periods[min(number, len(periods) - 1)]

@@ -330,7 +330,7 @@ def show_context(
     keys = found.keys(backend)
     keys_by_group = [group.unpack() for group in keys]
     catalogue = backend.catalogue(namespace)
-    # the packs that it names are nearly always those that hold its blocks
+    # the packs that the manifest names nearly always hold the blocks of the request
     named_packs = catalogue.chain(manifest.id) or []
     named_tables = backend.tables(namespace, named_packs)
     places = _places(backend, namespace, named_tables, keys_by_group)
@@ -344,7 +344,8 @@ def show_context(
         groups.append(_group_view(group, group_keys, places, key_limit))
     num_shared = 0
     for key in chain.from_iterable(keys_by_group):
-        num_shared += key in sharers
+        if key in sharers:
+            num_shared += 1
     # Sorted by age. A later request with the same context counts as a hit of the oldest copy alone:
     # its hits are those of all copies.
     copies = found.copies(backend)

@@ -117,16 +117,16 @@ def why(
         raise SystemExit(1)
 
 
-def _print_all(comparisons: Sequence[ComparisonView], otherwise: str) -> None:
+def _print_all(comparisons: Sequence[ComparisonView], store_content: str) -> None:
     """Print the comparisons.
 
-    :param otherwise: beginning of the text that is printed if there are none.
+    :param store_content: what the store has, for the text that is printed if there are none.
     """
     for comparison in comparisons:
         _print(comparison)
     if not comparisons:
         advice = "Name a model or another store with --against"
-        render.say(f"{otherwise}: nothing to compare. {advice}")
+        render.say(f"{store_content}: nothing to compare. {advice}")
 
 
 def _why_request(url: str, request: str, *, json: bool) -> None:

@@ -419,9 +419,9 @@ class Prune:
         days_seen: set[date] = set()
         for number, chosen in enumerate(newest_first):
             day = date.fromtimestamp(chosen.created)
-            is_newest_of_day = day not in days_seen and len(days_seen) < days
+            is_kept_for_its_day = day not in days_seen and len(days_seen) < days
             days_seen.add(day)
-            if number < last or is_newest_of_day:
+            if number < last or is_kept_for_its_day:
                 chosen.keep()
 
     def _shrink_to(self, stored_bytes: int) -> None:

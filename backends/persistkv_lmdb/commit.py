@@ -719,7 +719,7 @@ class BatchCommit:
         """
         for pack_id in self._shared(self._batch.deletions, shared_by):
             self._drop_manifests_of(pack_id, keep_later=False)
-        # engines store the blocks of a damaged pack again, and then find those after it
+        # engines store the blocks of a bad pack again, and then find those after it
         for pack_id in self._shared(self._batch.bad, shared_by):
             self._drop_manifests_of(pack_id, keep_later=True)
 

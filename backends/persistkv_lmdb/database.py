@@ -46,10 +46,10 @@ MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
 # 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
 CATALOGUE_AHEAD = 2 << 20
 _CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-_GROWTH_SHARE = (
-    256  # ``data.mdb`` grows by at most 1/256 of the capacity in one transaction
-)
-_SMALL_GROWTH_SHARE = 32  # and by at most 1/32 in a store of less than 32 MiB
+# One transaction lets ``data.mdb`` grow by at most 1/256 of the capacity: by no more than 64 MiB,
+# but by 1 MiB in a store of less than 256 MiB, and by 1/32 in one of less than 32 MiB.
+_GROWTH_SHARE = 256
+_SMALL_GROWTH_SHARE = 32
 _LEAST_GROWTH = 1 << 20  # 1 MiB
 _MOST_GROWTH = 64 << 20  # 64 MiB
 # Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB.

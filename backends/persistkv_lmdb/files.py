@@ -484,8 +484,7 @@ class WriterLock:
         if not self._threads.acquire(timeout=patience_s):
             raise self._busy("another thread of this process", patience_s)
         try:
-            is_outermost = self._depth == 0
-            if is_outermost:
+            if self._depth == 0:
                 with translated_io(self._file.parent):
                     self._lock(deadline, patience_s)
             self._depth += 1
@@ -495,7 +494,7 @@ class WriterLock:
                 yield
             finally:
                 self._depth -= 1
-                if is_outermost:
+                if self._depth == 0:
                     flock(self._fd, LOCK_UN)
         finally:
             self._threads.release()

@@ -129,7 +129,7 @@ class Guard:
             is_alone = self._locked(fcntl.LOCK_EX)
             if is_alone:
                 self._open_alone(open_environment)
-                # an interrupted commit is durable now, or its catalogue was quarantined
+                # the opening has made an interrupted commit durable, or quarantined its catalogue
                 self.lock.mark(begun=False)
             else:
                 # no check: others have it open, and may write meanwhile

@@ -321,9 +321,9 @@ class BotoClient(Transport):
     def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
         """See ``Transport.setting``."""
         try:
-            # boto3 has a method for each operation
-            operation = getattr(self._client, name)
             with self._request("GET", name, deadline):
+                # boto3 has a method for each operation; an old release may lack this one
+                operation = getattr(self._client, name)
                 return dict(operation(**self._target))
         except S3Error as error:
             # some settings that were never set are errors of S3

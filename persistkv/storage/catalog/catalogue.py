@@ -272,7 +272,7 @@ def _changes_since(
     of them, or one does not read."""
     # distinct names, in order: a pack can be added, removed and added again, and is then in both
     added: dict[bytes, None] = {}
-    # pack id → fingerprints of its keys, which are the same at each removal
+    # pack id → fingerprints of its keys; empty if the table was damaged at the first removal
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))

@@ -219,7 +219,7 @@ class ProcessHost(Host):
         self._reap_spawner()
 
     def wait(self, timeout_s: float) -> bool:
-        """See ``Host.wait``. A process without a pidfd accesses no row: it was sent no message."""
+        """See ``Host.wait``. A process without a pidfd accesses no row: it has read no message."""
         if self._pidfd is None:
             self._reap_spawner()
             return True

@@ -223,8 +223,8 @@ class Deleter:
         *,
         is_checked: bool,
     ) -> bool:
-        """Replace packs as ``_replace`` does. Return True if they are deleted, by this process or
-        another one; False: the check failed, and they may still be held.
+        """Replace packs as ``_replace`` does. Return True if this process has deleted them, or
+        another one has deleted one of them; False: the check failed, and they may still be held.
 
         :param replaced: as for ``_manifests_without``.
         :param is_checked: whether the backend refuses to delete the packs if another process has

@@ -169,7 +169,7 @@ class ReadPlan(NamedTuple):
     parts: list[list[FrameRead]]
     """Frames that hold the keys, in parts to be read concurrently."""
     missing: list[bytes]
-    """Keys that no pack holds, or whose blocks have another size than those of the rows."""
+    """Distinct keys that no pack holds, or whose blocks differ in size from those of the rows."""
 
 
 def plan_reads(
@@ -194,10 +194,10 @@ def plan_reads(
     :param is_timed: whether the load has a deadline: then a remote store streams all frames.
     """
     rows_of: dict[HeldPack, dict[bytes, int]] = {}
-    missing: list[bytes] = []
+    missing: dict[bytes, None] = {}  # distinct: a job may name a key twice
     for pack, key, row in zip(holders, keys, block_ids, strict=True):
         if pack is None:
-            missing.append(key)
+            missing[key] = None
         else:
             rows_of.setdefault(pack, {})[key] = row
     block_bytes = [group.block_bytes for group in rows.layout.groups]
@@ -209,12 +209,12 @@ def plan_reads(
             if sizes.get(read.frame.group) == read.frame.block_bytes:
                 reads.append(read)
             else:
-                missing += read.wanted
+                missing.update(dict.fromkeys(read.wanted))
     if remote:
         parts = _remote_parts(reads, part_bytes, scratch_bytes, is_timed=is_timed)
     else:
         parts = list(_parts(reads, part_bytes, scratch_bytes))
-    return ReadPlan(parts, missing)
+    return ReadPlan(parts, list(missing))
 
 
 def _remote_parts(

@@ -318,9 +318,9 @@ class NamespaceView:
             # events and collisions need full keys, which take time to unpack
             if self._announced is not None or self._collisions:
                 keys = table.keys.unpack()
-                self._announce(table, keys)
                 stored_now = [key for key in keys if key in self._collisions]
                 self._set_collisions(stored_now, collided=False)
+                self._announce(table, keys)
         # after the reports, which name only keys that the index lacks
         self.index.add(tables)
 

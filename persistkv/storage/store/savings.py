@@ -281,8 +281,9 @@ def _final_sources(backend: Backend, last_day: int) -> dict[str, list[str]]:
 def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool:
     """Write the sum of the sources into a note, unless it exists. Return whether it exists now;
     False: the sum is not known, so the sources must stay."""
-    # an existing sum includes all sources of its day: it was written before the first of them was
-    # deleted, and when no further ones could begin
+    # An existing sum includes all sources of its day: it was written before the first of them was
+    # deleted, and when no further ones could begin. Only a source that its engine could not write
+    # for two days may come later; it is not counted.
     if backend.note(STORE, sum_name) is not None:
         return True
     contents = list(backend.notes(STORE, sources))

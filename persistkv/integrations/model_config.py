@@ -58,7 +58,8 @@ def plain(value: Any) -> Any:
         items = map(plain, value)
         return sorted(items, key=json.dumps)
     # JSON has neither infinity nor NaN
-    is_json = isinstance(value, _JSON_TYPES)
-    if isinstance(value, float):
-        is_json = math.isfinite(value)
-    return value if is_json else str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, _JSON_TYPES):
+        return value
+    return str(value)

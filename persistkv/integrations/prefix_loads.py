@@ -34,7 +34,7 @@ class _RunningLoad:
     began: float
     late_at: float
     """Time from which on it counts as hung."""
-    is_late: bool = False
+    is_reported: bool = False
     """Whether it was reported to ``LoadTimes`` as hung, while it was still in progress."""
 
 
@@ -104,10 +104,10 @@ class PrefixLoads:
             self._end_late()
             # the prefix is one run that begins at token 0: it is loaded whole or not at all
             decision = self._chooser.choose([run], 0)
-            is_worth = decision.num_runs > 0
-            if not is_worth:
+            is_loaded = decision.num_runs > 0
+            if not is_loaded:
                 self.num_declined += 1
-        return is_worth
+        return is_loaded
 
     def begin_load(self, num_bytes: int) -> int:
         """Begin a load of so many bytes; return its number, for ``end_load``."""
@@ -128,12 +128,11 @@ class PrefixLoads:
         with self._lock:
             load = self._running.pop(number)
             seconds = self._clock() - load.began
-            # A load that hung was reported by ``_end_late`` already. If it has brought bytes in the
-            # end, these are a sample of their own.
-            if not load.is_late:
-                is_late = not loaded_bytes and seconds >= self._stalled_s
-                self._times.end(number, loaded_bytes, seconds, is_late=is_late)
+            if not load.is_reported:
+                has_hung = not loaded_bytes and seconds >= self._stalled_s
+                self._times.end(number, loaded_bytes, seconds, is_late=has_hung)
             elif loaded_bytes:
+                # ``LoadTimes`` has ended the load when it hung: its bytes are a sample of their own
                 self._times.observe(loaded_bytes, seconds)
             # a load shows more than a probe, so the next probe can wait
             if loaded_bytes:
@@ -145,11 +144,11 @@ class PrefixLoads:
         bytes."""
         now = self._clock()
         for number, load in self._running.items():
-            if load.is_late or now < load.late_at:
+            if load.is_reported or now < load.late_at:
                 continue
-            load.is_late = True
+            load.is_reported = True
             seconds = now - load.began
-            self._times.end(number, 0, seconds, is_late=True)
+            self._times.end(number, loaded_bytes=0, seconds=seconds, is_late=True)
 
     def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
         """Read a block of a declined prefix in the background, if it is time for that. Ignored

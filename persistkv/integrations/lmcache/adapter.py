@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -270,15 +271,15 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def delete(self, keys: ObjectKeys) -> None:
         """Delete objects, except those that are locked. Waits; failures are logged."""
-        encoded: dict[str, list[bytes]] = {}  # by model
+        keys_by_model: dict[str, list[bytes]] = defaultdict(list)
         for key in keys:
-            if self._leases.is_locked(key):
-                continue
-            of_model = encoded.setdefault(key.model_name, [])
-            of_model.append(encode_key(key))
-        for model_name, of_model in encoded.items():
+            if not self._leases.is_locked(key):
+                keys_by_model[key.model_name].append(encode_key(key))
+        # the layout of a key is not known, so any store of its model may hold it
+        for model_name, encoded_keys in keys_by_model.items():
             for store in self._stores.of_model(model_name):
-                self._delete_from(store, of_model)
+                self._delete_from(store, encoded_keys)
+        # LMCache hears of the deletions now, not with the announcer's next tick
         self._announcer.announce()
 
     def _delete_from(self, store: BlockStore, keys: Sequence[bytes]) -> None:

@@ -147,14 +147,14 @@ def _changes(store: BlockStore) -> _Changes:
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     """Return the content of a store as changes of an empty one. Later events begin after them."""
-    # dropped: the list that follows contains what these events report
+    # earlier events are taken and dropped: the list that follows contains what they report
     _changes(store)
     listed = _held(store, list_timeout_s)
-    # Events during the listing: a block that was stored meanwhile may also be in the list, and is
-    # announced once. A removal is announced only for a key that is announced as stored before it.
-    changes = _changes(store)
-    stored = dict.fromkeys([*listed, *changes.stored])
-    removed = [key for key in changes.removed if key in stored]
+    meanwhile = _changes(store)
+    # a block that was stored during the listing may also be in the list: it is announced once
+    stored = dict.fromkeys([*listed, *meanwhile.stored])
+    # a removal is announced only for a key that is announced as stored before it
+    removed = [key for key in meanwhile.removed if key in stored]
     return _Changes(list(stored), removed)
 
 

@@ -16,7 +16,7 @@ class _Found(NamedTuple):
     """A key that a lookup has found in the store of a part."""
 
     part: Part
-    number: int
+    key_index: int
     """Index of the key in the part."""
 
     @property
@@ -62,18 +62,20 @@ class ObjectLoads:
         found = _found(parts, results)
         if not found:
             return list(results)
-        # Ranks and object groups have an object each of the same tokens, which count once.
+        # Each rank and each object group has an object of a chunk. The bytes of all of them are
+        # loaded, but the chunk's tokens are computed once.
         chunk_hashes = set()
         num_bytes = 0
         for position, held in found.items():
             chunk_hashes.add(keys[position].chunk_hash)
             num_bytes += held.layout.num_bytes
-        # the objects of a chunk differ in bytes, but all have its tokens, whichever layout is taken
-        first = next(iter(found.values()))
-        num_tokens = len(chunk_hashes) * _tokens_of(first.layout)
+        # whatever its layout, an object has the tokens of one chunk
+        any_held = next(iter(found.values()))
+        num_tokens = len(chunk_hashes) * _tokens_of(any_held.layout)
+        # without a known number of tokens, nothing can be compared: the objects are loaded
         if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
             return list(results)
-        self._probe(first)
+        self._probe(any_held)
         return [False] * len(results)
 
     def _probe(self, held: _Found) -> None:
@@ -81,7 +83,7 @@ class ObjectLoads:
         fast again."""
         store = self._stores.get(held.part.place)
         if store is not None:
-            key = held.part.keys[held.number]
+            key = held.part.keys[held.key_index]
             self._loads.probe(store, key, held.layout.num_bytes)
 
     def begin(self, task: int, sizes: Sequence[int]) -> None:
@@ -113,10 +115,10 @@ def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found
     """Return the held keys of a lookup by their position."""
     found: dict[int, _Found] = {}
     for part in parts:
-        for number, position in enumerate(part.positions):
-            # LMCache may not give the layout: then several stores may hold the key
+        for index, position in enumerate(part.positions):
+            # a key without a known layout is in the parts of several stores: the first one counts
             if results[position]:
-                found.setdefault(position, _Found(part, number))
+                found.setdefault(position, _Found(part, index))
     return found
 
 

@@ -162,18 +162,23 @@ class LayoutStores:
             logger.error("the store cannot be read yet: %s", error)
             return
         for identity in identities:
-            place = self._place_of(BlockIdentity.decode(identity))
+            decoded = BlockIdentity.decode(identity)
+            if decoded is None:
+                continue
+            block_identity, group_bytes = decoded
+            place = self._place_of(block_identity, group_bytes)
             if place is not None:
                 self.open(place)
 
     def _place_of(
         self,
-        decoded: tuple[BlockIdentity, list[int]] | None,
+        identity: BlockIdentity,
+        group_bytes: Sequence[int],
     ) -> Place | None:
-        """Return the place of a namespace; None if it is not this adapter's."""
-        if decoded is None:
-            return None
-        identity, block_bytes = decoded
+        """Return the place of a namespace; None if it is not this adapter's.
+
+        :param group_bytes: bytes of a block of each KV cache group.
+        """
         more = identity.more
         if identity.engine != _ENGINE or more.get("model") not in self._weights:
             return None
@@ -181,11 +186,13 @@ class LayoutStores:
         shapes = tuple(tuple(shape) for shape in listed_shapes)
         dtypes = tuple(more.get("dtypes", []))
         # the adapter's namespaces have one KV cache group, whose blocks are the objects
-        object_bytes = block_bytes[0]
+        object_bytes = group_bytes[0]
         layout = ObjectLayout(shapes, dtypes, object_bytes)
         place = Place(more["model"], layout)
-        # other weights, releases and engines have other identities
-        return place if self._identity(place) == identity else None
+        # namespaces of other weights, releases or engines have another identity than this place
+        if self._identity(place) != identity:
+            return None
+        return place
 
     def close(self) -> bool:
         """Close all open stores; return whether none of them hung. One that is being opened now is

@@ -85,11 +85,12 @@ class TaskQueue:
 
     def fail(self, task: int) -> None:
         """End a part without success."""
-        # a call that has ended without results, so that LMCache is woken as after any other
+        # as a call without keys that has ended: LMCache is woken as after any other part
         number = self._completions.new_number()
-        ended = Completion(number, [])
+        call = _Started(task, positions=[])
+        ended = Completion(number, results=[])
         with self._lock:
-            self._started[number] = _Started(task, [])
+            self._started[number] = call
             self._completions.add(ended)
 
     def take(self) -> dict[int, list[bool]]:

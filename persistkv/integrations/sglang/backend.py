@@ -169,9 +169,13 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
                 lengths = self._restorable(name, found_keys, transfer)
                 hits[name] = max(lengths, default=0)
                 restorable &= lengths
-        hits = {name: pages for name, pages in hits.items() if pages}
-        longest = max(restorable, default=0)
-        return PoolTransferResult(longest, hits, sorted(restorable))
+        # SGLang takes a pool that is not named for one without hits
+        nonzero_hits = {name: pages for name, pages in hits.items() if pages}
+        return PoolTransferResult(
+            kv_hit_pages=max(restorable, default=0),
+            extra_pool_hit_pages=nonzero_hits,
+            restorable_prefix_pages=sorted(restorable),
+        )
 
     def _block_group_pages(self, name: str, transfer: Any) -> int:
         """Return how many pages the leading groups of a pool cover."""

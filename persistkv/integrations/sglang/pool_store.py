@@ -172,6 +172,7 @@ class PoolStore:
 
         begin = time.monotonic()
         wanted_bytes = len(keys) * self._page_bytes
+        # its time counts in the decisions about later loads
         load = self._loads.begin_load(wanted_bytes)
         try:
             found = self._call(keys, get)
@@ -180,10 +181,10 @@ class PoolStore:
             self._loads.end_load(load, loaded_bytes=0)
             raise
         num_pages = sum(found)
-        num_bytes = num_pages * self._page_bytes
-        self._loads.end_load(load, num_bytes)
+        loaded_bytes = num_pages * self._page_bytes
+        self._loads.end_load(load, loaded_bytes)
         seconds = time.monotonic() - begin
-        self._transfers.read(num_pages, num_bytes, seconds)
+        self._transfers.read(num_pages, loaded_bytes, seconds)
         return found
 
     def _put(

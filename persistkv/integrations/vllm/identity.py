@@ -211,13 +211,13 @@ def _are_heads_first(offloading: Any) -> bool:
     """Return whether heads come before all other dimensions of a block, so that the workers' bytes
     follow each other."""
     # vLLM names the order of the dimensions: L layers, B blocks, H heads, N tokens
-    order = getattr(offloading, "kv_cache_layout", None)
-    if order is None:
+    layout = getattr(offloading, "kv_cache_layout", None)
+    if layout is None:
         return False
-    # a dimension with one element does not affect the order of the bytes: the one block here
-    order = str(order).replace("B", "")
+    # Dimensions with one element do not affect the order of the bytes. The rows here have one
+    # block, and may have one layer.
+    order = str(layout).replace("B", "")
     num_layers = sum(len(group.layer_names) for group in offloading.groups)
-    # and an only layer
     if num_layers == 1:
         order = order.removeprefix("L")
     return order.startswith("H")
@@ -327,8 +327,8 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     if name is not None:
         return f"named:{name}"
     # an enumeration in some releases, a text in others
-    load_format = load.load_format
-    load_format = str(getattr(load_format, "value", load_format))
+    given_format = load.load_format
+    load_format = str(getattr(given_format, "value", given_format))
     # random weights, which the seed determines
     if load_format == "dummy":
         return f"dummy:{getattr(model, 'seed', None)}"

@@ -93,17 +93,18 @@ class StepMeter:
             a request of an earlier step continues.
         """
         now = self._clock()
-        # the step before the last one, all of whose chunks were stored by now
-        measured_s = self._step_s
-        computed = list(self._computed.values())
+        # all chunks of the step before the last one were stored by now
+        stored_step_s = self._step_s
+        stored_tokens = list(self._computed.values())
         self._computed = {}
-        # the last step, whose chunks follow
-        self._step_s = None
+        # the chunks of the last step are stored from now on
+        last_step_s = None
         if is_busy and self._ended_at is not None:
-            self._step_s = now - self._ended_at
+            last_step_s = now - self._ended_at
+        self._step_s = last_step_s
         self._ended_at = now
-        if measured_s is not None and computed:
-            self._observe(computed, measured_s)
+        if stored_step_s is not None and stored_tokens:
+            self._observe(stored_tokens, stored_step_s)
 
     def _observe(self, computed: Sequence[range], step_s: float) -> None:
         """Learn from one step, in which only these tokens were computed; ignore steps that were
@@ -161,11 +162,10 @@ class WaitingChunks:
         self._hash_tokens = hash_tokens
         self._first = first_end // chunk_tokens - 1
         """Index, among the request's chunks of this group, of the first one to load."""
-        # the engine computes the last token in any case; the first chunk always counts, because
-        # vLLM asks for it
-        most_tokens = max(first_end, request.num_tokens - 1)
-        num_chunks = most_tokens // chunk_tokens
-        self._following = range(self._first + 1, num_chunks)
+        # the engine computes the last token in any case, so no chunk with it follows
+        loadable_tokens = request.num_tokens - 1
+        num_loadable = loadable_tokens // chunk_tokens
+        self._following = range(self._first + 1, num_loadable)
         """Indices of the chunks after the first one that may be loaded with it."""
 
     def key_at(self, number: int) -> OffloadKey:
@@ -182,7 +182,8 @@ class WaitingChunks:
         return tenant_key(self._tenant, key)
 
     def num_held(self, tier: PersistentTier) -> int:
-        """Return how many chunks in a row a tier holds, from the first one on, which it holds."""
+        """Return how many chunks in a row a tier holds. It holds the first one, as the caller
+        knows."""
 
         def is_missing(chunk: int) -> bool:
             return not tier.holds(self._key_of(chunk))
@@ -193,8 +194,8 @@ class WaitingChunks:
         return 1 + num_following
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
-        """Return the keys of at most ``most`` chunks in a row that a tier holds, from the first one
-        on, which it holds."""
+        """Return the keys of at most ``most`` chunks in a row that a tier holds. It holds the first
+        one, as the caller knows."""
         keys = [self.key_at(0)]
         for chunk in self._following[: most - 1]:
             key = self._key_of(chunk)
@@ -231,7 +232,7 @@ class StoreLoads:
         key: OffloadKey,
         end: int,
     ) -> WaitingChunks:
-        """Return the chunks of a request from one on.
+        """Return a request's chunks that may be loaded, from the one with this key on.
 
         :param request: vLLM's ``Request``.
         :param tenant: tenant whose request it is; None: it names none.
@@ -312,10 +313,12 @@ def group_windows(offloading: Any, kv_cache_config: Any) -> tuple[int | None, ..
 
 
 def _window_of(spec: Any) -> int | None:
-    """Return the tokens at the end of a prefix whose chunks a load needs; None: all."""
+    """Return how many of a prefix's last tokens the engine needs to continue after it; None:
+    all."""
     kind = type(spec).__name__
+    # a state-space model: it needs the state after the last token
     if kind.startswith("Mamba"):
-        return 1  # the state after the last token
+        return 1
     for prefix, field in _WINDOW_FIELDS:
         if kind.startswith(prefix):
             return int(getattr(spec, field))

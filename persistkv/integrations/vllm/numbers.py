@@ -160,7 +160,7 @@ def _vectors(
         # the keys of all tokens, then the values of all tokens, which are as long (``_is_plain``)
         vector_length = key_length
         token_bytes = key_length * number_bytes
-        kinds = (2, tokens * token_bytes)
+        vectors_of_token = (2, tokens * token_bytes)
     else:
         # The key of a token is followed by its value. They may differ in length: both are divided
         # into vectors of their greatest common divisor. MLA has a latent vector instead of a key,
@@ -168,12 +168,12 @@ def _vectors(
         vector_length = gcd(key_length, value_length or _LATENT_PART)
         token_bytes = strides["N"]
         num_vectors = (key_length + value_length) // vector_length
-        kinds = (num_vectors, vector_length * number_bytes)
+        vectors_of_token = (num_vectors, vector_length * number_bytes)
     layers = (len(group.layer_names), strides["L"])
     heads_of_layer = (heads, strides["H"])
     return VectorLayout(
         offset=0,
-        cells=(workers, layers, heads_of_layer, kinds),
+        cells=(workers, layers, heads_of_layer, vectors_of_token),
         tokens=((blocks, strides["B"]), (tokens, token_bytes)),
         length=vector_length,
     )

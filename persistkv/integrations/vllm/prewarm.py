@@ -92,7 +92,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         """The request in whose name a context is being promoted; None: no context is."""
         self._keys: list[OffloadKey] = []
         """Keys of the context's chunks that are not promoted yet."""
-        self._gives_up = 0.0
+        self._gives_up_at = 0.0
         """Monotonic time at which the promotion of the context is given up."""
         self._passed_over: list[JobResult] = []
         """Results of store jobs, which have stored nothing, for the next ``get_finished_jobs``."""
@@ -105,16 +105,18 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         """
         if self._context is None:
             self._begin_context(parent)
+        # there is no context to promote
         if self._context is None:
             return
-        # Each lookup queues the promotion of a chunk, or tells whether it has ended.
+        # the first lookup of a chunk queues its promotion, later ones tell whether it has ended
         promoting = []
         for key in self._keys:
             result = parent.lookup(key, self._context)
             if result in _ON_ITS_WAY:
                 promoting.append(key)
         self._keys = promoting
-        if not self._keys or time.monotonic() > self._gives_up:
+        is_overdue = time.monotonic() > self._gives_up_at
+        if not self._keys or is_overdue:
             parent.on_request_finished(self._context)
             self._context = None
 
@@ -130,7 +132,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         parameters = {REQUEST_PARAMETER: {"tenant": found.tenant}}
         self._context = ReqContext(req_id, parameters)
         self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
-        self._gives_up = time.monotonic() + _PATIENCE_S
+        self._gives_up_at = time.monotonic() + _PATIENCE_S
         parent.on_new_request(self._context)
 
     def has_pending_work(self) -> bool:

@@ -132,11 +132,13 @@ def _open(part: _Part, *, may_be_longer: bool) -> int | None:
         except OSError:
             continue
         status = os.fstat(fd)
-        has_size = status.st_size == part.num_bytes
+        # another file may have the path by now
+        is_wanted = _file_id(status) == wanted
         if may_be_longer:
             has_size = status.st_size >= part.num_bytes
-        # another file may have the path by now
-        if has_size and _file_id(status) == wanted:
+        else:
+            has_size = status.st_size == part.num_bytes
+        if is_wanted and has_size:
             return fd
         os.close(fd)
     return None
@@ -149,7 +151,7 @@ def map_huge_pages(rows: memoryview) -> None:
     The store's process also requests huge pages, but later. The kernel would then move the rows and
     drop them from the page tables of all processes, and the engine's next copy to each small page
     would take a fault of some microseconds. If the rows are in huge pages by then, nothing is
-    moved. They may be used during the call; no byte changes. Rows that are not mapped from whole
+    moved. The rows may be read and written during the call. Rows that are not mapped from whole
     files stay as they are.
     """
     fds = open_region(rows)
@@ -159,7 +161,7 @@ def map_huge_pages(rows: memoryview) -> None:
         use_huge_pages(fds, rows.nbytes)
     finally:
         close_region(fds)
-    # if it fails, the first use of each row does it
+    # its failure is harmless: the kernel then maps each row when it is first used
     madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)
 
 
@@ -242,25 +244,25 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
     """Return the files that back a range of memory, in order. Empty if part of the range is not
     mapped from a file, or a file is not mapped from its start."""
     parts: list[_Part] = []
-    covered = address
+    next_address = address  # the first one that ``parts`` does not cover yet
     end = address + num_bytes
-    # Mappings come in order of their addresses. Each must begin where the last one ended.
+    # mappings come in order of their addresses
     for mapping in _mappings("self"):
-        if not mapping.start <= covered < mapping.stop:
+        if not mapping.start <= next_address < mapping.stop:
             continue
-        size = min(mapping.stop, end) - covered
-        begins_here = mapping.start == covered and mapping.offset == 0
+        mapped_bytes = min(mapping.stop, end) - next_address
+        is_file_start = mapping.start == next_address and mapping.offset == 0
         if parts and parts[-1].continues_in(mapping):
-            last = parts.pop()
-            parts.append(_Part(last.first, last.num_bytes + size))
-        # the next part: another file, from its start on
-        elif mapping.has_file and begins_here:
-            parts.append(_Part(mapping, size))
+            last = parts[-1]
+            parts[-1] = _Part(last.first, last.num_bytes + mapped_bytes)
+        elif mapping.has_file and is_file_start:
+            parts.append(_Part(mapping, mapped_bytes))
         else:
             return []
-        covered += size
-        if covered == end:
+        next_address += mapped_bytes
+        if next_address == end:
             return parts
+    # the range goes on after the last mapping
     return []
 
 

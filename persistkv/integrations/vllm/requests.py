@@ -102,7 +102,7 @@ def request_options(
     # parsed on its own: an invalid prefetch must not refuse the request
     separated = _separate_prefetch(parameters)
     prefetches = _parse_prefetch(req_id, separated.prefetch)
-    options = _UNUSED
+    options = _UNUSED  # with invalid parameters: then hints are only checked
     is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
@@ -209,7 +209,8 @@ def _with_hint(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOp
     kept."""
     own = msgspec.to_builtins(options)
     merged = {**own, **payload}
-    merged["labels"] = {**options.labels, **merged["labels"]}
+    hint_labels = payload.get("labels", {})
+    merged["labels"] = {**options.labels, **hint_labels}
     # a hint cannot make a tenant's request one of the default tenant
     if merged["tenant"] is None:
         merged["tenant"] = options.tenant
@@ -245,14 +246,17 @@ class RequestLoads:
         return is_computed or self.are_elsewhere
 
     def end(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
-        """Record the result of a load: ``failed`` keys are misses from now on, so that the engine
-        computes them, and all chunks after them, instead of retrying for ever."""
+        """Record the result of a load.
+
+        :param failed: keys that are misses from now on: the engine computes their chunks, and all
+            chunks after them, instead of retrying for ever.
+        """
         for key in failed:
             self._is_restored[key] = False
         positions: dict[OffloadKey, int] = {}
         for key in keys:
             position = self._position(key)
-            # prewarming restores nothing for a request: its chunks have no positions
+            # a prewarmed context has no positions: no request uses its chunks yet
             if position is None:
                 return
             positions[key] = position
@@ -348,7 +352,7 @@ class LiveRequest(RequestDescription):
             return None
         group = get_offload_group_idx(key)
         chunks_up_to_end = end // self._group_tokens[group]
-        # 0 if vLLM's key ends within the first chunk
+        # an end within the first chunk counts as the end of the first chunk
         return max(0, chunks_up_to_end - 1)
 
     def store_keys(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -384,11 +388,10 @@ class LiveRequest(RequestDescription):
         keys: Sequence[OffloadKey],
         store_keys: Sequence[OffloadKey],
     ) -> None:
-        """Record that the chunks of ``keys`` are being stored: ``context`` describes this request,
-        with all keys recorded so far. From the first key without a known position on, it has no
-        description and lists no keys.
+        """Record that the chunks of ``keys`` are being stored, so that ``context`` lists them. Once
+        the position of any stored chunk is unknown, it lists no chunks at all.
 
-        :param store_keys: the same chunks' keys in the store, which the context has.
+        :param store_keys: the same chunks' keys in the store, which the context lists.
         """
         self.has_stored = True
         if not self._lists_keys:
@@ -399,7 +402,7 @@ class LiveRequest(RequestDescription):
                 continue
             end = self._position(key)
             if end is None:
-                # positions are only useful if all are known
+                # a list with gaps would not be a context
                 self._lists_keys = False
                 return
             self._ends[store_key] = end

@@ -80,16 +80,11 @@ class JobResults:
     def _end_load(self, load: _LoadJob, result: TierResult) -> JobResult:
         """Return the result of a load job as vLLM expects it, and pass it on to the request and the
         metrics."""
-        if result.success:
-            # the store reports its own keys, the request has the engine's
-            key_bytes = len(load.keys[0]) if load.keys else 0
-            failed = {engine_key(key, key_bytes) for key in result.failed_keys}
-        else:
-            # the job has failed as a whole
-            failed = set(load.keys)
+        failed = _failed_keys(load, result)
         load.request.loads.end(load.keys, failed)
         is_complete = result.success and not failed
-        successful_keys = None  # all of them
+        # vLLM takes None for all keys of the job
+        successful_keys = None
         if not is_complete:
             successful_keys = [key for key in load.keys if key not in failed]
         observed = self._metrics.observed
@@ -103,3 +98,13 @@ class JobResults:
             transfer_time=result.seconds,
             transfer_bytes=result.num_bytes,
         )
+
+
+def _failed_keys(load: _LoadJob, result: TierResult) -> set[OffloadKey]:
+    """Return the engine's keys of the chunks that a load has not brought."""
+    # the job has failed as a whole
+    if not result.success:
+        return set(load.keys)
+    # the store reports its own keys, which are longer if the request names a tenant
+    key_bytes = len(load.keys[0]) if load.keys else 0
+    return {engine_key(key, key_bytes) for key in result.failed_keys}

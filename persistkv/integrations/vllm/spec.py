@@ -198,27 +198,25 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         """Copy the pages of one tensor, run by run: a run is a number of fragments that are equally
         far apart in the page, and, with another distance, in the row."""
         mapping = self._mappings[part.tensor_idx, part.page_bytes]
-        part_blocks = part.blocks
-        part_pages = part.sub_blocks
+        local_pages = part.blocks
+        row_pages = part.sub_blocks
         if self.direction is Direction.STORE:
             # of several workers with the same bytes, one writes them
-            writes = [mapping.is_writer(block) for block in part_blocks.tolist()]
+            writes = [mapping.is_writer(block) for block in local_pages.tolist()]
             is_written = np.array(writes, bool)
-            part_blocks = part_blocks[is_written]
-            part_pages = part_pages[is_written]
-        blocks = torch.from_numpy(part_blocks)
+            local_pages = local_pages[is_written]
+            row_pages = row_pages[is_written]
+        in_tensor = torch.from_numpy(local_pages)
         # the pages of the rows are numbered row by row
-        row_numbers, places_in_row = np.divmod(
-            part_pages, self.memory.block_size_factor
-        )
+        row_numbers, places_in_row = np.divmod(row_pages, self.memory.block_size_factor)
         in_rows = (torch.from_numpy(row_numbers), torch.from_numpy(places_in_row))
         for run in mapping.runs:
             local = self._local_fragments(part.tensor_idx, run)
             canonical = self._canonical_fragments(part.tensor_idx, run)
             if self.direction is Direction.STORE:
-                canonical[in_rows] = local[blocks]
+                canonical[in_rows] = local[in_tensor]
             else:
-                local[blocks] = canonical[in_rows]
+                local[in_tensor] = canonical[in_rows]
 
     def _local_fragments(self, tensor: int, run: Any) -> torch.Tensor:
         """Return the fragments of a run in all pages of a tensor: shape (blocks, fragments,

@@ -129,6 +129,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self.options = vllm_options(options)
         scheme = self.options.scheme
         backend = BACKENDS.get(scheme)
+        # a backend may be another package's, with a logger of its own
         backend_package, _, _ = backend.__module__.partition(".")
         use_vllm_logging("persistkv", backend_package)
         locality = self.options.locality
@@ -225,7 +226,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> OffloadingConfig:
         """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
-        # once for several stores
+        # one warning suffices for all stores of the engine
         if not self._tiers.all:
             _check_primary_size(engine, offloading, rows)
         shared = shared_layout(spec)
@@ -241,7 +242,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         )
         kv_cache = find_kv_cache_config()
         numbers = None
-        # the canary compares numbers with those of another release, if the engine computes them all
+        # The canary compares numbers that this engine computes with stored ones of another release.
+        # With KV from other connectors, it cannot tell which numbers were computed.
         if self.options.adopt == "canary" and is_only_source(engine):
             device = str(facts["device"])
             numbers = number_layout(engine, spec, kv_cache, device=device)
@@ -262,8 +264,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Return whether the request loads the chunk of a key: the store holds it, and loading is
         expected to be worth it. Answers at once, from the index in memory.
 
-        ``request.epoch`` numbers the model weights with which the request began. ``_guard``, around
-        the tier, holds nothing for it once the weights are others.
+        A request that began with other model weights than the present ones (``epoch``) finds
+        nothing.
         """
         request = self._requests.get(req_context.req_id)
         # The usual case of ``_request``, without a call: vLLM asks for each chunk in each step.
@@ -304,12 +306,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
         """Decide whether the request loads its chunks; report to the store if it does not."""
+        loads = request.loads
         decision = self._store_loads.decide(self._tiers.all, self._tier, chunks)
-        # decided once: vLLM asks for each chunk, and again in each step
-        request.loads.decision = decision
+        # kept, because vLLM asks for each chunk, and again in each step
+        loads.decision = decision
         # no decision: a faster store of the engine loads the chunks
-        request.loads.are_elsewhere = decision is None
-        if not request.loads.are_declined:
+        loads.are_elsewhere = decision is None
+        if not loads.are_declined:
             return
         # a probe of many chunks shows the bandwidth, one of a single chunk the latency
         most = PROBED_KEYS if self._tier.is_probe_due else 1
@@ -325,10 +328,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if start is None:
             return
         stop = start
-        # the groups cover the same tokens: those of one group suffice
-        group = keys[0][-ours.GROUP_INDEX_BYTES :]
+        # the groups cover the same tokens: the keys of one group suffice
+        group_suffix = keys[0][-ours.GROUP_INDEX_BYTES :]
         for key in keys:
-            if not key.endswith(group):
+            if not key.endswith(group_suffix):
                 continue
             end = request.position(key)
             if end is not None:
@@ -362,6 +365,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if scheduler is None:
             return False
         for req_id, request in self._requests.items():
+            # ``_begin_measuring`` sets it at the end of the request's first schedule
             is_new = request.loads.first_unmeasured is None
             if is_new:
                 continue
@@ -503,7 +507,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         is_refused = given.is_refused or self._tier.refuses(context)
         if not is_refused:
             return False
-        # while a tier is opened, there is none to count it
+        # the tier counts it, but is not used while that of other weights is opened
         if not self._guard.is_opening:
             why = _INVALID if given.is_refused else NO_TENANT
             self._tier.report_refused(context, why)
@@ -532,15 +536,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return any(tier.holds(key) for tier in self._tiers.all)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        """End the request of a context, unless another tenant's request has its id by now."""
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        is_same = request.source is req_context
-        if not is_same:
-            is_same = request.is_of(_options_of(req_context))
-        # The end of an earlier request, whose id another tenant's request has used again. The
-        # earlier one has ended here already, and the present one continues.
-        if not is_same:
+        is_same_context = request.source is req_context
+        # the request that had the id before has ended already, and the present one continues
+        if not is_same_context and not request.is_of(_options_of(req_context)):
             return
         del self._requests[req_context.req_id]
         self._end_request(request)
@@ -551,8 +553,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         restored = request.loads.restored
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
-        # the store reports the restored blocks at the end of a context: without a context, here
         if request.has_stored:
+            # the end of its context also reports the restored blocks
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:
             self._tier.report_restored(request.context)
@@ -585,8 +587,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 event.removed,
                 self.locality,
                 self.tier_type,
-                # True: vLLM keeps the list of a stored chunk's blocks until the removal. Without
-                # it, the removal would name the last block alone, as the key does.
+                # vLLM then keeps the list of a stored chunk's blocks, and names them all at the
+                # removal; the key names only the last one
                 removal_expected=not event.removed,
             )
             events.append(translated)
@@ -622,8 +624,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return dict(zip(CONFIG_INFO, values, strict=True))
 
     def get_stats(self) -> Any:
-        """Return vLLM's metrics object with the growth of the counters; None: too early, see
-        ``MetricsReader``."""
+        """Return vLLM's metrics object with the growth of the counters; None: it is too early for
+        another reading."""
         self._steps.note_step()
         observed = self._metrics.observed
         observed.changed_weights_chunks = self._guard.dropped_blocks
@@ -656,7 +658,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests.clear()
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
-        # an engine may build its tiers again on this spec, which keeps the list
+        # the list is kept by the spec, with which an engine may build its tiers again
         self._tiers.remove_own()
         fds = self._region_fds
         self._region_fds = ()
@@ -754,7 +756,7 @@ def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
     """Warn if the longest request does not fit the primary tier, through which all transfers
     pass."""
     max_tokens = engine.model_config.max_model_len
-    # of the group with the most chunks; a sliding window needs fewer
+    # the group with the smallest chunks needs the most of them
     chunk_tokens = min(_chunk_tokens(offloading))
     num_chunks = len(rows)
     needed_chunks = max_tokens // chunk_tokens
@@ -812,10 +814,11 @@ def _context_keys(
     token_ids: Sequence[int],
     cache_salt: str | None,
 ) -> list[ours.OffloadKey]:
-    """Return the keys of a context's full chunks, in token order, one KV cache group after the
-    other: those of a request with this prompt, without LoRA and without multimodal inputs. Takes as
-    long as the hashing of its prompt. Runs in the engine's process, where vLLM has drawn the seed
-    of its hashes.
+    """Return the keys of a context's full chunks, one KV cache group after the other, each in
+    token order. A request with this prompt has them, without LoRA and without multimodal inputs.
+
+    Takes as long as the hashing of the prompt. Runs in the engine's process, where vLLM has drawn
+    the seed of its hashes.
     """
     hash_tokens = offloading.cache.tokens_per_hash
     hash_function = get_hash_fn_by_name(hash_algorithm)

@@ -48,7 +48,8 @@ class GuardedTier:
         self.watch = watch
         self._clock = clock
         self._make_tier = make_tier
-        self.tier = make_tier(watch.weights if watch.epoch else None)
+        named_weights = None if watch.is_initial else watch.weights
+        self.tier = make_tier(named_weights)
         """The tier that was opened last: that of the present weights, unless it is detached. Must
         not be used while ``is_opening``."""
         self._epoch = watch.epoch
@@ -84,12 +85,12 @@ class GuardedTier:
         :returns: whether the tier is detached: lookups miss, and all jobs fail.
         """
         now = self._clock()
-        # the engine took no step for a while, in which another process may have written the
-        # parameters
-        if now - self._called > _IDLE_S:
-            self.watch.require_comparison()
+        has_been_idle = now - self._called > _IDLE_S
         self._called = now
-        # first: a new name ends the change that the watch has noticed before
+        # while the engine takes no steps, another process may write the parameters
+        if has_been_idle:
+            self.watch.require_comparison()
+        # before the change is examined: the new name ends it
         is_named_anew = self._epoch != self.watch.epoch
         if is_named_anew or self._opening is not None:
             self._follow_name()
@@ -145,8 +146,8 @@ class GuardedTier:
             return
         self.tier = self._opened
         self._opened = None
-        # The weights have another name by now. The tier stays detached, and is shut down when that
-        # of the present name is opened.
+        # A request has named other weights since the opening began: this tier stays detached until
+        # that of the present name replaces it.
         if self._epoch != self.watch.epoch:
             return
         self._is_detached = False
@@ -160,7 +161,8 @@ class GuardedTier:
         it has some, the next call tries again."""
         if not self._is_detached:
             self._detach(f"a request names the weights {self.watch.weights}")
-        # its jobs must end first, and vLLM must have their results: a shutdown frees their rows
+        # The shutdown of the old tier frees the rows of its jobs, so all of them must have ended,
+        # and no load may wait for its comparison.
         has_jobs = self.tier.has_pending_work() or self._loaded
         if has_jobs:
             return
@@ -216,7 +218,7 @@ class GuardedTier:
         if weights is not None:
             # a new name begins an epoch
             is_expected = watch.name_weights(weights)
-        # also for a request that expects others: vLLM's own caches keep its KV
+        # vLLM computes the request whichever weights it expects, and caches its KV
         watch.on_request()
         if not is_expected:
             return None
@@ -241,7 +243,7 @@ class GuardedTier:
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
             self._drop(job)
-        # behind other held jobs, too: the ends of requests must follow their stores
+        # also behind other held stores, which may be followed by ends of requests
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
         else:
@@ -270,8 +272,9 @@ class GuardedTier:
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         """Pass the end of a request on, after its stores that wait."""
-        # the tier that has stored its blocks is shut down, which ends its requests
-        if epoch != self._epoch or self.is_opening:
+        # the request has stored its blocks in an earlier tier, whose shutdown ends its requests
+        is_earlier = epoch != self._epoch or self.is_opening
+        if is_earlier:
             return
         if self._held:
             self._held.append(context)
@@ -288,19 +291,20 @@ class GuardedTier:
         """Collect results. Submit held stores once the weights are known, and pass loads on whose
         comparison has ended."""
         self._collect()
-        # a change fails the stores that wait, so the others are of the present weights
+        # first: after a change, it fails the stores that wait
         is_detached = self.follow_weights()
         if self._held and self.watch.is_sure:
             self._submit_held()
-        loaded = self._loaded
+        ended_loads = self._loaded
         self._loaded = []
-        for result in loaded:
+        for result in ended_loads:
             if is_detached:
                 self._drop_load(result)
             elif self._is_verified(result):
                 del self._loads[result.job_id]
                 self._finished.append(result)
             else:
+                # its comparison has not ended
                 self._loaded.append(result)
 
     def _collect(self) -> None:
@@ -357,6 +361,7 @@ class GuardedTier:
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
         # collects the results of the jobs that have ended
         self._advance()
+        # the comparisons of these loads would take a step of the engine
         for result in self._loaded:
             self._drop_load(result)
         self._loaded.clear()

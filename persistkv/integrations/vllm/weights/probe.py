@@ -169,7 +169,7 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     """
     if worker is None or not _has_tier(spec):
         return
-    # an earlier call: its sample is that of the start
+    # watched since an earlier call, whose sample is from the worker's start
     if getattr(offloading_worker, "watches_weights", False):
         return
     parallel = worker.vllm_config.parallel_config

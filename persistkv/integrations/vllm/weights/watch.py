@@ -121,14 +121,16 @@ class WeightsWatch:
     def change(self) -> str | None:
         """Reason for which the weights count as changed in this epoch; None: they have not
         changed."""
-        if self._reason is None:
-            for rank, word in enumerate(self._words):
-                # one more than the epoch: 0 means that no change was ever published
-                if word.changed == self._epoch + 1:
-                    self._reason = (
-                        f"parameters of worker {rank} differ from those at the start"
-                    )
-                    break
+        if self._reason is not None:
+            return self._reason
+        # workers publish one more than the epoch: 0 means that no change was ever published
+        changed_now = self._epoch + 1
+        for rank, word in enumerate(self._words):
+            if word.changed == changed_now:
+                self._reason = (
+                    f"parameters of worker {rank} differ from those at the start"
+                )
+                break
         return self._reason
 
     @property
@@ -183,28 +185,30 @@ class WeightsWatch:
             return False
         may_hold_old_kv = self._may_hold_kv or not self._is_only_source
         if may_hold_old_kv or self._calls:
-            # For good: before all KV of earlier weights is removed, they may change once more, and
-            # this would not be the name of the latest.
-            self._left.add(weights)
-            others = ""
-            if not self._is_only_source:
-                others = (
-                    ", because other connectors or tiers than persistkv's provide KV"
-                )
-            logger.error(
-                "requests with the weights %s neither use nor fill the store: vLLM may hold KV "
-                "of earlier weights%s. "
-                "After an update, call reset_prefix_cache(reset_connector=True) while no "
-                "request runs; the next "
-                "request must then have the new name, another than this",
-                weights,
-                others,
-            )
+            self._refuse_name(weights)
             return False
         self._left.add(self.weights)
         self.weights = weights
         self._begin_epoch()
         return True
+
+    def _refuse_name(self, weights: str) -> None:
+        """Refuse a name for good, and log it. Before all KV of earlier weights is removed, the
+        weights may change once more: this would then not be the name of the latest."""
+        self._left.add(weights)
+        other_sources = ""
+        if not self._is_only_source:
+            other_sources = (
+                ", because other connectors or tiers than persistkv's provide KV"
+            )
+        logger.error(
+            "requests with the weights %s neither use nor fill the store: vLLM may hold KV "
+            "of earlier weights%s. After an update, call "
+            "reset_prefix_cache(reset_connector=True) while no request runs; the next "
+            "request must then have the new name, another than this",
+            weights,
+            other_sources,
+        )
 
     def _begin_epoch(self) -> None:
         """Accept the present weights as those of a new epoch."""
@@ -252,12 +256,14 @@ class WeightsWatch:
         """Return why the weights count as changed by a call; None: the comparison decides."""
         if call.changes_weights:
             return f"call of {call.name}"
-        # no worker compares, so that an unknown method counts as a change. Workers that sleep and
-        # wake have the same weights, unless another call loads new ones meanwhile.
-        keeps_weights = call.method in _SLEEP or call.method in _WAKE
-        if not self._words and not keeps_weights:
-            return f"call of {call.name}, with workers that report nothing"
-        return None
+        if self._words:
+            return None
+        # workers that sleep and wake have the same weights, unless another call loads new ones
+        # meanwhile
+        if call.method in _SLEEP or call.method in _WAKE:
+            return None
+        # an unknown method counts as a change, because no worker compares
+        return f"call of {call.name}, with workers that report nothing"
 
     def _ended(self, call: _Call) -> None:
         """Note that a call that may change the weights has ended."""
@@ -302,7 +308,10 @@ class _Call(NamedTuple):
             return False
         _, named = self._worker_arguments()
         tags = named.get("tags")
-        return not tags or "weights" in tags
+        # without tags, everything wakes
+        if not tags:
+            return True
+        return "weights" in tags
 
     @property
     def _loads_in_place(self) -> bool:

@@ -87,24 +87,26 @@ class Content:
                 yield _Listed(block.key, place.model_name, block.num_bytes)
 
     def usage(self) -> Any:
-        """Return LMCache's ``AdapterUsage``: the bytes on the medium of each salt, exact as of the
-        last commit of any process; those of the last call if a store does not answer in time."""
-        by_salt: Counter[str] = Counter()
+        """Return LMCache's ``AdapterUsage``: for each salt, the bytes on the medium as of the last
+        commit of any process. For a store that does not answer in time, the bytes that it answered
+        last count."""
+        bytes_by_salt: Counter[str] = Counter()
         for place, store in self._stores.items():
             try:
                 usage = store.usage(timeout_s=_USAGE_S)
-                of_salts = {}
+                of_store = {}
                 for tenant, num_bytes in usage.tenants.items():
                     salt = salt_of_tenant(tenant)
-                    of_salts[salt] = num_bytes
-                self._last_usage[place] = of_salts
+                    of_store[salt] = num_bytes
+                self._last_usage[place] = of_store
             except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
             last_usage = self._last_usage.get(place, {})
-            by_salt.update(last_usage)
+            # adds up the bytes of a salt in several stores
+            bytes_by_salt.update(last_usage)
         return AdapterUsage(
-            total_bytes_used=by_salt.total(),
+            total_bytes_used=bytes_by_salt.total(),
             # none: the store bounds itself, and LMCache's own eviction stays off
             total_capacity_bytes=0,
-            bytes_by_cache_salt=MappingProxyType(by_salt),
+            bytes_by_cache_salt=MappingProxyType(bytes_by_salt),
         )

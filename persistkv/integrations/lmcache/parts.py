@@ -51,9 +51,9 @@ class PutPart(Part):
         labels = {"lmcache_model": self.place.model_name}
         # a label applies to all keys of the call, so only a salt that they share can be one
         if len(self.salts) == 1:
-            (salt,) = self.salts
-            if salt:
-                labels["cache_salt"] = salt
+            (shared_salt,) = self.salts
+            if shared_salt:
+                labels["cache_salt"] = shared_salt
         return store.submit_put(queue, self.keys, self.memory, labels=labels)
 
 
@@ -123,8 +123,8 @@ def parts_of_lookup(
         if layout is not None:
             places = [Place(key.model_name, layout)]
         else:
-            # LMCache has given no layout, so any open store of the model may hold the key. A load
-            # has memory, whose layout decides then.
+            # LMCache has given no layout, so any open store of the model may hold the key. A later
+            # load has memory, which shows the layout.
             places = stores.places_of(key.model_name)
         for place in places:
             part = _part_at(place, parts, FindPart)

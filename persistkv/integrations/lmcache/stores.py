@@ -97,6 +97,7 @@ class LayoutStores:
         if self._is_closed or not self.may_open(place):
             return None
         try:
+            # handled like a store that does not open
             if len(self._open) >= _MOST_LAYOUTS:
                 raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
             identity = self._identity(place)

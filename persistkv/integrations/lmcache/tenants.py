@@ -37,17 +37,8 @@ class SaltRules:
     def accepts(self, key: Any) -> bool:
         """Return whether LMCache's ``ObjectKey`` is of a tenant. Count it if it is of none, and log
         the first one."""
-        salt: str = key.cache_salt
-        problem = ""
-        if not salt:
-            if self._requires_salt:
-                problem = "it has no cache_salt, and the option tenant is required"
-        elif not is_tenant(salt):
-            problem = (
-                f"its cache_salt of {len(salt)} characters is no tenant's name: expected at most "
-                f"128 characters without control characters"
-            )
-        if not problem:
+        problem = self._problem_of(key.cache_salt)
+        if problem is None:
             return True
         with self._lock:
             is_first = self.num_refused == 0
@@ -59,3 +50,17 @@ class SaltRules:
                 problem,
             )
         return False
+
+    def _problem_of(self, salt: str) -> str | None:
+        """Return why an object with this salt is of no tenant; None: it is of one."""
+        if not salt:
+            # of the default tenant, unless the option requires a salt
+            if self._requires_salt:
+                return "it has no cache_salt, and the option tenant is required"
+            return None
+        if not is_tenant(salt):
+            return (
+                f"its cache_salt of {len(salt)} characters is no tenant's name: expected at most "
+                f"128 characters without control characters"
+            )
+        return None

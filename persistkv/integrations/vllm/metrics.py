@@ -186,7 +186,7 @@ def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
     }
     if stats.host is None:
         return found
-    # 0 of a closed breaker, and of a local store, which has no breaker
+    # a local store has no breaker: it counts as a closed one, whose value is 0
     breaker = stats.host.breaker or ""
     found["breaker"] = _BREAKER.get(breaker, 0.0)
     disk_bytes = stats.host.disk_bytes

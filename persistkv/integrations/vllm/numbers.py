@@ -52,8 +52,8 @@ def number_layout(
     if kv_cache is None or not _has_fixed_numbers(engine, offloading, device):
         return None
     # replicated: all workers have the same bytes, and a row has them once
-    replicated = getattr(offloading, "replicated_layout", False)
-    num_workers = 1 if replicated else offloading.parallel.world_size
+    is_replicated = getattr(offloading, "replicated_layout", False)
+    num_workers = 1 if is_replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
     if num_workers > 1 and not worker_stride:
         return None
@@ -62,10 +62,10 @@ def number_layout(
     dtypes = set()
     for group in offloading.groups:
         attention = kv_cache.kv_cache_groups[group.group_id].kv_cache_spec
-        name = _dtype_name(engine.cache_config, attention)
-        if name not in _DTYPES:
+        vllm_dtype = _dtype_name(engine.cache_config, attention)
+        if vllm_dtype not in _DTYPES:
             return None
-        dtype, number_bytes = _DTYPES[name]
+        dtype, number_bytes = _DTYPES[vllm_dtype]
         dtypes.add(dtype)
         vectors = _vectors(
             offloading,
@@ -216,9 +216,11 @@ def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     # the block of a key is not one block of the KV cache
     if spec.block_size != tokens:
         return False
-    # opaque bytes instead of a key and a value, or one state for several tokens
-    has_state = getattr(spec, "state_content_bytes", None) is not None
-    if has_state or getattr(spec, "tokens_per_state", 1) != 1:
+    # opaque bytes instead of a key and a value
+    if getattr(spec, "state_content_bytes", None) is not None:
+        return False
+    # one state for several tokens
+    if getattr(spec, "tokens_per_state", 1) != 1:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
         return False
@@ -226,4 +228,6 @@ def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
     # on a CPU, the values follow after as many bytes as the keys have
-    return device != "cpu" or spec.head_size == spec.head_size_v
+    if device == "cpu":
+        return bool(spec.head_size == spec.head_size_v)
+    return True

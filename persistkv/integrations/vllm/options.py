@@ -67,14 +67,14 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
 
         :raises ConfigurationError: one of these three is set both in the URL and as an option.
         """
-        known = StoreUrl.parse(self.url).options
         url = self.url
+        url_options = StoreUrl.parse(url).options
         added = {"capacity": self.capacity, "ttl": self.ttl, "deadline": self.deadline}
         for name, value in added.items():
             if value is None:
                 continue
             # given twice: it would be unclear which value counts
-            if name in known:
+            if name in url_options:
                 raise ConfigurationError(
                     f"{_WHERE} option {name}", value, "none: the url has it too"
                 )

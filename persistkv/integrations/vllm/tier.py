@@ -289,9 +289,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads = request.loads
         if loads.has_failed(key) or loads.are_declined:
             return False
-        # the request loads what the store holds, as decided at an earlier chunk
-        is_decided = loads.decision is not None
-        if is_decided or self.options.load_policy == "always":
+        # decided at an earlier chunk, and not declined
+        is_accepted = loads.decision is not None
+        if is_accepted or self.options.load_policy == "always":
             return True
         end = request.position(key)
         engine_request = _find_request(request.req_id)

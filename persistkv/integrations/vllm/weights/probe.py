@@ -125,10 +125,10 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             # only tensors of one device and one dtype can be joined
             kind = (picked.device, picked.dtype)
             samples.setdefault(kind, []).append(picked)
-    # one copy of each kind, not one for each parameter
     digest = hashlib.blake2b(digest_size=16)
-    for group in samples.values():
-        joined = torch.cat(group).cpu()
+    for samples_of_kind in samples.values():
+        # one copy from the device for all parameters of a kind
+        joined = torch.cat(samples_of_kind).cpu()
         elements = joined.numpy()
         digest.update(elements.tobytes())
     return digest.digest()
@@ -149,8 +149,9 @@ def _sample_of(tensor: Any) -> Any:
     # in a row. A tensor that repeats elements (stride 0) has fewer there.
     num_elements = tensor.numel()
     if not tensor.is_contiguous():
-        num_stored = tensor.untyped_storage().nbytes() // element_bytes
-        num_elements = min(num_elements, num_stored - tensor.storage_offset())
+        storage_elements = tensor.untyped_storage().nbytes() // element_bytes
+        following_elements = storage_elements - tensor.storage_offset()
+        num_elements = min(num_elements, following_elements)
     # equally far apart, from the first element to one of the last
     count = min(_SAMPLES, num_elements)
     step = max(1, (num_elements - 1) // count)

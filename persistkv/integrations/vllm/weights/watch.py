@@ -95,6 +95,7 @@ class WeightsWatch:
         """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
         self._is_only_source = is_only_source
         self._words = tuple(words)
+        # words that an earlier watch has used go on from its ticket and its epoch
         self._asked = max((word.asked for word in words), default=0)
         """Ticket of the last comparison that was asked for."""
         self._suspected = 0

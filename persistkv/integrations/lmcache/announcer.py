@@ -147,7 +147,7 @@ def _changes(store: BlockStore) -> _Changes:
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     """Return the content of a store as changes of an empty one. Later events begin after them."""
-    # earlier events are taken and dropped: the list that follows contains what they report
+    # earlier events are taken and dropped, because the list that follows contains their keys
     _changes(store)
     listed = _held(store, list_timeout_s)
     meanwhile = _changes(store)

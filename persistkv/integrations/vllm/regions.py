@@ -262,7 +262,7 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
         next_address += mapped_bytes
         if next_address == end:
             return parts
-    # the range goes on after the last mapping
+    # the range ends after the last mapping
     return []
 
 

@@ -95,7 +95,7 @@ class WeightsWatch:
         """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
         self._is_only_source = is_only_source
         self._words = tuple(words)
-        # words that an earlier watch has used go on from its ticket and its epoch
+        # words of an earlier watch continue from its ticket and its epoch
         self._asked = max((word.asked for word in words), default=0)
         """Ticket of the last comparison that was asked for."""
         self._suspected = 0
@@ -195,7 +195,7 @@ class WeightsWatch:
 
     def _refuse_name(self, weights: str) -> None:
         """Refuse a name for good, and log it. Before all KV of earlier weights is removed, the
-        weights may change once more: this would then not be the name of the latest."""
+        weights may change once more, and this name would not be that of the latest."""
         self._left.add(weights)
         other_sources = ""
         if not self._is_only_source:

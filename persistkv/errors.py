@@ -106,18 +106,17 @@ class PromptTooLongError(ConfigurationError):
         option: str | None = None,
         needed: int | None = None,
     ) -> None:
-        remedy = (
-            "the model's context length" if option is None else f"or {option}={needed}"
-        )
+        remedy = f"or {option}={needed}"
+        if option is None:
+            # nothing raises the limit
+            remedy = "the model's context length"
         super().__init__(
             "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}"
         )
-        self.tokens, self.limit, self.option, self.needed = (
-            tokens,
-            limit,
-            option,
-            needed,
-        )
+        self.tokens = tokens
+        self.limit = limit
+        self.option = option
+        self.needed = needed
 
 
 class UnsupportedModelError(PersistKVError):

@@ -87,6 +87,7 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
+        # a call has consecutive numbers, so all between two of its blocks are of it, too
         are_of_one_call = place is self._places[last]
         if isinstance(place, _BlockRun) and are_of_one_call:
             adjacent = range(first, last + 1)

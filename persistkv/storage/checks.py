@@ -80,21 +80,21 @@ class CallsCheck:
         """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is
         raised."""
         # each call may set ``answers`` to False, which ends the check
-        yield self._try("list", "list", self._list)
+        yield self._try("list", method="list", call=self._list)
         if not self.answers:
             return
-        # remedy of ``list``: S3 refuses reads of absent objects to users who may not list
-        yield self._try("missing object", "list", self._read_missing)
+        # S3 refuses reads of absent objects to users who may not list
+        yield self._try("missing object", method="list", call=self._read_missing)
         if not self.answers or not self._writes:
             return
-        put = self._try("put", "put", self._put)
+        put = self._try("put", method="put", call=self._put)
         yield put
         if put.level is Level.PROBLEM:
             with suppress(StoreError):  # it may have been written all the same
                 self._blobs.delete([self._name])
             return
         yield self._clock()
-        yield self._try("read", "read", self._read)
+        yield self._try("read", method="read", call=self._read)
         yield self._deleted()
 
     def _try(self, check: str, method: str, call: Callable[[], str]) -> Check:

@@ -226,25 +226,31 @@ class OtherNamespace(NamespaceView):
             # it has no usable keys before its adoption
             super()._learn(changes)
         else:
-            self._remove_adopted(changes)
-            # the added tables are used twice, and an iterator would be empty the second time
+            # the added tables are used again, and an iterator would be empty then
             added = list(changes.added)
+            self._remove_adopted(changes, added)
             super()._learn(replace(changes, added=added))
             self._adopt_keys(added)
         # the own index has all usable keys again
         self._own_reloads = self._own.index.reloads
 
-    def _remove_adopted(self, changes: Changes) -> None:
+    def _remove_adopted(self, changes: Changes, added: Sequence[PackTable]) -> None:
         """Remove the keys of removed packs from the own index; all of them if the changes begin
-        anew."""
+        anew.
+
+        :param added: tables of the added packs; all packs if the changes begin anew.
+        """
         index = self._own.index
+        are_some_gone = bool(changes.removed)
         if changes.reset:
             index.remove_adopted()
+            # before this view's index changes
+            is_known = [self.index.number_of(table.pack_id) > 0 for table in added]
+            are_some_gone = sum(is_known) < self.index.num_packs
         for fingerprints in changes.removed.values():
             index.remove_adopted(fingerprints)
-        if self._own_events and changes.removed:
-            # A report names removed keys, and only their fingerprints are known: mark it as
-            # incomplete.
+        if self._own_events and are_some_gone:
+            # A report names removed keys, and theirs are not known: mark it as incomplete.
             self._own.report.lost = True
 
     def _adopt_keys(self, tables: Iterable[PackTable]) -> None:
@@ -478,8 +484,8 @@ class Canary:
         blocks that were not offered before, that the store does not hold, and that are beyond the
         adopted depths.
 
-        Empty if the engine may have computed them from blocks that it did not compute
-        (``_is_evidence``).
+        Empty if the engine may have used loaded blocks to compute them: then they do not show what
+        this release computes (``_is_evidence``).
         """
         state = self._request(request)
         adopted_depths = (0,) * self._num_groups
@@ -673,14 +679,15 @@ class Canary:
             self._judge_candidate(other)
             return
         old_depths = self.verdict.depths
-        depths = tuple(map(max, self._evidence.depths, old_depths))
+        both = zip(self._evidence.depths, old_depths, strict=True)
+        depths = tuple(max(pair) for pair in both)
         if depths == old_depths:
             return
         # each extension reads the other catalogue: only for much growth, or from time to time
         depth_pairs = zip(depths, old_depths, strict=True)
         has_grown_much = any(new > old * _GROWTH for new, old in depth_pairs)
-        pause_s = time.monotonic() - self._extended_at
-        if has_grown_much or pause_s >= _EXTEND_S:
+        since_extension_s = time.monotonic() - self._extended_at
+        if has_grown_much or since_extension_s >= _EXTEND_S:
             self._adopt(other, depths)
 
     def _judge_candidate(self, other: OtherNamespace) -> None:
@@ -775,7 +782,8 @@ class Canary:
         return self.other is not None and self.other.needs_repair
 
     async def update(self) -> None:
-        """Record new verdicts, and apply them. The task that changes the catalogue awaits it.
+        """Close the views of refused candidates; record new verdicts; remove damaged packs of the
+        candidate's view; and apply the verdicts. The task that changes the catalogue awaits it.
         Failures to record are logged, and the next start decides again."""
         while self._refused:
             refused = self._refused.pop()

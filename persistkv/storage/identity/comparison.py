@@ -139,19 +139,19 @@ def compare(
 def _slices(layout: VectorLayout) -> list[VectorLayout]:
     """Divide a layout along the first dimension of its cells that is longer than 1, to bound a
     comparison's memory."""
-    for axis, (count, stride) in enumerate(layout.cells):
-        if count == 1:
-            continue
-        before = layout.cells[:axis]
-        after = layout.cells[axis + 1 :]
-        other_axes = (*before, *after)
-        slices = []
-        for number in range(count):
-            offset = layout.offset + number * stride
-            part = VectorLayout(offset, other_axes, layout.tokens, layout.length)
-            slices.append(part)
-        return slices
-    return [layout]
+    counts = [count for count, _ in layout.cells]
+    long_axes = [axis for axis, count in enumerate(counts) if count > 1]
+    if not long_axes:
+        return [layout]
+    axis = long_axes[0]
+    count, stride = layout.cells[axis]
+    other_axes = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+    slices: list[VectorLayout] = []
+    for number in range(count):
+        offset = layout.offset + number * stride
+        part = VectorLayout(offset, other_axes, layout.tokens, layout.length)
+        slices.append(part)
+    return slices
 
 
 class _ComparedCells(NamedTuple):

@@ -263,13 +263,15 @@ class CommitQueue:
         :param everything: take all staged blocks.
         """
         ends = self.ends.take()
-        self._freed.set()  # the memory of the ends
+        # the memory of the ends is free
+        self._freed.set()
         due = self.staging.due(everything=everything)
         staged = dict.fromkeys(due)  # an ordered set
         # a manifest names only durable packs, so the staged blocks of its context are written too
         for end in ends:
             of_context = self.staging.of_context(end)
             staged.update(dict.fromkeys(of_context))
+        # packs that are written from the rows, without staging
         writers = self.take_direct()
         for pack in staged:
             segments = self.staging.take(pack)

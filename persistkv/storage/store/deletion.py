@@ -245,7 +245,7 @@ class Deleter:
             result = await self._catalogue.commit(batch)
             if result.stale:
                 return False
-            # False: refresh, which also removes the deleted packs from the index
+            # without the cursor, it refreshes, which also removes the deleted packs from the index
             await self._catalogue.committed(batch.packs, result, follows_cursor=False)
         return True
 

@@ -546,6 +546,11 @@ class Index:
         """Return the ids of all packs."""
         return list(self._packs.ids())
 
+    @property
+    def num_packs(self) -> int:
+        """Number of packs."""
+        return len(self._packs)
+
     def number_of(self, pack_id: bytes) -> int:
         """Return the pack's number in this index, another one after each removal; 0 if the index
         lacks the pack."""

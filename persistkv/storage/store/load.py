@@ -205,10 +205,11 @@ def plan_reads(
     reads: list[FrameRead] = []
     for pack, row_of in rows_of.items():
         for read in _frames(pack, row_of):
-            # otherwise a group or size that the rows lack: the bytes would not fit
-            if sizes.get(read.frame.group) == read.frame.block_bytes:
+            fits_rows = sizes.get(read.frame.group) == read.frame.block_bytes
+            if fits_rows:
                 reads.append(read)
             else:
+                # of another layout: its blocks count as misses
                 missing.update(dict.fromkeys(read.wanted))
     if remote:
         parts = _remote_parts(reads, part_bytes, scratch_bytes, is_timed=is_timed)

@@ -104,7 +104,7 @@ class Loader:
     async def _read(self, wanted: _Wanted) -> ReadOutcome:
         """Find the packs that hold the keys, and read them into the rows until the deadline."""
         try:
-            # a search for packs uses no row, so it need not end
+            # the search may be cancelled at the deadline, because it writes to no row
             async with asyncio.timeout_at(wanted.deadline):
                 reads, missing = await self._find(wanted)
             threads = self._catalogue.threads
@@ -112,7 +112,7 @@ class Loader:
         except TimeoutError:
             return ReadOutcome(list(wanted.keys), is_late=True)
         except (OSError, MemoryError) as error:
-            # no row is in use: the parts of a read raise nothing
+            # no row is in use: the error arose before the reads began, since these raise nothing
             why = describe_shortage(error)
             logger.warning("the blocks of a load job are misses: %s", why)
             return ReadOutcome(list(wanted.keys))

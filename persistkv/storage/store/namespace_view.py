@@ -302,9 +302,10 @@ class NamespaceView:
     def _reload(self, changes: Changes) -> None:
         """Replace the content of the index by the whole catalogue, and report the packs that are
         gone."""
-        if self._announced is not None and len(self.index) > 0:
-            # The keys of new packs are not reported, and those of packs that the store held at the
-            # opening and has lost since are not known.
+        is_first_load = len(self.index) == 0
+        if self._announced is not None and not is_first_load:
+            # The report is incomplete: it does not name the keys of packs that are new in the
+            # catalogue, nor of gone packs that the store held before it was opened.
             self.report.lost = True
         # those that are still held are in the index again, and a later read decides
         self._repair_work.suspects.clear()
@@ -590,10 +591,12 @@ class NamespaceView:
         # not written: the backend held the pack already, while the index may lack it
         are_all_written = all(pack.written for pack in packs)
         # before the index changes: if that fails, ``_changing_index`` sets the cursor to None
-        if follows_cursor:
-            # None: no change after the cursor names the pack that was not written, so the refresh
-            # must read the whole catalogue
-            self.cursor = result.cursor if are_all_written else None
+        if follows_cursor and are_all_written:
+            self.cursor = result.cursor
+        elif follows_cursor:
+            # The refresh must read the whole catalogue: no change after the cursor names the pack
+            # that was not written.
+            self.cursor = None
         for pack in packs:
             if pack.written:
                 self._add_written(pack.table)
@@ -663,6 +666,7 @@ class NamespaceView:
                 tables = [suspect.table for suspect in suspects.values()]
                 self._add(tables)
                 return
+            # of suspects that are new since the last attempt
             self._count_bad_frames()
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
@@ -709,7 +713,8 @@ class NamespaceView:
                 "deleted packs whose bytes do not verify: %s; their blocks will be computed again",
                 names,
             )
-        await self.refresh_or_log()  # applies the deletions to the index
+        # applies the deletions to the index; after a failure, those of other processes
+        await self.refresh_or_log()
         return True
 
     async def _shorten(self, bad: Sequence[bytes]) -> CommitBatch | None:

@@ -171,7 +171,8 @@ class SavingsRecorder:
         """
         day = today()
         is_all_written = self._num_added == self._num_written
-        # a new source drops the totals of the earlier one, which continues until they are written
+        # A new source begins with empty totals. So the one before continues until its totals are
+        # written.
         if day != self._day and is_all_written:
             self._begin(day)
         self._total.prefill_tokens += prefill_tokens
@@ -282,8 +283,8 @@ def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool
     """Write the sum of the sources into a note, unless it exists. Return whether it exists now;
     False: the sum is not known, so the sources must stay."""
     # An existing sum includes all sources of its day: it was written before the first of them was
-    # deleted, and when no further ones could begin. Only a source that its engine could not write
-    # for two days may come later; it is not counted.
+    # deleted, and when no further ones could begin. A source that is written more than two days
+    # late is not counted.
     if backend.note(STORE, sum_name) is not None:
         return True
     contents = list(backend.notes(STORE, sources))
@@ -306,14 +307,14 @@ def read_savings(backend: Backend) -> list[Savings]:
     :raises StoreError: the medium failed.
     """
     contents: list[bytes | None] = []
+    # A fold, which replaces the sources of a day by their sum, may delete sources between the two
+    # reads. Without them, counters would fall for a while: only the last attempt accepts that.
     for _ in range(_READ_ATTEMPTS):
         names = _counted_names(backend)
         contents = list(backend.notes(STORE, names))
         is_complete = None not in contents
         if is_complete:
             break
-        # a fold has deleted sources since the list: without them, counters would fall for a while,
-        # which is accepted only after the last attempt
     totals = _sum(contents)
     return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
 

@@ -251,11 +251,12 @@ class Store:
             if are_durable and not job.lost:
                 return []
             missing = self.missing(job.blocks.keys)
-            # false: only packs of this job itself were dropped, so their blocks are lost
-            lacks_borrowed = not job.borrowed.isdisjoint(missing)
+            # only packs of this job itself were dropped: their blocks are lost
+            if job.borrowed.isdisjoint(missing):
+                return missing
             # of a forgotten tenant, nothing may be stored again
             is_forgotten = self.queue.losses[job.tenant] != job.losses
-            if not lacks_borrowed or is_forgotten or self._is_ending:
+            if is_forgotten or self._is_ending:
                 return missing
             # An earlier job has failed to store the borrowed keys: the rows of this job have the
             # only copies left of their blocks.

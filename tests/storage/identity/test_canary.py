@@ -14,6 +14,7 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, Changes, CommitBatch
 from persistkv.storage.identity.verdict import Verdict, read_verdict
+from persistkv.storage.records import StoreReport
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.identity.releases import (
     BLOCKS,
@@ -298,3 +299,32 @@ def test_canary_own_index_is_reloaded_candidate_is_read_again_once(
     monkeypatch.setattr(backend, "changes", counted)
     new.store.refresh()
     assert whole_reads == []
+
+
+@pytest.mark.parametrize("log", ["complete", "truncated"])
+def test_canary_adopted_packs_that_are_deleted_make_report_incomplete(
+    backend: Backend,
+    contexts: list[KV],
+    monkeypatch: pytest.MonkeyPatch,
+    log: str,
+) -> None:
+    """Consumers of events must learn that adopted keys may be gone, also if the log of the other
+    namespace no longer has the deletion."""
+    new = Release(backend, NEW, events=True)
+    for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
+        new.run(tokens, kv)
+    new.store.refresh()
+    catalogue = new.store.catalogue
+    assert set(keys_of(PROMPTS[3])) <= set(catalogue.report.stored)
+    catalogue.report = StoreReport()
+    old = identity(OLD).digest
+    packs = [table.pack_id for table in backend.changes(old, None).added]
+    backend.commit(old, CommitBatch(deletions=packs))
+    changes = backend.changes
+    if log == "truncated":
+        monkeypatch.setattr(backend, "changes", lambda name, _: changes(name, None))
+
+    new.store.refresh()
+
+    assert not any(new.load(PROMPTS[3]))
+    assert catalogue.report.lost

@@ -210,8 +210,8 @@ class Merger:
             self._note_latest(latest)
             if self._is_missing_in(latest):
                 # Writer and time stay those of the last merge. If many engines have merged at the
-                # same time, each adds its segment: if each became the writer, none would stay it
-                # for long enough to merge again, and none of the others would merge meanwhile.
+                # same time, each of them adds its segment here. If each also became the writer, the
+                # writer would change before its next merge is due, and no engine would merge.
                 self._write_latest(latest.writer, latest.time)
         self.plan_base()
 
@@ -235,8 +235,8 @@ class Merger:
         return now - age_s
 
     def _is_missing_in(self, latest: Latest) -> bool:
-        """Return whether ``latest`` lacks the object that this handle has written recently, and
-        none includes."""
+        """Return whether ``latest`` lacks the last object that this handle has written: recently,
+        and no other object includes it."""
         age_s = self._clock.monotonic() - self._written_at
         if age_s > _ANNOUNCED_S or not self._replica.is_unincluded(self._written):
             return False
@@ -316,11 +316,13 @@ class Merger:
             older = self._older_segments(batch)
 
         planned = self._clock.monotonic()
-        now = self._expiry_time()
-        removals = self._replica.plan_eviction(limits, now, at_most=_MOST_EVICTED)
-        # an unknown time: no base drops the tombstones as old ones
-        time = self._medium.entry_time()
-        evictions = self._replica.tombstones(removals, time)
+        expiry_time = self._expiry_time()
+        removals = self._replica.plan_eviction(
+            limits, expiry_time, at_most=_MOST_EVICTED
+        )
+        # if the medium's time is unknown, the latest one: then no base drops the tombstones as old
+        removal_time = self._medium.entry_time()
+        evictions = self._replica.tombstones(removals, removal_time)
 
         contents = [*deltas.values(), evictions, *older.values()]
         carried = self._included_in(older.values())
@@ -406,27 +408,26 @@ class Merger:
         _, segments = self._base_and_segments()
         segments.sort(key=lambda info: info.size)
         chosen: list[BlobInfo] = []
+        total_bytes = num_bytes
         for info in segments:
-            is_larger = info.size.bit_length() > num_bytes.bit_length()
-            if is_larger or num_bytes + info.size > _MOST_SEGMENT_BYTES:
+            is_larger = info.size.bit_length() > total_bytes.bit_length()
+            if is_larger or total_bytes + info.size > _MOST_SEGMENT_BYTES:
                 break
             if info.name not in self._reader.unreadable:
                 chosen.append(info)
-                num_bytes += info.size
+                total_bytes += info.size
         return chosen
 
-    def _included_in(self, deltas: Iterable[Delta]) -> list[str]:
+    def _included_in(self, segments: Iterable[Delta]) -> list[str]:
         """Return the names of the objects that these segments include, and that still exist. The
-        next segment includes them, too: its readers need not read the older segments, and skip
-        these objects all the same.
+        next segment names them, too, because its readers read it in place of these segments.
 
         While the medium refuses deletions, they are many. Then only those with the greatest names
-        are returned, which include most others. Readers read the rest once more: this only takes
-        time.
+        are returned, which include most others. Readers read the rest again, which only takes time.
         """
         names: set[str] = set()
-        for delta in deltas:
-            names.update(delta.includes)
+        for segment in segments:
+            names.update(segment.includes)
         listed = self._reader.listed
         carried = sorted(names & listed.keys())
         return carried[-_MOST_CARRIED:]
@@ -496,11 +497,11 @@ class Merger:
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # one that another object includes may be deleted, and then no list shows it
-            may_be_deleted = not self._replica.is_unincluded(info.name)
-            if may_be_deleted and info.name not in listed:
-                continue
-            recent.append((info.name, info.size))
+            # Objects are deleted only after another one includes them, so this one exists. One that
+            # was included exists if the list shows it.
+            is_unincluded = self._replica.is_unincluded(info.name)
+            if is_unincluded or info.name in listed:
+                recent.append((info.name, info.size))
         latest = Latest(writer, time, recent)
         body = encode(latest)
         self._medium.put_sealed(self._names.latest, body, self._replica.namespace)
@@ -536,8 +537,8 @@ class Merger:
         return segment_bytes > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
-        """Return the bytes of the last base, and the segments: of the listed objects that were read
-        and that no other one includes."""
+        """Return the bytes of the last base, and the segments. Only objects count that were listed
+        and read, and that no other one includes."""
         base_bytes = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():

@@ -185,16 +185,15 @@ class MergeSchedule:
 
     def _own_due_at(self, oldest_own: float) -> float:
         """Return the time at which this engine merges its oldest commit: when it has waited for 3.5
-        s and no other engine merges regularly, or at the latest after 10 s."""
+        s and no other engine merges regularly, or at the latest after 10 s; but never sooner after
+        its last merge than regular merges follow each other."""
         waited_at = oldest_own + _OWN_WAIT_S
         # when the next regular merge of another engine, which would include it, is overdue
         overdue_at = self._announced_at + _NOT_REGULAR_S
-        due = max(waited_at, overdue_at)
-        latest_due = oldest_own + _LONGEST_OWN_WAIT_S
-        due = min(due, latest_due) + self._jitter_s
-        # not more often than regular merges
-        next_regular = self._merged_at + REGULAR_PAUSE_S
-        return max(due, next_regular)
+        at_latest = oldest_own + _LONGEST_OWN_WAIT_S
+        wanted_at = min(max(waited_at, overdue_at), at_latest)
+        earliest = self._merged_at + REGULAR_PAUSE_S
+        return max(earliest, wanted_at + self._jitter_s)
 
     def _pause_s(self, now: float) -> float:
         """Return the pause between regular merges. Without commits of others, they are rarer."""

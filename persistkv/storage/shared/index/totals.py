@@ -43,7 +43,7 @@ _GROWTH_SHARE = 64
 # else, when the namespace has used half of its share: between two totals
 _LEAST_TOTALS_S = 5.0
 # totals that are listed per minute: the names that S3 returns for one request
-_PER_MINUTE = 1000
+_LISTED_PER_MINUTE = 1000
 
 
 class Totals(ArrayStruct, frozen=True):
@@ -145,9 +145,9 @@ class TotalsBoard:
         now = self._clock.monotonic()
         if now >= self._next_list_at:
             self._read(replica.namespace, totals)
-            # 0 below 1,000: then each call reads
-            pause_minutes = len(self._published) // _PER_MINUTE
-            self._next_list_at = now + TOTALS_S * pause_minutes
+            # 0 below 1,000 namespaces: then each call reads
+            pause_minutes = len(self._published) // _LISTED_PER_MINUTE
+            self._next_list_at = now + 60.0 * pause_minutes
 
     def _publish(self, replica: Replica, policy: Policy) -> Totals:
         """Write the totals of a namespace, and return them; if it has become empty, delete them."""
@@ -190,7 +190,7 @@ class TotalsBoard:
         for namespace, new_totals in fetched:
             found[namespace] = PublishedTotals(changed[namespace], new_totals)
         self._listed_time = self._medium.time.now()
-        # also of those that the list lacks
+        # namespaces that the list lacks count for a while
         recent = self._recent()
         self._published = recent | found
 
@@ -262,8 +262,8 @@ class TotalsBoard:
             # an engine in use publishes once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
-                # There, new content replaces old all the time: ages stay, and times of use move on.
-                # Otherwise, each engine would find its own content the newest.
+                # Its engine goes on to use content, so the times of use move on with the clock.
+                # Without that, each engine would take its own content for the newest.
                 totals = totals.later(age_s)
             others.append(totals)
         return others

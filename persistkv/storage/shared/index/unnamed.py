@@ -22,11 +22,12 @@ def unnamed_packs(
     """
     blobs: dict[bytes, BlobInfo] = {}
     for info in medium.listed(names.packs):
-        name = names.pack_name(info.name)
-        if name is not None:
-            blobs[name] = info
-    for name in replica.live_names(blobs):
-        del blobs[name]
+        pack_name = names.pack_name(info.name)
+        # None: the blob is of another program
+        if pack_name is not None:
+            blobs[pack_name] = info
+    for pack_name in replica.live_names(blobs):
+        del blobs[pack_name]
     return blobs
 
 
@@ -46,7 +47,9 @@ def read_tail(medium: Medium, info: BlobInfo) -> bytes:
     # its first field is the length of the table without the trailer
     table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
     most_bytes = min(info.size, MAX_OBJECT_BYTES)
-    if length < table_bytes <= most_bytes:
-        start = info.size - table_bytes
-        tail = medium.read(info.name, start, table_bytes)
+    # more than the blob has, or than a table may have, is no length of a table
+    needs_second_read = length < table_bytes <= most_bytes
+    if needs_second_read:
+        table_start = info.size - table_bytes
+        tail = medium.read(info.name, table_start, table_bytes)
     return bytes(tail[-table_bytes:])

@@ -245,8 +245,8 @@ class OtherNamespace(NamespaceView):
         if changes.reset:
             index.remove_adopted()
             # before this view's index changes
-            is_known = [self.index.number_of(table.pack_id) > 0 for table in added]
-            are_some_gone = sum(is_known) < self.index.num_packs
+            known = [table for table in added if self.index.number_of(table.pack_id)]
+            are_some_gone = len(known) < self.index.num_packs
         for fingerprints in changes.removed.values():
             index.remove_adopted(fingerprints)
         if self._own_events and are_some_gone:

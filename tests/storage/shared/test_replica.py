@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
-from persistkv.storage.catalog.rows import PACKS, USES, Use, manifest_row
+from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog.rows import (
+    MANIFEST_KEYS,
+    PACKS,
+    USES,
+    Use,
+    manifest_row,
+)
 from persistkv.storage.format.manifest import encode_manifest
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.format.pack_writer import PackWriter
@@ -237,4 +244,20 @@ def test_dump_of_many_packs_gives_no_part_above_the_limit(
     parts = list(replica.dump(part_bytes))
     assert sum(len(part.packs) for part in parts) == len(found)
     assert max(len(encode(part)) for part in parts) <= part_bytes
+    replica.close()
+
+
+def test_dump_damaged_request_raises_so_that_no_base_lacks_it(tmp_path: Path) -> None:
+    name = manifest_row(NAMESPACE, "r0")
+    head = encode_manifest(sample_manifest("r0", 1).manifest)
+    nonce = bytes(NONCE_BYTES)
+    entry = ManifestEntry(name[ID_BYTES:], 1, 1.0, head, b"", nonce, 0, 10)
+    replica = new_replica(tmp_path)
+    replica.apply([("x", Delta(manifests=[entry]))])
+    with replica.rows(write=True) as rows:
+        rows.put(MANIFEST_KEYS, name, b"damaged")
+
+    with pytest.raises(CorruptStoreError):
+        list(replica.dump(1 << 20))
+
     replica.close()

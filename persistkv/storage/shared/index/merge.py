@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -203,7 +204,7 @@ class Merger:
         engines that merge at the same time, one overwrites the ``latest`` of the other. Plan a base
         if one is wanted.
 
-        :param latest: None: there is none.
+        :param latest: None: there is none, or it does not read.
         :raises StoreError: the medium failed.
         """
         if latest is not None:
@@ -584,16 +585,16 @@ class Merger:
         self._purge_tombstones()
         levels = [self._names.level(name) for name in included]
         level = max(BASE_LEVEL, 1 + max(levels))
-        # at least one
-        parts = self._replica.dump(_PART_BYTES)
-        # Each part is written when the next one shows that it is not the last: only the last one
-        # names the others, and what the base includes.
-        last = next(parts)
         written: list[str] = []
-        for part in parts:
-            name = self._write_part(level, last, began)
-            written.append(name)
-            last = part
+        # closed also if a part is not written: the replica could not be closed before
+        with closing(self._replica.dump(_PART_BYTES)) as parts:
+            # Each part is written when the next one shows that it is not the last: only the last
+            # one names the others, and what the base includes.
+            last = next(parts)
+            for part in parts:
+                name = self._write_part(level, last, began)
+                written.append(name)
+                last = part
         last = msgspec.structs.replace(last, includes=included, parts=written)
         # Its level is higher, so that readers meet it before the parts, which they may not need.
         self._write_part(level + 1, last, began)

@@ -204,7 +204,8 @@ class Sweeper:
 
     def _is_junk(self, info: BlobInfo, now: float) -> bool:
         """Return whether an object that does not read counts as junk: it is seven days old, and
-        this handle knows all data keys, so it is damaged and not only sealed with another one.
+        this handle knows all data keys of the store itself, so it is damaged and not only sealed
+        with another one.
 
         :raises StoreError: the medium failed.
         """

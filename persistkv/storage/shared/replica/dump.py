@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
@@ -116,11 +117,19 @@ def _manifest_entry(
     digest: bytes,
     version: int,
 ) -> ManifestEntry | None:
-    """Return the content of a request; None: it is not held."""
+    """Return the content of a request; None: it is not held.
+
+    :raises CorruptStoreError: the row of its keys is damaged. Without the request, a base would
+        remove it from the index.
+    """
     name = namespace + digest
     head = rows.get(MANIFESTS, name)
     keys_row = rows.get(MANIFEST_KEYS, name)
     keys = KeysRow.decode(keys_row)
+    if keys_row is not None and keys is None:
+        raise CorruptStoreError(
+            f"keys of request {digest.hex()} are damaged in the replica"
+        )
     chain_row = rows.get(CHAINS, name)
     chain = Chain.decode(chain_row)
     if head is None or keys is None or chain is None:

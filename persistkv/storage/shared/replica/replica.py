@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -584,9 +584,12 @@ class Replica:
                 if is_old and not version.is_alive:
                     rows.delete(VERSIONS, digest)
 
-    def dump(self, part_bytes: int) -> Iterator[Delta]:
+    def dump(self, part_bytes: int) -> Generator[Delta]:
         """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
-        delta with a single pack or request may be larger.
+        delta with a single pack or request may be larger. Close the iterator, which holds a
+        transaction.
+
+        :raises CorruptStoreError: a row of a request is damaged.
         """
         with self.rows() as rows:
             yield from dump_deltas(rows, self.namespace, part_bytes)

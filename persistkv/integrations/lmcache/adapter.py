@@ -245,6 +245,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         elif self._stores.may_open(place):
             self._opener.submit(self._open_and_start, tasks, task, part)
         else:
+            # a store that failed just now was logged then
             self._report_unknown(place.model_name)
             tasks.fail(task)
 

@@ -146,7 +146,8 @@ def _changes(store: BlockStore) -> _Changes:
 
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
-    """Return the content of a store as changes of an empty one. Later events begin after them."""
+    """Return the content of a store as changes of an empty one. Events that are taken
+    later are the changes after these."""
     # earlier events are taken and dropped, because the list that follows contains their keys
     _changes(store)
     listed = _held(store, list_timeout_s)

@@ -61,11 +61,12 @@ class PoolStore:
         self.memory = memory
         self._options = options
         self._transfers = transfers
-        sizes = self._region_sizes() if may_use_regions else None
-        self.has_flat_pages = sizes is None
-        """Whether the store's pages are flat; False: they are in the pool's order of bytes."""
-        if sizes is None:
-            sizes = [memory.flat_bytes()]
+        region_sizes = self._region_sizes() if may_use_regions else None
+        self.has_flat_pages = region_sizes is None
+        """Whether a stored page is the tensor that SGLang copies from its pool. False: it consists
+        of the page's regions in the pool, whose bytes may be in another order."""
+        # no regions: SGLang copies each page as a whole
+        sizes = [memory.flat_bytes()] if region_sizes is None else region_sizes
         self._page_bytes = sum(sizes)
         self._identity = identity_of(sizes)
         pool_name = str(self._identity.more["pool"])

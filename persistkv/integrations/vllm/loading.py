@@ -162,7 +162,7 @@ class WaitingChunks:
         self._hash_tokens = hash_tokens
         self._first = first_end // chunk_tokens - 1
         """Index, among the request's chunks of this group, of the first one to load."""
-        # the engine computes the last token in any case, so no chunk with it follows
+        # the engine computes the last token in any case: a chunk that contains it is not loaded
         loadable_tokens = request.num_tokens - 1
         num_loadable = loadable_tokens // chunk_tokens
         self._following = range(self._first + 1, num_loadable)
@@ -265,7 +265,7 @@ class StoreLoads:
         chunk_tokens = chunks.chunk_tokens
         sizes = self._group_sizes(tier.config)
         num_bytes = prefix_bytes(sizes, num_held * chunk_tokens)
-        # a store that holds the last chunk holds the whole prefix, see ``num_held``
+        # stores evict the deepest chunks first: one that holds the last chunk holds the prefix
         last_key = chunks.key_at(num_held - 1)
         for other in tiers:
             if other is tier or not other.holds(last_key):

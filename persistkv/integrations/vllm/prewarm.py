@@ -139,10 +139,11 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         is_promoting = self._context is not None
         if is_promoting or self._passed_over:
             return True
-        # contexts to promote next: those of requests, and at the start recently used ones
-        has_prefetches = self._tier.prefetch_waits or self._prewarming.waits
-        is_starting = not self._prewarming.ended
-        return has_prefetches or is_starting
+        # the recently used contexts, which are promoted at the start
+        if not self._prewarming.ended:
+            return True
+        # contexts for later requests: not asked for yet, or asked for and not promoted
+        return self._tier.prefetch_waits or self._prewarming.waits
 
     # Methods of a tier that holds no chunks
 

@@ -316,7 +316,8 @@ class LiveRequest(RequestDescription):
         """vLLM's ``ReqContext`` with which the request began. The tier recognizes the request by
         this object without parsing its options again."""
         self.is_refused = False
-        """Whether its options are invalid, as in ``GivenOptions``: ``options`` are others then."""
+        """Whether its options are invalid, as in ``GivenOptions``. ``options`` are then not the
+        given ones: they neither use nor fill the store."""
         self.req_id = req_id
         self._position = position
         self._group_tokens = group_tokens

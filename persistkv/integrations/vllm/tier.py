@@ -540,9 +540,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
+        # first as objects, because it is not cheap to parse the options of a context
         is_same_context = request.source is req_context
+        is_own = is_same_context or request.is_of(_options_of(req_context))
         # the request that had the id before has ended already, and the present one continues
-        if not is_same_context and not request.is_of(_options_of(req_context)):
+        if not is_own:
             return
         del self._requests[req_context.req_id]
         self._end_request(request)
@@ -554,7 +556,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
         if request.has_stored:
-            # the end of its context also reports the restored blocks
+            # the end of its context includes ``report_restored``
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:
             self._tier.report_restored(request.context)
@@ -567,7 +569,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if watch.is_asleep:
             return
         stats = client.glance()
-        if client.has_events or self._metrics.is_outdated(stats, len(client)):
+        held_chunks = len(client)
+        if client.has_events or self._metrics.is_outdated(stats, held_chunks):
             self._steps.request()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -587,8 +590,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
                 event.removed,
                 self.locality,
                 self.tier_type,
-                # vLLM then keeps the list of a stored chunk's blocks, and names them all at the
-                # removal; the key names only the last one
+                # vLLM then keeps the list of a stored chunk's blocks, to name all of them when it
+                # is removed: the key is the hash of the last block alone
                 removal_expected=not event.removed,
             )
             events.append(translated)

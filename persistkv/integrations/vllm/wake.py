@@ -18,7 +18,7 @@ class StepRequests:
     def __init__(self, wake: Callable[[], None]) -> None:
         """:param wake: has the engine ask its tiers for pending work."""
         self.is_waiting = False
-        """Whether the engine has not taken the step yet; pending work of the tier until then."""
+        """Whether the engine has still to take the step. Until then, the tier has pending work."""
         self._wake = wake
         self._next_s = 0.0
         """Monotonic time before which requests are ignored."""

@@ -243,7 +243,7 @@ class GuardedTier:
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
             self._drop(job)
-        # also behind other held stores, which may be followed by ends of requests
+        # behind other held entries, too: the end of a request must not overtake its stores
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
         else:
@@ -309,7 +309,7 @@ class GuardedTier:
 
     def _collect(self) -> None:
         """Take the results of the tier: those of loads wait for their comparisons."""
-        # a thread uses the tier, which has no jobs
+        # a tier is opened only while there are no jobs, and its thread alone may use it
         if self.is_opening:
             return
         for result in self.tier.get_finished_jobs():

@@ -217,7 +217,7 @@ class WeightsWatch:
         self._reason = None
         for word in self._words:
             word.epoch = self._epoch
-        # in it, each worker takes the sample with which it compares in this epoch
+        # each worker answers it with the sample with which it compares in this epoch
         self.require_comparison()
 
     def watch_calls(self, executor: Any) -> None:
@@ -348,7 +348,7 @@ def attach_watch(
     :param spec: vLLM's ``OffloadingSpec``, which keeps the watch.
     :param executor: vLLM's ``Executor``; None if unknown.
     :param weights: name of the weights at the start; None: those of the checkpoint.
-    :param is_only_source: see ``WeightsWatch``.
+    :param is_only_source: whether all of vLLM's KV comes from its workers and these tiers.
     """
     # the memory of a worker can be attached once, and one observer of the calls suffices
     known = vars(spec).get("_persistkv_watch")

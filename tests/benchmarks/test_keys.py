@@ -65,11 +65,14 @@ def test_engines_killed_and_rotated_repeat_no_nonce(
     url = f"lmdb://{tmp_path}/store?capacity=1GiB&placement=inline"
     engines = keys.Engines(f"{url}&key_env={keys.OLD}", records, 2)
     try:
-        num_packs = keys.fill(engines, 2_000, kill_s=0.5)
+        num_packs = keys.fill(engines, 1_000, kill_s=0.5)
+        # a fast machine fills the store before the first kill
+        num_packs += keys.count(engines.kill_one())
+        num_packs += keys.fill(engines, 1_000, kill_s=0.5)
         rotation = keys.rotate(engines, url, watch_s=1.0)
     finally:
         engines.end()
-    assert engines.num_kills
+    assert engines.num_kills >= 1
     assert rotation.before
     assert rotation.seconds < keys.TARGET_S
     assert keys.held_packs(url) >= num_packs

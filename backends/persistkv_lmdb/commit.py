@@ -469,7 +469,8 @@ class BatchCommit:
 
         goal = room.low_watermark()
         commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
-        # after the eviction: only the space of free pages can be returned
+        # The segments return space until they have no more than the catalogue leaves them. After
+        # the eviction, because only the space of free pages can be returned.
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
             room.reserve_ahead(writer)

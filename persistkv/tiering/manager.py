@@ -658,6 +658,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades[tier].num_submitted_blocks += len(keys)
             job = self._jobs.add_cascade(tier, keys, rows, cascade.context)
             self._submit(job)
+        # it waits no longer; the request waits for its job instead
         self._end_cascade(cascade)
 
     def _drop_cascade(self, cascade: Cascade) -> None:

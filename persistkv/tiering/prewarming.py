@@ -89,7 +89,8 @@ class Prewarming:
         self._asked_at = now if is_asked else None
 
     def _take_answer(self) -> None:
-        """Take the contexts that the tier was asked for, if they have arrived."""
+        """Take the contexts that the tier was asked for, if they have arrived. Waiting has a limit
+        from the beginning on, also if the tier could not be asked yet."""
         recent = None
         if self._asked_at is not None:
             recent = self._tier.take_recent()

@@ -129,7 +129,7 @@ def pool_identity(
     """Return the identity of the pages of a pool.
 
     :param config: SGLang's ``HiCacheStorageConfig``.
-    :param sizes: bytes of each region of a page; one for pages that SGLang copies.
+    :param sizes: bytes of each region of a page; one number if SGLang copies it as a whole.
     """
     pool = memory.pool
     geometry = {}
@@ -142,6 +142,7 @@ def pool_identity(
         raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
     start_layer = plain_number(getattr(pool, "start_layer", None))
     end_layer = plain_number(getattr(pool, "end_layer", None))
+    # a pool may lack some of the fields: ``more`` tells by name which numbers these are
     shape = (memory.page_size, *geometry.values())
     return BlockIdentity(
         model_name=config.model_name or "",

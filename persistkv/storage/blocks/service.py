@@ -239,6 +239,7 @@ class BlockService:
         absent_keys = self.store.index.absent(keys)
         absent = set(absent_keys)
         if touch and len(absent) < len(keys):
+            # it ignores absent keys
             self.store.touch(keys)
         return [key not in absent for key in keys]
 

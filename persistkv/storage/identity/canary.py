@@ -601,8 +601,8 @@ class Canary:
         batch: Sequence[_HeldBlock],
     ) -> bool:
         """Compare blocks with those of the other namespace, and add the result to the evidence.
-        Return False if a block differs; the candidate is then refused, or the adopted depths are
-        final."""
+        Return False if a block differs; then the candidate is refused, or, of an adopted namespace,
+        no deeper blocks are used."""
         theirs, failed = await self._read_theirs(other, batch)
         rows = self._rows
         assert isinstance(rows, Rows)  # ``_may_compare`` allows no other memory
@@ -614,6 +614,7 @@ class Canary:
                 continue
             readable.append(block)
             our_row = rows.array[block.row]
+            # in the order of the batch
             their_row = theirs.array[number]
             pairs.append(_BlockPair(block.group, our_row, their_row))
         # in a reading thread: megabytes of numbers would stop the event loop

@@ -152,6 +152,7 @@ class CallsCheck:
         check = "medium's clock"
         seconds = abs(self._ahead_s)
         if seconds <= _SKEW_S:
+            # the medium may round its times, so a smaller difference cannot be told
             most_s = max(seconds, _ROUNDING_S)
             found = f"at most {most_s:.0f} s from this machine's"
             return Check(check, Level.OK, found)

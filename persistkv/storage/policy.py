@@ -34,6 +34,7 @@ class Policy:
         valid tenant, or of the default one."""
         if self.capacity is not None and self.capacity <= 0:
             raise ConfigurationError("capacity", self.capacity, "a positive size")
+        # in this form, because it refuses NaN, too
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigurationError(
                 "ttl", self.ttl_s, "a positive duration such as 7d, or none"

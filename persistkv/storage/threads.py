@@ -256,6 +256,7 @@ class ThreadPool:
             future.set_result(result)
         except InvalidStateError:  # the call has ended
             return
+        # at most one
         for worker in running:
             worker.abandoned = future
             self._replace(worker)

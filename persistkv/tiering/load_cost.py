@@ -233,7 +233,8 @@ class LoadTimes:
         # earlier samples say nothing about the slowdown after a stall
         if self.is_stalled:
             return _Shares(slowdown=1.0, usual=0.0)
-        # noise
+        # An ordinary difference is mostly of this size alone: its usual time follows nearly all of
+        # it. The slowdown, which all sizes share, follows a small part.
         return _Shares(slowdown=_NOISE_RATE, usual=1 - _NOISE_RATE)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:

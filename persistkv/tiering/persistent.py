@@ -266,10 +266,10 @@ class PersistentTier(SecondaryTierManager):
         if self.options.host == "process":
             if self.config.region_fds:
                 num_bytes = self.config.num_blocks * self.config.layout.row_stride
-                # raised by a kernel without pidfds, by which a process watches another one
+                # A kernel without pidfds, by which a process watches another one, raises OSError.
                 with suppress(OSError):
                     return ProcessHost(self.config.region_fds, num_bytes)
-            # there is no process to return
+            # neither way led to a process
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread "
                 "of this process"

@@ -48,6 +48,7 @@ class Announcer:
         """Set to have the thread look for events before its next tick, or end."""
         self._is_stopped = False
         self._pid = os.getpid()
+        """The process that has the thread; a forked child has none."""
         self._turn = threading.Lock()
         """Held while changes are read and announced, so that no removal overtakes the announcement
         of its key."""

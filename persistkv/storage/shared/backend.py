@@ -522,7 +522,7 @@ class SharedBackend(Backend):
             self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
         opened = self._open(namespace)
-        # first read all that is durable: requests of other engines may name the deleted packs
+        # before deletions, all that is durable: requests of other engines may name the packs
         has_deletions = batch.deletions or batch.bad or batch.manifest_deletions
         if has_deletions or self._options.always_refreshes:
             opened = self._refreshed(namespace)

@@ -267,6 +267,7 @@ class StoreKeys:
         if self._key is None or self._successor(self._key.id):
             return
         known = self._known()
+        # one blob with the data keys of the store itself, then a blob for each tenant's
         self._write(self._key, known)
         for data_key in known.of_tenants():
             self._put_tenant(data_key)

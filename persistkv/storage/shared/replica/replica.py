@@ -641,8 +641,8 @@ def _steps(
     num_bytes: int,
     packs: int,
 ) -> list[tuple[float, int]]:
-    """Return how old the packs are that may be evicted: at most ``points`` pairs (time, bytes of
-    those that were last used at this time or earlier), both ascending.
+    """Return when the packs that may be evicted were last used: at most ``points`` pairs (time of
+    the last use, bytes of the packs that were not used later), both ascending.
 
     The bytes are estimates: each pack counts with the average size of all packs, pinned ones
     included, because the eviction order has no sizes.

@@ -316,6 +316,13 @@ def main() -> None:
                 arguments.seconds,
                 placement,
             )
+        if not compared:
+            # The losses are simulated in the order of their moments, so a time limit that is too
+            # short for so many leaves only those from before the first pack.
+            raise SystemExit(
+                f"{placement}: {cuts} power losses, and no pack to compare: more --seconds, or "
+                "fewer --cuts"
+            )
         print(
             f"{placement}: {cuts} power losses, {compared} packs compared: 0 lost, 0 wrong"
         )

@@ -455,7 +455,7 @@ class PersistentTier(SecondaryTierManager):
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
         """Report that another tier loads these blocks: this engine has not computed them (option
-        ``adopt``)."""
+        ``adopt``). No keys: it has loaded unknown blocks."""
         if not self._detached:
             self.client.loaded_elsewhere(keys)
 

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.tiering.base import (
 from persistkv.base import REQUEST_PARAMETER
 from persistkv.config import convert_options
 from persistkv.errors import ConfigurationError
-from persistkv.integrations.vllm.tier import key_length, persistent_tiers
+from persistkv.integrations.vllm.tier import engine_stores, key_length
 from persistkv.tenants import engine_key
 from persistkv.tiering.prewarming import Prewarming
 
@@ -76,16 +76,16 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
             offloading_spec, primary_kv_view, tier_type, backpressure_detector
         )
         self.options = convert_options(PrewarmOptions, options, where=_WHERE)
-        tiers = persistent_tiers(offloading_spec)
-        if not tiers:
+        stores = engine_stores(offloading_spec)
+        if not stores:
             raise ConfigurationError(
                 "secondary_tiers", tier_type, "a persistkv tier before it"
             )
-        self._tier = tiers[0]
-        """The ``persistkv`` tier that lists the contexts."""
+        self._store = stores[0]
+        """The store that lists the contexts."""
         self._key_bytes = key_length()
         num_chunks = int(len(primary_kv_view) * self.options.share)
-        self._prewarming = Prewarming(self._tier, num_chunks)
+        self._prewarming = Prewarming(self._store, num_chunks)
         self._contexts = 0
         """Number of contexts so far; makes the ids of their requests unique."""
         self._context: ReqContext | None = None
@@ -129,8 +129,12 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
         # this package derive the keys under which their stores have the chunks.
         req_id = f"{self.tier_type}-{self._contexts}"
-        parameters = {REQUEST_PARAMETER: {"tenant": found.tenant}}
-        self._context = ReqContext(req_id, parameters)
+        options: dict[str, str | None] = {"tenant": found.tenant}
+        # after a change, a request must name the present weights to use the store
+        watch = self._store.watch
+        if not watch.is_initial:
+            options["weights"] = watch.weights
+        self._context = ReqContext(req_id, {REQUEST_PARAMETER: options})
         self._keys = [engine_key(key, self._key_bytes) for key in found.keys]
         self._gives_up_at = time.monotonic() + _PATIENCE_S
         parent.on_new_request(self._context)
@@ -143,7 +147,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         if not self._prewarming.ended:
             return True
         # contexts for later requests: not asked for yet, or asked for and not promoted
-        return self._tier.prefetch_waits or self._prewarming.waits
+        return self._store.prefetch_waits or self._prewarming.waits
 
     # Methods of a tier that holds no chunks
 

@@ -136,8 +136,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if locality is None:
             locality = "REMOTE" if backend.capabilities.remote else "LOCAL"
         self.locality = Locality(locality)
-        # several entries of ``secondary_tiers`` are several stores of one engine
-        self._tiers = EngineTiers(persistent_tiers(offloading_spec))
+        self._stores = engine_stores(offloading_spec)
+        """All stores of the engine, this one included: each entry of ``secondary_tiers`` is one."""
         self._isolation = Isolation("tier persistkv")
         """Logs errors of side tasks, such as measurements, which must not fail a request."""
         self._metrics = MetricsReader(scheme)
@@ -167,6 +167,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         except BaseException:
             close_region(self._region_fds)
             raise
+        self._stores.append(self._guard)
 
         # requests
         labels = {"model": str(offloading.model.name), **self.options.labels}
@@ -209,7 +210,6 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         client = tier.client
         # for the time in which the engine takes no steps
         client.idle.callback = partial(self._request_step, client, watch)
-        self._tiers.put_own(tier)
         return tier
 
     @property
@@ -217,6 +217,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """The persistent tier of the present weights. Another thread uses it while
         ``_guard.is_opening``."""
         return self._guard.tier
+
+    def _tiers_in_use(self) -> list[PersistentTier]:
+        """Return the tiers of all stores of the engine that serve the present weights."""
+        return [store.tier for store in self._stores if store.is_in_use]
 
     def _tier_config(
         self,
@@ -227,7 +231,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
         # one warning suffices for all stores of the engine
-        if not self._tiers.all:
+        if not self._stores:
             _check_primary_size(engine, offloading, rows)
         shared = shared_layout(spec)
         _report_reuse(engine, offloading, shared)
@@ -307,7 +311,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def _decide_load(self, request: LiveRequest, chunks: WaitingChunks) -> None:
         """Decide whether the request loads its chunks; report to the store if it does not."""
         loads = request.loads
-        decision = self._store_loads.decide(self._tiers.all, self._tier, chunks)
+        decision = self._store_loads.decide(self._tiers_in_use(), self._tier, chunks)
         # kept, because vLLM asks for each chunk, and again in each step
         loads.decision = decision
         # no decision: a faster store of the engine loads the chunks
@@ -409,9 +413,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._results.begin_load(job_metadata.job_id, request, keys)
         # The other stores must not take these blocks for computed ones: they compare computed
         # blocks with stored ones of another release, to prove that both releases compute the same.
-        for tier in self._tiers.all:
-            if tier is not self._tier:
-                tier.loaded_elsewhere(store_keys)
+        for store in self._stores:
+            if store is not self._guard:
+                store.loaded_elsewhere(store_keys)
         job = _job(job_metadata, store_keys, request.context)
         # a load that takes much longer than the decision assumed is abandoned
         decision = request.loads.decision
@@ -430,7 +434,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         options = request.options
         if options.load or options.store:
             store_keys = request.store_keys(list(keys))
-            self._tier.touch(store_keys, request.context)
+            self._guard.touch(store_keys, request.context)
 
     def has_pending_work(self) -> bool:
         """Return whether an engine without requests should take a step: for results of jobs, or for
@@ -489,7 +493,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if not uses_store:
             options = RequestOptions(store=False, load=False, tenant=tenant)
         # of several stores, the first one takes the hints
-        if uses_store and self._tier is self._tiers.all[0]:
+        if uses_store and self._guard is self._stores[0]:
             for prefetch in given.prefetches:
                 self._prefetch(prefetch, tenant or DEFAULT_TENANT)
         request = self._new_request(
@@ -533,7 +537,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _is_stored(self, key: OffloadKey) -> bool:
         """Return whether any of the engine's stores holds a block."""
-        return any(tier.holds(key) for tier in self._tiers.all)
+        return any(tier.holds(key) for tier in self._tiers_in_use())
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """End the request of a context, unless another tenant's request has its id by now."""
@@ -662,36 +666,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
         # the list is kept by the spec, with which an engine may build its tiers again
-        self._tiers.remove_own()
+        if self._guard in self._stores:
+            self._stores.remove(self._guard)
         fds = self._region_fds
         self._region_fds = ()
         close_region(fds)
-
-
-class EngineTiers:
-    """The persistent tiers of an engine, as one of its adapters sees them.
-
-    :ivar all: those of all adapters, in the order of construction; shared by the adapters.
-    """
-
-    def __init__(self, tiers: list[PersistentTier]) -> None:
-        self.all = tiers
-        self._own: PersistentTier | None = None
-        """This adapter's tier; None until ``put_own``."""
-
-    def put_own(self, tier: PersistentTier) -> None:
-        """Add this adapter's tier, in the place of its earlier one."""
-        if self._own is not None and self._own in self.all:
-            place = self.all.index(self._own)
-            self.all[place] = tier
-        else:
-            self.all.append(tier)
-        self._own = tier
-
-    def remove_own(self) -> None:
-        """Remove this adapter's tier; idempotent."""
-        if self._own is not None and self._own in self.all:
-            self.all.remove(self._own)
 
 
 def _options_of(context: ReqContext) -> GivenOptions:
@@ -795,13 +774,12 @@ def is_only_source(engine: Any) -> bool:
     return all(tier.get("type") in _TYPES for tier in tiers)
 
 
-def persistent_tiers(offloading_spec: Any) -> list[PersistentTier]:
-    """Return this engine's persistent tiers in the order of construction: a shared list, kept in
-    the spec."""
-    tiers: list[PersistentTier] = vars(offloading_spec).setdefault(
-        "_persistkv_tiers", []
+def engine_stores(offloading_spec: Any) -> list[GuardedTier]:
+    """Return this engine's stores in the order of construction: a shared list, kept in the spec."""
+    stores: list[GuardedTier] = vars(offloading_spec).setdefault(
+        "_persistkv_stores", []
     )
-    return tiers
+    return stores
 
 
 def key_length() -> int:

@@ -463,12 +463,13 @@ class StoreClient:
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
         """Report that another tier loads blocks, so that the store does not count them as computed
-        by the engine. Keys that are reported while the store is not open are not kept: once it is
-        open, it counts the blocks of all keys as loaded elsewhere (``_opened``)."""
+        by the engine; no keys: unknown blocks, so that it counts none as computed. Keys that are
+        reported while the store is not open are not kept: once it is open, it counts the blocks of
+        all keys as loaded elsewhere (``_opened``)."""
         self._others_load = True
         # Only a store that wants all store jobs compares blocks with those that the engine
         # computes. Others need not know which blocks were computed.
-        if self.wants_all and keys and self.state is State.OPEN:
+        if self.wants_all and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.host_processes import host_processes
 from tests.integrations.vllm.conftest import PREWARM, wait_stored
 from tests.integrations.vllm.conftest import tier as tier_entry
 from tests.integrations.vllm.offloading import offloading_config
@@ -168,6 +170,9 @@ def start(url, monkeypatch):
     config = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         model_config=SimpleNamespace(max_model_len=1),
+        kv_transfer_config=SimpleNamespace(
+            kv_connector="OffloadingConnector", kv_connector_extra_config={}
+        ),
     )
     monkeypatch.setattr(tier, "find_vllm_config", lambda: config)
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
@@ -338,13 +343,13 @@ def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start):
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_shutdown_removes_persistent_tiers_from_spec(start):
-    from persistkv.integrations.vllm.tier import persistent_tiers
+def test_manager_shutdown_removes_store_from_spec(start):
+    from persistkv.integrations.vllm.tier import engine_stores
 
     engine = start()
-    assert len(persistent_tiers(engine.spec)) == 1
+    assert len(engine_stores(engine.spec)) == 1
     engine.manager.shutdown()
-    assert not persistent_tiers(engine.spec)
+    assert not engine_stores(engine.spec)
 
 
 def test_manager_config_info_labels_describe_store(start):
@@ -407,12 +412,12 @@ def test_manager_prefetch_hint_promotes_context_before_its_request(start, url, p
 def test_manager_prefetch_hint_with_two_stores_is_queued_once(start, tmp_path):
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
-    from persistkv.integrations.vllm.tier import persistent_tiers
+    from persistkv.integrations.vllm.tier import engine_stores
 
     engine = start(tier_entry(f"lmdb://{tmp_path}/second"))
     action = KvHintAction("a", "persistkv.prefetch", "1", {"labels": {"session": "7"}})
     engine.request([], kv_hints=KvHintsEnvelope("1", "m", [action]))
-    first, second = persistent_tiers(engine.spec)
+    first, second = engine_stores(engine.spec)
     assert first.prefetch_waits
     assert not second.prefetch_waits
     first.ask_recent(1 << 20, prefetched=True)
@@ -464,6 +469,77 @@ def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
         engine.settle()
         context = engine.request(chosen, kv_transfer_params=named)
         assert set(engine.look_up(chosen, context)) == results, tenant
+
+
+def named(weights):
+    return {"persistkv": {"weights": weights, "labels": {"session": "7"}}}
+
+
+def use_weights(engine, weights):
+    """Begin and end requests that name the weights, until the store serves them."""
+    from persistkv.integrations.vllm.tier import engine_stores
+
+    (store,) = engine_stores(engine.spec)
+    deadline = time.monotonic() + TIMEOUT_S
+    is_used = False
+    while not is_used:
+        assert time.monotonic() < deadline
+        context = engine.request([], kv_transfer_params=named(weights))
+        with engine.lock:
+            engine.manager.on_request_finished(context)
+        engine.step()
+        is_used = store.is_in_use
+
+
+def test_manager_prefetch_hint_after_weights_are_named_promotes_their_context(
+    start,
+    url,
+):
+    from vllm.v1.kv_offload.base import LookupResult
+
+    engine = start(PREWARM)
+    chosen = keys_of(4)
+    use_weights(engine, "step-1")
+    engine.store(chosen, kv_transfer_params=named("step-1"))
+    wait_stored(url, 1)
+    restarted(engine)
+    hint = engine.request(
+        [],
+        kv_transfer_params=named("step-1"),
+        kv_hints=prefetching({"labels": {"session": "7"}}),
+    )
+    with engine.lock:
+        engine.manager.on_request_finished(hint)
+    engine.settle()
+    context = engine.request(chosen, kv_transfer_params=named("step-1"))
+    assert engine.look_up(chosen, context) == [LookupResult.HIT] * 4
+
+
+def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(start):
+    from persistkv.integrations.vllm.tier import engine_stores
+
+    engine = start()
+    (store,) = engine_stores(engine.spec)
+    keys = keys_of(4)
+    earlier = engine.request(keys)
+    first_hosts = host_processes()
+    # the next weights are named while the store is opened for these
+    for weights in ("step-1", "step-2"):
+        store.watch.on_no_kv()
+        engine.request([], kv_transfer_params=named(weights))
+    assert store.is_opening
+    time.sleep(4.0)  # for the store of the first name to open
+    (host,) = host_processes() - first_hosts
+    # it waits for its host before it closes
+    os.kill(host, signal.SIGSTOP)
+    resume = threading.Timer(10.0, os.kill, (host, signal.SIGCONT))
+    resume.start()
+    engine.request([], kv_transfer_params=named("step-2"))
+    time.sleep(0.5)  # for the thread that closes it to begin
+    begin = time.monotonic()
+    engine.manager.touch(keys, earlier)
+    assert time.monotonic() - begin < 5.0
+    resume.join()
 
 
 def test_manager_prewarm_promotes_contexts_of_tenants(start, url):

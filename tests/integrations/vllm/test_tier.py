@@ -215,14 +215,14 @@ def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores, 
 def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows):
     from vllm.v1.kv_offload.base import LookupResult
 
-    from persistkv.integrations.vllm.tier import persistent_tiers
+    from persistkv.integrations.vllm.tier import engine_stores
 
     spec, keys = make_spec(), keys_of(4)
     first = make_tier(spec=spec)
     store(first, keys, context_of(keys))
     first.shutdown()
     again, context = make_tier(spec=spec), context_of(keys)
-    assert len(persistent_tiers(spec)) == 1
+    assert len(engine_stores(spec)) == 1
     assert [again.lookup(key, context) for key in keys] == [LookupResult.HIT] * 4
     again.submit_load(job_of(2, keys, 8, context, is_promotion=True))
     (result,) = results_of(again)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from persistkv.base import OffloadKey, ReqContext
+from persistkv.base import OffloadKey, ReqContext, StoredContext
 from persistkv.integrations.vllm.weights.watch import WeightsWatch
 from persistkv.tiering.base import JobMetadata, JobResult
 from persistkv.tiering.persistent import PersistentTier
@@ -61,6 +61,8 @@ class GuardedTier:
         """The thread that opens a tier; set until the engine's thread has seen its end."""
         self._opened: PersistentTier | None = None
         """The tier that the thread has opened."""
+        self._others_loaded = False
+        """Whether other stores of the engine have loaded blocks while this one was not in use."""
         self._called = clock()
         """Time of the last ``follow_weights``. If it is long ago, the engine has taken no step
         since."""
@@ -151,6 +153,9 @@ class GuardedTier:
         if self._epoch != self.watch.epoch:
             return
         self._is_detached = False
+        # It does not know which blocks: it takes none for computed.
+        if self._others_loaded:
+            self.tier.loaded_elsewhere([])
         logger.warning(
             "persistkv continues with the weights %s, under their own identity",
             self.watch.weights,
@@ -261,6 +266,18 @@ class GuardedTier:
         self._loads[job.job_id] = _GuardedLoad(ticket, len(job.keys))
         self.tier.submit_load(job)
 
+    def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
+        """As in ``PersistentTier``. While the tier is not in use, the keys are not kept: the next
+        tier takes no block for computed."""
+        if self.is_in_use:
+            self.tier.loaded_elsewhere(keys)
+        else:
+            self._others_loaded = True
+
+    def touch(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+        if self.is_in_use:
+            self.tier.touch(keys, context)
+
     def on_restored(
         self,
         keys: Sequence[OffloadKey],
@@ -343,6 +360,21 @@ class GuardedTier:
         held = self._held
         self._held = deque()
         return held
+
+    # Contexts to promote (``RecentContexts``): there are none while the tier is not in use
+
+    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
+        if not self.is_in_use:
+            return False
+        return self.tier.ask_recent(max_blocks, prefetched=prefetched)
+
+    def take_recent(self) -> list[StoredContext] | None:
+        return self.tier.take_recent() if self.is_in_use else None
+
+    @property
+    def prefetch_waits(self) -> bool:
+        """Whether the engine has queued contexts with ``PersistentTier.prefetch``."""
+        return self.is_in_use and self.tier.prefetch_waits
 
     def has_pending_work(self) -> bool:
         if self._finished or self._held or self._loaded:

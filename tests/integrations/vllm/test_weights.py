@@ -28,6 +28,7 @@ from persistkv.integrations.vllm.weights.watch import WeightsWatch
 from persistkv.integrations.vllm.weights.word import WeightsWord
 from persistkv.tiering.base import JobMetadata
 from persistkv.tiering.persistent import PersistentTier
+from tests.tiering.test_adoption import PROMPTS, ReleasedEngine
 
 ROWS, STRIDE = 24, 4096
 HISTORIES = int(os.environ.get("PERSISTKV_WEIGHT_HISTORIES", "300"))
@@ -457,6 +458,33 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     deadline = time.monotonic() + 60
     while guard.begin_request("good") is None:
         assert time.monotonic() < deadline
+    guard.shutdown()
+
+
+def test_guarded_tier_loads_of_other_store_while_it_opens_prevent_adoption(tmp_path):
+    url = f"lmdb://{tmp_path}/store"
+    older = ReleasedEngine(url, "0.31")
+    for tokens in PROMPTS:
+        older.store(tokens)
+    older.tier.shutdown()
+    engines = {}
+
+    def make(name):
+        engines[name] = ReleasedEngine(url, "0.30" if name is None else "0.32")
+        return engines[name].tier
+
+    workers = Workers(tmp_path)
+    guard = GuardedTier(make, workers.watch)
+    assert guard.begin_request("new") is None
+    # loaded by another store of the engine: this one must not take any block for computed
+    guard.loaded_elsewhere([make_offload_key(bytes(32), 0)])
+    deadline = time.monotonic() + 60
+    while not guard.is_in_use:
+        assert time.monotonic() < deadline
+        guard.begin_request("new")
+    for tokens in PROMPTS[:2]:
+        engines["new"].store(tokens)
+    assert not engines["new"].finds(PROMPTS[2]), "adopted"
     guard.shutdown()
 
 

@@ -99,7 +99,7 @@ class StoreThreads:
                     results[number] = futures[number].result()
         finally:
             timer.cancel()
-            # for the same reason
+            # an exception of ``result`` references this frame: leave no cycle with its future
             running.clear()
             futures.clear()
         return results
@@ -110,7 +110,7 @@ class StoreThreads:
             if future.cancel():
                 continue
             result = call.abandon()
-            # None: ``read_until`` waits for the call
+            # None: the call cannot be abandoned, and ``read_until`` waits for its end
             if result is not None:
                 self._readers.abandon(future, result)
         running.clear()
@@ -241,6 +241,7 @@ class ThreadPool:
         if self._closed:
             raise RuntimeError("the thread pool is shut down")
         pending = _Pending(call)
+        # a future that is cancelled while its call is queued drops the call at once
         future.add_done_callback(pending.end)
         self._queue.put((future, pending))
 

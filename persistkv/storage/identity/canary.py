@@ -201,6 +201,12 @@ class OtherNamespace(NamespaceView):
         # packs
         return self.backend.changes(self.namespace, None)
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether lookups use blocks of this namespace. Otherwise it is a candidate, whose limits
+        of usable depths are all 0."""
+        return any(self.depths)
+
     def use(self, depths: tuple[int, ...]) -> None:
         """Replace the limits of usable depths. They hold from the next refresh on."""
         self.depths = depths
@@ -221,17 +227,17 @@ class OtherNamespace(NamespaceView):
     def _learn(self, changes: Changes) -> None:
         """Apply changes of the other namespace to this view's index, and those of its usable keys
         to the own index."""
-        is_candidate = not any(self.depths)
-        if is_candidate:
-            # it has no usable keys before its adoption
-            super()._learn(changes)
-        else:
-            # the added tables are used again, and an iterator would be empty then
+        if self.is_adopted:
+            # a list, because two calls below read the added tables
             added = list(changes.added)
+            # before this view's index changes: it still knows which packs are removed
             self._remove_adopted(changes, added)
             super()._learn(replace(changes, added=added))
             self._adopt_keys(added)
-        # the own index has all usable keys again
+        else:
+            # a candidate has no usable keys
+            super()._learn(changes)
+        # the own index has all usable keys since this reload
         self._own_reloads = self._own.index.reloads
 
     def _remove_adopted(self, changes: Changes, added: Sequence[PackTable]) -> None:
@@ -244,13 +250,13 @@ class OtherNamespace(NamespaceView):
         are_some_gone = bool(changes.removed)
         if changes.reset:
             index.remove_adopted()
-            # before this view's index changes
             known = [table for table in added if self.index.number_of(table.pack_id)]
             are_some_gone = len(known) < self.index.num_packs
         for fingerprints in changes.removed.values():
             index.remove_adopted(fingerprints)
         if self._own_events and are_some_gone:
-            # A report names removed keys, and theirs are not known: mark it as incomplete.
+            # A report names the removed keys, and those of the removed packs are not known: mark
+            # the report as incomplete.
             self._own.report.lost = True
 
     def _adopt_keys(self, tables: Iterable[PackTable]) -> None:
@@ -260,7 +266,7 @@ class OtherNamespace(NamespaceView):
         for table in tables:
             keys += self._usable_keys(table)
         if self._own_events:
-            # before they are added: afterwards no key is absent
+            # before the keys are added, because no key is absent afterwards
             absent = index.absent(keys)
             self._own.report.add(stored=absent)
         index.add_adopted(keys)
@@ -344,7 +350,12 @@ class Canary:
         options: StoreOptions,
     ) -> None:
         """Find candidates, and open the adopted namespace if one is recorded. Runs on the caller's
-        thread."""
+        thread.
+
+        :param own: view of the engine's own namespace.
+        :param identity: that of the engine's own namespace.
+        :param rows: the engine's memory, from which store jobs offer blocks.
+        """
         self._own = own
         self._rows = rows
         self._options = options
@@ -357,7 +368,8 @@ class Canary:
         self._requests: OrderedDict[str, _Request] = OrderedDict()
         """Unfinished requests that have offered blocks, by id."""
         self._loaded: set[bytes] = set()
-        """Keys of blocks that another tier than this store loaded for the engine."""
+        """Keys of blocks that another tier than this store loaded for the engine, which therefore
+        did not compute them."""
         self._has_unknown_loads = False
         """Whether other tiers loaded blocks that ``_loaded`` lacks: the engine may compute from
         them, so nothing can be compared any more."""
@@ -371,7 +383,8 @@ class Canary:
         self._refused: list[OtherNamespace] = []
         """Refused namespaces that are still open; ``update`` closes them."""
         self._extended_at = time.monotonic()
-        """Monotonic time at which ``verdict.depths`` were extended last."""
+        """Monotonic time of the adoption, or of the last increase of ``verdict.depths``: the limits
+        up to which lookups use blocks of ``other``."""
         if self._may_compare():
             try:
                 self._find(identity)
@@ -418,16 +431,16 @@ class Canary:
         backend = self._own.backend
         namespaces = backend.namespaces()
         if backend.capabilities.remote:
-            # each costs a request
+            # reading the identity of a namespace costs a request
             namespaces = islice(namespaces, _MOST_REMOTE_NAMESPACES)
         for namespace in candidates(backend, identity, list(namespaces)):
             verdict = read_verdict(backend, identity.digest, namespace.id)
             if verdict is None:
-                # a verdict about it could not be recorded in a store that is only read
+                # compare only if the verdict can be recorded
                 if backend.capabilities.writable:
                     self._candidates.append(namespace)
                 continue
-            # a record of another number of groups is not of this layout
+            # a verdict about another number of KV cache groups is not about this layout
             is_of_layout = len(verdict.depths) == self._num_groups
             if verdict.verdict == "adopted" and is_of_layout:
                 self._use_recorded(namespace, verdict)
@@ -488,6 +501,7 @@ class Canary:
         this release computes (``_is_evidence``).
         """
         state = self._request(request)
+        # before an adoption, lookups use no depth
         adopted_depths = (0,) * self._num_groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
@@ -501,7 +515,7 @@ class Canary:
             is_adopted = block.depth < adopted_depths[block.group]
             if is_new and not is_held and not is_adopted:
                 comparable.append(block)
-        # after the loop, because all of these blocks count
+        # after the loop, because each of the blocks can show that the engine loaded a part
         if not self._is_evidence(state):
             return []
         return comparable
@@ -581,7 +595,7 @@ class Canary:
         batch_blocks = max(1, _BATCH_BYTES // self._rows.layout.row_stride)
         for batch in batched(chosen, batch_blocks):
             all_agree = await self._compare(request, self.other, batch)
-            # ``_compare`` has decided about the namespace
+            # a block differs: ``_compare`` has refused the namespace, or ended its growth
             if not all_agree:
                 return
         self._judge(self.other)
@@ -614,7 +628,7 @@ class Canary:
                 continue
             readable.append(block)
             our_row = rows.array[block.row]
-            # in the order of the batch
+            # ``theirs`` has the blocks in the order of the batch
             their_row = theirs.array[number]
             pairs.append(_BlockPair(block.group, our_row, their_row))
         # in a reading thread: megabytes of numbers would stop the event loop
@@ -684,7 +698,8 @@ class Canary:
         depths = tuple(max(pair) for pair in both)
         if depths == old_depths:
             return
-        # each extension reads the other catalogue: only for much growth, or from time to time
+        # Each extension reads the catalogue of the other namespace: extend the depths only if they
+        # grow much, or after some time.
         depth_pairs = zip(depths, old_depths, strict=True)
         has_grown_much = any(new > old * _GROWTH for new, old in depth_pairs)
         since_extension_s = time.monotonic() - self._extended_at
@@ -695,7 +710,7 @@ class Canary:
         """Adopt the candidate if enough tokens of enough requests agree."""
         evidence = self._evidence
         num_requests = len(evidence.requests)
-        # of the group with the fewest
+        # every group must have enough: take the one with the fewest
         num_tokens = min(evidence.tokens)
         if num_requests < _LEAST_REQUESTS or num_tokens < _LEAST_TOKENS:
             return
@@ -789,7 +804,7 @@ class Canary:
         while self._refused:
             refused = self._refused.pop()
             refused.close()
-        # taken before the writes: a comparison may decide again meanwhile
+        # Take the verdicts before they are written: during the writes, a comparison may add others.
         unwritten = self._unwritten
         self._unwritten = {}
         for namespace, verdict in unwritten.items():
@@ -797,7 +812,7 @@ class Canary:
         if self.other is not None:
             await self.other.repair()
         if unwritten:
-            # lookups find the blocks of an adoption, or of larger depths, from then on
+            # adds the usable keys to the own index, so that lookups find them
             await self.refresh()
 
     async def _write(self, theirs: bytes, verdict: Verdict) -> None:

@@ -96,7 +96,7 @@ class Staging:
             blocks = segment.source.gather(0, len(segment.keys))
             copy = replace(segment, source=StagedBlocks([blocks]))
             copies.append(copy)
-        # after the copies: if memory was short for them, no pack without blocks waits
+        # after the copies: if memory is short for a copy, no pack without blocks is left waiting
         pack = StagedPack(tenant, request, time.monotonic(), closed=own_pack)
         if not own_pack:
             pack = self._open.setdefault((tenant, request), pack)
@@ -119,7 +119,9 @@ class Staging:
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
         context."""
-        holders: set[StagedPack | None] = set()  # None: of keys that are not staged
+        holders: set[StagedPack | None] = (
+            set()
+        )  # None stands for all keys that are not staged
         for keys in end.group_keys:
             holders.update(map(self._pack_of.get, keys))
         found: list[StagedPack] = []
@@ -139,7 +141,7 @@ class Staging:
         num_bytes = sum(pack.num_bytes for pack in waiting)
         if everything or 2 * num_bytes >= self._max_bytes:
             return waiting
-        # packs of this time or earlier are old enough
+        # a pack that was created at this time or earlier is old enough
         due_since = time.monotonic() - self._max_age_s
         if not self._gather_all:
             return [pack for pack in waiting if pack.closed or pack.since <= due_since]
@@ -214,7 +216,7 @@ class Transaction(NamedTuple):
     ends: Sequence[RequestEnd] = ()
 
     def divided(self, tenants: Collection[str]) -> tuple[Transaction, Transaction]:
-        """Return the content of these tenants, and that of all others."""
+        """Return two transactions: one with the content of these tenants, one with the rest."""
         own_packs: list[PackWriter] = []
         other_packs: list[PackWriter] = []
         for pack in self.packs:
@@ -240,7 +242,7 @@ class Transaction(NamedTuple):
             return []
         if refused is not None:
             own, others = self.divided([refused])
-            # the others first: this quota does not refuse them
+            # The other tenants' packs first: they fit, and should not wait for the refused ones.
             if own.packs and others.packs:
                 return [others, own]
         alone = [Transaction([pack]) for pack in self.packs]
@@ -266,7 +268,7 @@ def divide(
             size = 0
         packs.append(writer)
         size += writer.raw_length
-    # with the last packs, because a manifest may name packs of all transactions
+    # The ends follow all packs, because a manifest may name only packs that are committed.
     if packs or ends:
         transactions.append(Transaction(packs, ends))
     return transactions
@@ -333,7 +335,7 @@ def plan_packs(
     """
     depths_per_pack = blocks_per_pack(rows, max_bytes)
     if blocks.is_one_run:
-        # nothing to sort or group: 4,096 blocks take 0.2 instead of 3 ms
+        # nothing has to be sorted or grouped: 4,096 blocks take 0.2 ms instead of 3 ms
         parts = _parts(blocks, depths_per_pack)
         return [[_segment(rows, part)] for part in parts]
     packs: list[list[Segment]] = []
@@ -348,7 +350,7 @@ def _parts(blocks: Blocks, depths_per_pack: int) -> Iterator[Blocks]:
     multiple of ``depths_per_pack``."""
     start = 0
     while start < len(blocks.keys):
-        # the first pack may begin between two cuts, and is then shorter
+        # a job may begin between two cuts: its first pack is shorter
         after_last_cut = blocks.depths[start] % depths_per_pack
         stop = start + depths_per_pack - after_last_cut
         yield Blocks._make(column[start:stop] for column in blocks)

@@ -50,15 +50,15 @@ class RequestEnds:
         self._ends: list[RequestEnd] = []
         self._num_bytes = 0
         self._oldest_at = 0.0
-        """When the oldest of them was added, by ``time.monotonic``; without meaning if there is
-        none."""
+        """Time of ``add`` of the oldest end, by ``time.monotonic``; without meaning if no end
+        waits."""
 
     def __bool__(self) -> bool:
         return bool(self._ends)
 
     @property
     def has_room(self) -> bool:
-        """Whether memory is left for another one."""
+        """Whether memory is left for another end."""
         return self._num_bytes < self._max_bytes
 
     def add(self, end: RequestEnd) -> None:
@@ -72,7 +72,7 @@ class RequestEnds:
         """Return the seconds until the ends are to be written; infinite if there are none."""
         if not self._ends:
             return math.inf
-        # full: the interval ends early, or no further request could end
+        # without room, no further request could end until these ends are written
         if self._interval_s is None or not self.has_room:
             return 0.0
         due_at = self._oldest_at + self._interval_s
@@ -88,7 +88,7 @@ class RequestEnds:
     def take_tenants(self, tenants: Collection[str]) -> list[RequestEnd]:
         """Remove and return the ends of these tenants."""
         taken: list[RequestEnd] = []
-        # the other ends are added again, so their interval begins again
+        # The remaining ends are added again, which restarts the interval for which they may wait.
         for end in self.take():
             if end.tenant in tenants:
                 taken.append(end)
@@ -182,7 +182,7 @@ class CommitQueue:
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
         """Remove and return the packs of these tenants that no commit has taken yet, for the caller
         to drop."""
-        # so that the jobs that wait for these packs do not store their blocks again
+        # jobs that wait for these packs see the growth, and do not store their blocks again
         self.losses.update(tenants)
         taken: list[PackWriter] = []
         for writer in self.take_direct():
@@ -190,7 +190,7 @@ class CommitQueue:
                 taken.append(writer)
             else:
                 self._direct.append(writer)
-        # staged copies, too, become packs, because ``end`` releases the blocks of packs only
+        # Make packs of the staged copies, because ``end`` releases copies by their pack only.
         for pack in self.staging.of_tenants(tenants):
             segments = self.staging.take(pack)
             writer = self._make_writer(segments, pack.tenant)
@@ -207,7 +207,7 @@ class CommitQueue:
             for segment in writer.segments:
                 for key in segment.keys:
                     self._in_flight.pop(key, None)
-            # before the rows are reported as free
+            # before ``resolve``, after which the caller may reuse the rows
             writer.release()
             resolve(write, is_durable)
         self._freed.set()
@@ -263,7 +263,7 @@ class CommitQueue:
         :param everything: take all staged blocks.
         """
         ends = self.ends.take()
-        # the memory of the ends is free
+        # taken ends no longer count against ``has_room``
         self._freed.set()
         due = self.staging.due(everything=everything)
         staged = dict.fromkeys(due)  # an ordered set

@@ -43,7 +43,7 @@ class BlockingStore:
         """
         self._turn = asyncio.Lock()
         """Held by the coroutine that runs, so that one runs at a time."""
-        # the caller of ``Store`` owns its threads: here, this object
+        # ``Store`` leaves its threads to its caller, which is this object
         threads = start_threads(backend, options)
         try:
             self.store = Store(
@@ -57,7 +57,7 @@ class BlockingStore:
         """Ends all threads, once: in ``close``, or when this object is deleted without it."""
         # a call that hangs must not delay the interpreter's exit
         self._end.atexit = False
-        # the attributes and methods of the store that need no event loop
+        # attributes and methods of the store that callers may use without the event loop
         self.rows = rows
         self.counters = self.store.counters
         self.catalogue = self.store.catalogue
@@ -72,7 +72,7 @@ class BlockingStore:
         return self._loop.wait(self._in_turn(coroutine))
 
     async def _in_turn(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        # after Ctrl-C ended the wait for a call, the call itself continues: the next one waits
+        # A call continues after Ctrl-C has ended the wait for it: the next call waits for its end.
         async with self._turn:
             return await coroutine
 
@@ -106,7 +106,7 @@ class BlockingStore:
         block_ids: Sequence[int],
     ) -> list[bytes]:
         outcome = await self.store.read(keys, block_ids)
-        # no task runs ``Committer.run`` here, which would delete the bad packs later
+        # delete bad packs now: no task runs ``Committer.run`` here, which would do it later
         await self.store.committer.repair()
         return outcome.failed
 
@@ -115,8 +115,8 @@ class BlockingStore:
         self._wait(self._flush())
 
     async def _flush(self) -> None:
-        # no task runs ``Committer.run`` here: ``flush``, which starts first, requests the commit
-        # that ``work`` then makes
+        # ``flush`` only requests a commit. No task runs ``Committer.run`` here, so ``work`` makes
+        # it; ``flush`` starts first, so that ``work`` sees the request.
         flushing = self.store.flush()
         working = self.store.committer.work()
         await asyncio.gather(flushing, working)
@@ -148,7 +148,7 @@ class BlockingStore:
         try:
             self.flush()
         finally:
-            # the threads first: none of them may use the backend when it is closed
+            # end the threads first, because none of them may use a closed backend
             self._end()
             self.store.close()
 
@@ -156,6 +156,6 @@ class BlockingStore:
 def _end_threads(loop: LoopThread, threads: StoreThreads) -> None:
     """End all threads of a ``BlockingStore``. A function of the module, because the finalizer must
     not reference the object whose deletion it waits for."""
-    # the loop first: its tasks submit calls to the other threads
+    # end the loop first, because its tasks submit calls to the other threads
     loop.close()
     threads.close()

@@ -23,9 +23,10 @@ from persistkv.storage.store.commit_queue import CommitQueue
 from persistkv.storage.store.namespace_view import NamespaceView, make_manifest
 from persistkv.storage.threads import resolve
 
-# repetitions of a commit that another process overtook; the last one does not check for that
+# repetitions of a commit that was refused because another process had committed first; the last
+# repetition is made without this check
 _STALE_RETRIES = 2
-# seconds since the last commit after which uses of packs are committed without blocks
+# seconds since the last commit after which uses of packs are committed even if no block waits
 _TOUCH_S = 2.0
 # seconds between empty commits, which give the backend a chance to expire old packs
 _EXPIRE_S = 30.0
@@ -80,11 +81,11 @@ class Committer:
         """Do the work as it becomes due, until the task is cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            # cleared first: what becomes due from here on sets it again
+            # Clear the event before looking for work: work that becomes due later sets it again.
             self.has_work.clear()
             seconds = self.seconds_to_work()
             if seconds > 0:
-                # several times cheaper than ``asyncio.timeout``
+                # a timer, because ``asyncio.timeout`` is several times as expensive
                 timer = loop.call_later(seconds, self.has_work.set)
                 await self.has_work.wait()
                 timer.cancel()
@@ -124,11 +125,11 @@ class Committer:
         commit, a refresh."""
         catalogue = self._catalogue
         async with self.turn:
-            # one slice per round, so that a large table delays no commit by more than some ms
+            # one slice in each call, so that a large table delays a commit by a few ms only
             if catalogue.index.replacing:
                 catalogue.index.replace_some()
-                await asyncio.sleep(0)  # other tasks run between two slices
-            # before the commit: a block that was damaged must not count as held
+                await asyncio.sleep(0)  # let other tasks run between two slices
+            # before the commit, because a damaged block must not count as held
             if catalogue.needs_repair:
                 await self.repair()
             # new verdicts about the namespace of another engine release
@@ -138,7 +139,7 @@ class Committer:
             is_queue_due = self._queue.seconds_to_due() == 0
             if self._flushes or is_upkeep_due or is_queue_due:
                 await self._commit()
-            # last: accepted blocks do not wait for it
+            # the refresh last, because accepted blocks need not wait for it
             if time.monotonic() >= self._refresh_at:
                 self._refresh_at = time.monotonic() + self._refresh_s
                 await catalogue.refresh_or_log()
@@ -166,7 +167,8 @@ class Committer:
         self._flushes = []
         waiting = self._queue.take(everything=bool(flushes))
         is_upkeep_due = time.monotonic() >= self._upkeep_at()
-        # without blocks: it records the uses, and lets the backend expire packs
+        # Commit even without blocks: an empty commit records the uses, and lets the backend
+        # expire packs.
         if not waiting and (self._queue.uses or is_upkeep_due):
             waiting.append(Transaction([]))
         # The first transaction that succeeds also commits the uses. If none does, they are lost,
@@ -174,7 +176,7 @@ class Committer:
         uses = list(self._queue.uses)
         self._queue.uses = {}
         while waiting:
-            # removed from the queue, so that its copies of blocks are freed when it has ended
+            # remove it, so that its copies of blocks are freed as soon as it has ended
             transaction = waiting.popleft()
             error = await self._try_commit(transaction, uses)
             if error is None:
@@ -182,7 +184,7 @@ class Committer:
             else:
                 waiting = self._after_failure(transaction, error, waiting)
             self._attempted_at = time.monotonic()
-        # all work that they waited for is durable, or dropped and counted
+        # all work that was accepted before these flushes is durable, or dropped and counted
         for flushed in flushes:
             resolve(flushed, None)
 
@@ -204,7 +206,7 @@ class Committer:
         parts = failed.split(refused)
         if not parts:
             self._drop(failed, refused)
-        # reversed, because ``extendleft`` adds one after the other in front
+        # ``extendleft`` adds one part after the other in front, which reverses their order
         waiting.extendleft(reversed(parts))
         return waiting
 
@@ -219,30 +221,32 @@ class Committer:
         try:
             done = await self._commit_current(transaction, uses)
         except StoreError as error:
-            # a copy has no traceback: that of the error references rows
+            # a copy without the traceback, which references the rows of blocks
             failure: StoreError = copy(error)
         except (OSError, MemoryError) as error:
-            # this process lacked memory or descriptors outside of a call of the backend
+            # not from the backend: this process lacks memory or descriptors
             failure = StoreError(describe_shortage(error))
         else:
             await self._apply(transaction, done)
             return None
         catalogue.log_failure(failure)
-        await catalogue.refresh_or_log()  # the failed commit may have evicted packs
+        await (
+            catalogue.refresh_or_log()
+        )  # because the failed commit may have evicted packs
         return failure
 
     async def _apply(self, transaction: Transaction, done: _Attempt) -> None:
         """Apply the result of a commit that succeeded."""
         catalogue = self._catalogue
         batch = done.batch
-        # without ``seen``, the driver has not looked for commits of other processes
+        # without ``seen``, the driver has not checked for commits of other processes
         is_checked = batch.seen is not None
         follows_cursor = is_checked and not done.result.interleaved
         await catalogue.committed(
             batch.packs, done.result, follows_cursor=follows_cursor
         )
         for writer in transaction.packs:
-            # not part of the batch: all of its blocks were held already
+            # a pack that the batch lacks was not written: all its blocks were held already
             if writer not in batch.packs:
                 self._counters.held_blocks += len(writer.keys)
             self._queue.end(writer, is_durable=True)
@@ -282,7 +286,7 @@ class Committer:
                 self._counters.quota_blocks += len(writer.keys)
         persisted = self._catalogue.report.persisted
         for end in transaction.ends:
-            # False: the context is not durable
+            # False, because the context is not durable
             persisted.append((end.request, False))
         self.drop(transaction.packs)
 
@@ -325,8 +329,8 @@ class Committer:
         :param uses: ids of packs that were used since the last commit.
         :param seen: ``CommitBatch.seen``.
         """
-        # ``needs``, to which those of the manifests are added: ids of packs that must still be held
-        # when the batch is written
+        # ``needs`` are ids of packs that must still be held when the batch is written; those that
+        # the manifests name are added below
         writers, needs = await self._without_held(transaction.packs)
         pack_of = await self._pack_of(writers, transaction.ends)
         manifests: list[ManifestWrite] = []
@@ -341,7 +345,7 @@ class Committer:
             needs.update(manifest.packs)
             if end.retention.pin:
                 pins.append((end.manifest_id, True))
-        # what the batch itself writes need not be held before
+        # packs that the batch itself writes need not be held before
         needs.difference_update(writer.pack_id for writer in writers)
         batch = CommitBatch(
             packs=writers,

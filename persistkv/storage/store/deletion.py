@@ -60,7 +60,7 @@ class Deleter:
         self._make_writer = make_writer
         self._memory = ScatteredBlocks(catalogue.block_bytes)
         """Buffers for the blocks that are kept, while they are read."""
-        # counters of its own: the engine does not load these blocks
+        # with its own counters, because these blocks are not loaded for the engine
         self._loader = Loader(
             catalogue,
             self._memory,
@@ -80,7 +80,7 @@ class Deleter:
                 self._committer.forget(error.tenants)
                 raise
             finally:
-                # the owner of the store then publishes the changed index and the report
+                # tells the owner of the store to publish the changed index and the report
                 self._committer.changed.set()
 
     async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:
@@ -90,8 +90,8 @@ class Deleter:
         for _ in range(_MOST_ATTEMPTS):
             await self._refresh()
             packs = await self._catalogue.packs_with(keys)
-            # needs_repair: a table could not be read; another process may have replaced its pack
-            # during the search, which has then missed the new pack
+            # After ``needs_repair``, the table of a pack could not be read: another process may
+            # have replaced the pack during the search, which has then missed the new one.
             if not packs and not self._catalogue.needs_repair:
                 return deleted
             for pack in packs:
@@ -109,9 +109,9 @@ class Deleter:
             if keys.issuperset(pack.keys):
                 whole.append(pack)
         if whole:
-            # None: no new pack, because no block is kept
+            # without a new pack (None), because no block is kept
             await self._replace(whole, None, keys)
-        # one by one: each needs memory for the blocks that are kept
+        # one pack at a time, because the blocks that are kept need memory
         for pack in packs:
             if pack not in whole:
                 await self._rewrite(pack, keys)
@@ -121,8 +121,8 @@ class Deleter:
         try:
             segments = await self._kept_segments(pack, keys)
         except StoreError:
-            # not an error if another process has replaced the pack, and its bytes are gone: the
-            # caller finds the new pack
+            # If another process has replaced the pack meanwhile, its bytes are gone. That is no
+            # error: the caller searches again, and finds the new pack.
             await self._refresh()
             if await self._may_be_held([pack.pack_id], keys):
                 raise
@@ -153,7 +153,8 @@ class Deleter:
             kept = [place for place, key in enumerate(of_frame) if key not in keys]
             if not kept:
                 continue
-            # consecutive blocks stay in one frame; ``first`` and ``stop`` count within the old one
+            # consecutive blocks stay in one frame; ``first`` and ``stop`` count within the old
+            # frame
             for first, stop in runs(kept):
                 run_keys = of_frame[first:stop]
                 blocks = await self._read(run_keys, frame.block_bytes)
@@ -173,7 +174,7 @@ class Deleter:
     async def _read(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
         """Return blocks as an array of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), block_bytes), np.uint8)
-        # the loader fills numbered places: here, each is one row of the array
+        # the loader fills places by number; here, each place is one row of the array
         views = [[block.data] for block in blocks]
         places = self._memory.add(views)
         try:
@@ -211,8 +212,8 @@ class Deleter:
         for _ in range(_MOST_ATTEMPTS):
             if await self._try_replace(replaced, new_packs, keys, is_checked=True):
                 return
-        # Other processes commit too often for the check. That one of them deletes from the same
-        # packs at this moment is unlikely.
+        # Other processes commit so often that each check fails. Go on without it: it is unlikely
+        # that one of them deletes blocks of the same packs at this moment.
         await self._try_replace(replaced, new_packs, keys, is_checked=False)
 
     async def _try_replace(
@@ -236,16 +237,16 @@ class Deleter:
             return True
         batches = await self._manifests_without(replaced, keys)
         if is_checked:
-            # only the last commit deletes the packs; the ones before it write manifests
+            # check in the last commit, which deletes the packs; earlier ones only write manifests
             needs = list(replaced)
             batches[-1] = replace(batches[-1], seen=position, needs=needs)
-        # the new packs first, because the manifests of all batches may name them
+        # write the new packs in the first batch, because manifests of all batches may name them
         batches[0] = replace(batches[0], packs=new_packs)
         for batch in batches:
             result = await self._catalogue.commit(batch)
             if result.stale:
                 return False
-            # without the cursor, it refreshes, which also removes the deleted packs from the index
+            # not with the cursor: a refresh also removes the deleted packs from the index
             await self._catalogue.committed(batch.packs, result, follows_cursor=False)
         return True
 
@@ -253,7 +254,7 @@ class Deleter:
         """Apply the changes of other processes to the index. Return the position in the change log
         up to which it is complete; None: unknown."""
         await self._catalogue.refresh()
-        # packs whose read failed are out of the index until this decides about them
+        # the index lacks packs whose read has failed until ``repair`` has decided about them
         await self._catalogue.repair()
         return self._catalogue.cursor
 
@@ -294,7 +295,7 @@ class Deleter:
         backend = catalogue.backend
         packs = list(replaced)
         queries = await catalogue.call(partial(backend.catalogue, catalogue.namespace))
-        # manifests without their keys, which are read below, 64 at a time
+        # heads of manifests; their keys are read below, for 64 manifests at a time
         heads = await catalogue.call(partial(queries.manifests_naming, packs))
         batches: list[CommitBatch] = []
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
@@ -302,9 +303,9 @@ class Deleter:
             read = partial(read_requests, backend, catalogue.namespace, some)
             named = await catalogue.call(read)
             requests = [_without(request, keys) for request in named]
-            # a manifest names the packs of its keys: those after the replacement
+            # a rewritten manifest names the packs that hold its keys after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
-            # None: without a check for other commits, which ``_try_replace`` adds to the last one
+            # without a check for other commits (None); ``_try_replace`` adds it to the last batch
             batch = shortened(requests, pack_of, catalogue.block_bytes, seen=None)
             batches.append(batch)
         if not batches:
@@ -326,7 +327,7 @@ class Deleter:
         pack_of: dict[bytes, bytes] = {}
         for key, pack_id in found.items():
             kept_in = replaced.get(pack_id, pack_id)
-            if kept_in:  # empty: the pack is deleted without a replacement
+            if kept_in:  # empty if the pack is deleted without a replacement
                 pack_of[key] = kept_in
         return pack_of
 

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _EMPTY = 0
 _GONE = 1
 _SLOT_BYTES = 8
-# share of slots that are used by as many keys as the table was made for
+# share of used slots when a table holds as many keys as it was made for
 _FIRST_FILL = 0.5
 # share of used slots above which entries are copied to a larger table, in slices
 _FILL = 0.6
@@ -52,22 +52,22 @@ _MOST_FILL = 0.8  # share of used slots above which all entries are copied at on
 _LEAST_KEYS = 1 << 15  # keys for which the smallest table has room
 _AT_ONCE = 1 << 17  # keys per step of a bulk insertion: its arrays stay in the cache
 _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
-# A replacement of S slots takes 3.8e-5 S slices, and 0.2 S keys may be added meanwhile: 5,200 for
-# each slice.
+# keys that may be added for each slice of a replacement. One of S slots takes 3.8e-5 S slices, and
+# its table has room for 0.2 S further keys: 5,200 for each slice.
 _KEYS_PER_SLICE = 4096
 _SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
 # slots of a new table whose memory is allocated per step: 3 MiB, because each takes 12 bytes, 8 for
 # its fingerprint and 4 for its pack number
 _PREFAULTED_SLOTS = 1 << 18
-_ADOPTED = 0xFFFFFFFF  # in the place of a pack number
+_ADOPTED = 0xFFFFFFFF  # stands for a pack number in entries of adopted keys
 _MOST_NUMBER = _ADOPTED - 1  # largest number of a pack
-_FEW = 12  # keys; for fewer, NumPy is slower
-# dicts over which packs are spread: with a million packs, one grows in 0.1 ms
+_FEW = 12  # number of keys below which a loop is faster than NumPy
+# number of dicts over which packs are spread: with a million packs, each grows in 0.1 ms
 _PARTS = 256
 _MAX_COLLISIONS = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
-# entries; reading the catalogue of a smaller store takes less than 0.1 s
+# entries from which on an index is saved: the catalogue of a smaller store is read in 0.1 s
 _SAVED_FROM = 1 << 16
 # magic, fingerprint bits, bytes of the cursor, packs, entries
 _HEADER = struct.Struct("<8sIIQQ")
@@ -102,7 +102,7 @@ def _stored(fingerprints: Fps) -> Fps:
 
     Lookups of a single key do not, so they miss such a key (2 of 2^64).
     """
-    # the usual case; ``initial`` is for no fingerprints
+    # usually none is reserved; ``initial`` is the result for an empty array
     if fingerprints.min(initial=_GONE + 1) > _GONE:
         return fingerprints
     is_reserved = fingerprints <= _GONE
@@ -152,7 +152,7 @@ class LookupTable:
             os.close(fd)
         self._retire()
         self._memory = memory
-        # one assignment: lookups in other threads see both or neither
+        # assign both at once, so that lookups in other threads see both or neither
         self._table = (memoryview(memory).cast("Q"), slots)
 
     def clear(self) -> None:
@@ -176,8 +176,8 @@ class LookupTable:
         num_bytes = min(_SLICE_BYTES, len(memory) - self._released)
         memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
         self._released += num_bytes
-        # With the last slice, not in a call of its own: an engine that maps a new table before each
-        # call of this method would otherwise release only every second one.
+        # Release the mapping with the last slice, not in a further call: an engine that maps a new
+        # table before each call of this method would otherwise release only every second table.
         if self._released == len(memory):
             self._released = 0
             del self._retired[0]
@@ -191,7 +191,8 @@ class LookupTable:
         slot = fingerprint % slots
         while found := table[slot]:  # 0 is an empty slot
             if found == fingerprint:
-                # a known collision is absent: the fingerprint is that of another key
+                # the key is absent if it is a known collision: the fingerprint is that of another
+                # key
                 return not self._collisions or key not in self._collisions
             slot += 1
             if slot == slots:
@@ -215,7 +216,7 @@ class LookupTable:
         held: list[bool] = found.tolist()
         if self._collisions:
             for place, key in enumerate(keys):
-                # its fingerprint is that of another key
+                # a known collision: the fingerprint that was found is that of another key
                 if key in self._collisions:
                     held[place] = False
         return held
@@ -238,7 +239,7 @@ def set_bounded(members: dict[bytes, None], changes: Mapping[bytes, bool]) -> No
     """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
     removed."""
     for key, is_member in changes.items():
-        # also before it is added: it becomes the newest
+        # remove it even if it is added again below, which makes it the newest
         members.pop(key, None)
         if is_member:
             members[key] = None
@@ -267,7 +268,7 @@ def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[_Flags, Ints]:
     """
     probed = _first_slots(wanted, slots)
     found = np.zeros(len(wanted), np.bool_)
-    # indices of the fingerprints whose probes have not ended; all probes take a step per turn
+    # indices of the fingerprints whose probes have not ended; each turn moves all of them on
     left = np.arange(len(wanted))
     while len(left):
         values = table[probed[left]]
@@ -287,7 +288,7 @@ def _first_slots(fingerprints: Fps, slots: int) -> Ints:
 def _advance(probed: Ints, which: Ints, slots: int) -> None:
     """Move some probes to the next slot; the first slot follows the last one."""
     following = probed[which] + 1
-    # several times faster than a remainder
+    # not a remainder, which is several times slower
     following[following == slots] = 0
     probed[which] = following
 
@@ -298,7 +299,7 @@ class _FingerprintTable:
     def __init__(self, keys: int) -> None:
         """:param keys: number of keys to expect; the table has about twice as many slots."""
         slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL)
-        # odd: all bits of a fingerprint take part in the choice of its slot
+        # an odd number, so that all bits of a fingerprint take part in the choice of its slot
         self.slots = slots | 1
         num_bytes = _table_bytes(self.slots)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -356,7 +357,7 @@ class _FingerprintTable:
             winners = left[has_won]
             was_empty = values[has_won] == _EMPTY
             self.used += int(np.count_nonzero(was_empty))
-            # the fingerprint last, because it makes the entry visible to the engine
+            # write the fingerprint last, because it makes the entry visible to the engine
             self.packs[at] = pack_numbers[winners]
             self.fingerprints[at] = fingerprints[winners]
             left = left[~has_won]
@@ -407,7 +408,7 @@ class _FingerprintTable:
             at = at[is_gone & ends_probes]
             self.fingerprints[at] = _EMPTY
             self.used -= len(at)
-            # the slots before them, which an empty slot follows now
+            # go on with the slots before: an empty slot follows them now
             at = (at - 1) % self.slots
 
     def packs_of(self, fingerprint: int) -> Iterator[int]:
@@ -559,7 +560,7 @@ class Index:
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
         numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
-        # None: the entry is of an adopted key, and has no pack
+        # an entry of an adopted key has no pack: its id is None
         ids = map(self._packs.id, numbers)
         return [pack_id for pack_id in ids if pack_id is not None]
 
@@ -581,7 +582,7 @@ class Index:
         id_of = {number: self._packs.id(number) for number in distinct}
         first = [id_of[number] for number in number_of_each]
         if self._num_adopted:
-            # None so far; but an entry with a pack may follow the adopted one
+            # an entry with a pack may follow that of an adopted key: search for one
             adopted = np.flatnonzero(numbers == _ADOPTED)
             for position in adopted.tolist():
                 first[position] = self._first_candidate(keys[position])
@@ -608,13 +609,13 @@ class Index:
         if blocks is None:
             tables = list(tables)
             blocks = sum(len(table.keys) for table in tables)
-        # before any change, because memory can be short
+        # allocate before any change, because memory can be short
         new = _FingerprintTable(self._size_for(blocks))
         new.prefault(0, new.slots)
         self._packs = _PackNumbers()
         self._num_adopted = 0
         self.reloads += 1
-        # an unfinished replacement copies entries that are replaced now
+        # an unfinished replacement would copy entries of the old table
         self._abandon_replacement()
         self._replace(new)
         self.add(tables)
@@ -656,7 +657,9 @@ class Index:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
         that a caller notices when a pack was removed and added again."""
         number = _next_number(self._last)
-        while self._packs.id(number) is not None:  # after four billion packs
+        while (
+            self._packs.id(number) is not None
+        ):  # numbers repeat after four billion packs
             number = _next_number(number)
         self._last = number
         # A copy in memory of its own: the original is among short-lived objects of the parser,
@@ -668,7 +671,7 @@ class Index:
     def _insert(self, fingerprints: Fps, packs: _PackNumberArray) -> None:
         """Insert entries; begin to replace a table that becomes too full, and continue the
         replacement."""
-        # no time for a replacement in slices: the entries do not fit into this table
+        # the entries do not fit into this table: replace it at once, not in slices
         if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(more=len(packs))
             while self._new is not None:
@@ -676,8 +679,8 @@ class Index:
         at = self._table.insert(fingerprints, packs)
         is_too_full = self._table.room(_FILL) < 0
         if self._new is not None:
-            # the slots before ``_copied`` are not copied again; entries in later ones are copied
-            # with their slots
+            # Slots before ``_copied`` have been copied: insert their entries into the new table,
+            # too. Entries in later slots will be copied with them.
             is_before = at < self._copied
             self._new.insert(fingerprints[is_before], packs[is_before])
             # The committer replaces a slice in each of its rounds. Commits of many blocks need more
@@ -699,7 +702,7 @@ class Index:
                 continue
             wanted = _unpack_fingerprints(fingerprints)
             slots_of = [table.find(wanted, number) for table in self._tables]
-            # right fingerprints find as many entries in the table in use, which is the first one
+            # if the fingerprints are right, the table in use (the first one) has as many entries
             num_found = len(slots_of[0])
             are_right = len(wanted) > 0 and num_found == len(wanted)
             if not are_right:
@@ -741,7 +744,7 @@ class Index:
                 wanted = _unpack_fingerprints(fingerprints)
                 at = table.find(wanted, _ADOPTED)
             table.remove(at)
-            # the other table has copies of the same entries
+            # count once: the other table has copies of the same entries
             if table is self._table:
                 self._num_adopted -= len(at)
 
@@ -756,7 +759,7 @@ class Index:
             guesses a prompt that the guess is right.
         :param name: under which the file is sealed.
         """
-        # keys of another namespace: the next opening adopts them again
+        # adopted keys are not saved: the next opening adopts them again
         if self._num_adopted:
             self.remove_adopted()
         if len(self) < _SAVED_FROM:
@@ -766,7 +769,7 @@ class Index:
         try:
             space = os.statvfs(path.parent)
             free_bytes = space.f_bavail * space.f_frsize
-            # the file saves time, but the space may be needed for blocks
+            # leave space for blocks, which matter more than a fast opening
             if num_bytes > free_bytes // 2:
                 raise StoreError(
                     f"it takes {num_bytes} bytes, more than half of the free space"
@@ -828,7 +831,7 @@ class Index:
             pack_numbers = some["pack"].copy()
             table.insert(fingerprints, pack_numbers)
         self._replace(table)
-        # new packs get numbers that are not in the file
+        # new packs get numbers after those of the file
         self._last = max(numbers, default=0)
         return data[_HEADER.size : numbers_at]
 
@@ -846,7 +849,7 @@ class Index:
         is_large_enough = self._new is not None and self._new.room(_FILL) >= keys
         if is_large_enough:
             return
-        # before any change, because memory can be short
+        # allocate before any change, because memory can be short
         new = _FingerprintTable(self._size_for(keys))
         self._abandon_replacement()
         self._new = new
@@ -902,13 +905,13 @@ class Index:
         old = self._table
         self._table = new
         self.version += 1
-        if self._shared is None:  # no engine
+        if self._shared is None:  # no engine maps a table
             old.close()
         elif old is self._shared:
-            # until ``release_retired``
+            # keep it until ``release_retired``
             self._retired.append(old)
         else:
-            # replaced before it was shared
+            # it was never shared, so no engine maps it
             self._release(old)
 
     def _release(self, table: _FingerprintTable) -> None:
@@ -933,7 +936,7 @@ class Index:
         retired = self._retired
         self._retired = []
         for table in retired:
-            # replaced since it was shared, but still mapped by the reader
+            # the engine still maps it, although it was replaced since
             if table is self._shared:
                 self._retired.append(table)
             else:

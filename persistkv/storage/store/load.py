@@ -44,17 +44,17 @@ from persistkv.storage.store.index import HeldPack
 
 logger = logging.getLogger(__name__)
 
-_UNWANTED = -1  # in the place of a row: no row receives the block
+_UNWANTED = -1  # stands for a row number if no row receives the block
 
-# 36 MiB: one request reads a pack that was cut at fixed depths, with its padding
+# 36 MiB: enough for one request to read a pack that was cut at fixed depths, with its padding
 _REMOTE_PART_BYTES = 36 << 20
 _PART_BYTES = (1 << 20, 16 << 20)
 """Bounds of a part, 1 to 16 MiB; between them, each thread gets an equal share of the job. Shorter
 parts keep the disk waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and
 16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
 
-# 256 KiB: largest gap between two frames that one call reads together with them, in less time than
-# another call takes
+# 256 KiB: largest gap between two frames that one call reads together with them. Reading the gap
+# takes less time than a second call.
 _MOST_GAP_BYTES = 256 << 10
 
 Take = Callable[[int], memoryview]
@@ -97,7 +97,7 @@ class Scratch:
 
         def take(num_bytes: int) -> memoryview:
             nonlocal rest
-            # whole pages, so that the next piece begins at a page, too
+            # take whole pages, so that the next piece begins at a page, too
             taken = align(num_bytes)
             if taken > len(rest):
                 own = huge_memory(max(taken, PAGE_BYTES))
@@ -194,14 +194,14 @@ def plan_reads(
     :param is_timed: whether the load has a deadline: then a remote store streams all frames.
     """
     rows_of: dict[HeldPack, dict[bytes, int]] = {}
-    missing: dict[bytes, None] = {}  # distinct: a job may name a key twice
+    missing: dict[bytes, None] = {}  # an ordered set: a job may name a key twice
     for pack, key, row in zip(holders, keys, block_ids, strict=True):
         if pack is None:
             missing[key] = None
         else:
             rows_of.setdefault(pack, {})[key] = row
     block_bytes = [group.block_bytes for group in rows.layout.groups]
-    sizes = dict(enumerate(block_bytes))  # by KV cache group
+    sizes = dict(enumerate(block_bytes))  # bytes of a block, by KV cache group
     reads: list[FrameRead] = []
     for pack, row_of in rows_of.items():
         for read in _frames(pack, row_of):
@@ -309,8 +309,8 @@ def _parts(
 ) -> Iterator[list[FrameRead]]:
     """Divide frames that are not streamed into parts; parameters as in ``plan_reads``."""
     part: list[FrameRead] = []
-    size = 0  # bytes of the part
-    indirect = 0  # those of them that are not read straight into rows
+    size = 0  # bytes of the part so far
+    indirect = 0  # bytes of the part that pass through memory other than rows
     for read in reads:
         length = align(read.frame.stored_length)
         scratch = 0 if read.direct else length
@@ -360,7 +360,7 @@ class PartRead:
         self._may_abandon = self._streams or is_private
         """Whether a running read may be abandoned: the call of the backend, which continues, then
         writes no rows that have another use."""
-        # held while rows are written, without I/O
+        # held while rows are written; no I/O happens under it
         self._lock = threading.Lock()
         self._rows: BlockMemory | None = rows
         """None: the read has ended, or was abandoned."""
@@ -380,7 +380,7 @@ class PartRead:
                 else:
                     self._gather(take)
         except _AbandonedError:
-            # ``drop`` has returned it to the caller already
+            # the caller has this outcome from ``drop`` already
             return self._outcome
         except Exception as error:
             was_abandoned = self._rows is None
@@ -393,7 +393,7 @@ class PartRead:
                     why,
                 )
             return self._end(unread_are_absent=False)
-        # the medium has answered, so the frames that are unread now are not on it
+        # the medium has answered every read: frames that are still unread are not on it
         return self._end(unread_are_absent=True)
 
     def abandon(self) -> ReadOutcome | None:
@@ -411,7 +411,7 @@ class PartRead:
         """Read frames of one pack through one buffer; verify each as it arrives, and copy or decode
         it into its rows."""
         frames = [read.frame for read in self._part]
-        # memory for one decoded frame; empty if all are raw: these are copied from ``buffer``
+        # memory for one decoded frame; empty if all frames are raw, which need no decoding
         raw = memoryview(b"")
         if _any_encoded(self._part):
             raw = self._take_raw(take)
@@ -427,14 +427,16 @@ class PartRead:
         """Read all frames with one call, into rows (``FrameRead.direct``) or scratch memory, and
         verify them afterwards. Frames that the medium lacks stay in ``_unread``."""
         raw = self._take_raw(take)
-        # receives the padding between frames, which is ignored
+        # memory that receives the padding between frames, which nobody reads
         padding = take(PAGE_BYTES)
         # for each frame of the part: the views of memory to read it into
         buffers = [self._buffers(read, take) for read in self._part]
         spans: list[ReadSpan] = []
-        numbers_of_spans: list[range] = []  # of the frames in the part
+        numbers_of_spans: list[
+            range
+        ] = []  # of each span, the numbers of its frames in the part
         start = 0
-        # no gap: only frames without other bytes between them form one span
+        # without gaps: only frames that follow each other directly form a span
         for run in _runs(self._part, most_gap_bytes=0):
             stop = start + len(run)
             span = _span(run, buffers[start:stop], padding)
@@ -490,10 +492,11 @@ class PartRead:
         read = self._part[number]
         frame = read.frame
         if not in_rows:
-            # without the padding that was read behind the frame
+            # cut off the padding, which was read behind the frame
             stored = [stored[0][: frame.stored_length]]
         try:
-            # before the lock, under which no I/O may happen: a shared store may read its keys again
+            # before the lock is taken, because a shared store may read its keys again, and no I/O
+            # may happen under the lock
             seal = self._seal_of(read.pack)
             with self._lock:
                 rows = self._memory()
@@ -504,7 +507,8 @@ class PartRead:
                 del self._unread[number]
         except CorruptPackError as error:
             with self._lock:
-                # raises if the read was abandoned meanwhile: then ``_end`` has counted this frame
+                # raises if the read was abandoned meanwhile, because ``_end`` has counted this
+                # frame then
                 self._memory()
                 self._fail(read, error)
                 del self._unread[number]
@@ -535,7 +539,7 @@ class PartRead:
         :param is_late: whether they are unread because the deadline has passed.
         """
         outcome = self._outcome
-        # the lock: a thread that is writing a frame into its rows finishes it first
+        # with the lock, so that a thread which writes a frame into rows finishes it first
         with self._lock:
             self._rows = None
             if self._unread:
@@ -575,15 +579,15 @@ def _span(
     :param buffers_of: for each frame, the memory to read it into.
     """
     start = run[0].frame.offset
-    end = start  # of the bytes that the buffers so far receive
+    end = start  # where the bytes end that the buffers so far receive
     buffers: list[memoryview] = []
     for read, of_frame in zip(run, buffers_of, strict=True):
         gap_bytes = read.frame.offset - end
         if gap_bytes:
             buffers.append(padding[:gap_bytes])
         buffers += of_frame
-        # rows receive the frame; a buffer outside of them has whole pages, and receives also the
-        # padding behind the frame, so that no gap follows
+        # Rows receive the frame alone. A buffer of other memory has whole pages: it also receives
+        # the padding behind the frame, so that no gap follows.
         received_bytes = sum(map(len, of_frame))
         end = read.frame.offset + received_bytes
     return ReadSpan(run[0].pack.pack_id, start, buffers)
@@ -603,7 +607,7 @@ def _decode(
     codec = read.pack.table.codec
     if read.whole:
         pieces = rows.pieces(frame.group, read.rows)
-        # consecutive rows take the whole frame: decode straight into them
+        # the rows are consecutive, and the whole frame is wanted: decode straight into them
         if len(pieces) == 1:
             decode_frame(codec, frame, stored, pieces[0])
             return
@@ -612,7 +616,7 @@ def _decode(
         decode_frame(codec, frame, stored, decoded)
     else:
         decoded = stored
-    # copy the wanted blocks to their rows, which may be anywhere
+    # otherwise, copy each wanted block to its row
     all_bytes = np.frombuffer(decoded, dtype=np.uint8)
     blocks = all_bytes.reshape(frame.block_count, frame.block_bytes)
     wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]

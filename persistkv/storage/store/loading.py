@@ -27,7 +27,7 @@ from persistkv.storage.store.namespace_view import NamespaceView
 
 logger = logging.getLogger(__name__)
 
-# 8 MiB, or one block: enough to show the bandwidth of a medium, little for a slow one
+# 8 MiB: enough to show the bandwidth of a medium, and little for a slow one; at least one block
 _PROBE_BYTES = 8 << 20
 
 
@@ -81,7 +81,7 @@ class Loader:
         self._counters.missed_blocks += num_failed
         self._counters.loaded_blocks += len(keys) - num_failed
         self._counters.loaded_bytes += outcome.raw_bytes
-        # before the caller stores a failed block again: it must not count as held
+        # suspect bad packs before the caller stores a failed block again: it must not count as held
         self._suspect_packs(outcome)
         return outcome
 
@@ -91,20 +91,20 @@ class Loader:
         layout = self._rows.layout
         num_rows = max(1, _PROBE_BYTES // layout.row_stride)
         probed = keys[:num_rows]
-        # memory of their own: the engine uses its rows meanwhile
+        # read into other memory, because the engine uses its rows meanwhile
         num_bytes = len(probed) * layout.row_stride
         memory = memoryview(huge_memory(num_bytes))[:num_bytes]
         rows = Rows(memory, layout)
         wanted = _Wanted(probed, range(len(probed)), rows, deadline)
         outcome = await self._read(wanted)
-        # damage that the probe has found ends as if a load had found it
+        # treat damage that the probe has found as if a load had found it
         self._suspect_packs(outcome)
         return outcome
 
     async def _read(self, wanted: _Wanted) -> ReadOutcome:
         """Find the packs that hold the keys, and read them into the rows until the deadline."""
         try:
-            # the search may be cancelled at the deadline, because it writes to no row
+            # the search writes to no row, so it may be cancelled at the deadline
             async with asyncio.timeout_at(wanted.deadline):
                 reads, missing = await self._find(wanted)
             threads = self._catalogue.threads
@@ -112,13 +112,13 @@ class Loader:
         except TimeoutError:
             return ReadOutcome(list(wanted.keys), is_late=True)
         except (OSError, MemoryError) as error:
-            # no row is in use: the error arose before the reads began, since these raise nothing
+            # reads raise nothing, so the error arose before any began: no row is in use
             why = describe_shortage(error)
             logger.warning("the blocks of a load job are misses: %s", why)
             return ReadOutcome(list(wanted.keys))
         outcome = ReadOutcome(missing)
         for read, result in zip(reads, results, strict=True):
-            # None: the read had not begun at the deadline, so all its blocks have failed
+            # None: the read had not begun at the deadline, so all its blocks count as failed
             part_outcome = read.drop() if result is None else result
             outcome.add(part_outcome)
         return outcome
@@ -131,17 +131,17 @@ class Loader:
         bytes_per_part = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
         is_timed = wanted.deadline is not None
-        is_probe = wanted.rows is not self._rows  # it has rows of its own
+        is_probe = wanted.rows is not self._rows  # a probe reads into rows of its own
         reads: list[PartRead] = []
         missing = list(wanted.keys)
-        # each namespace is asked for the keys that the ones before it lack
+        # ask each namespace for the keys that the namespaces before it lack
         for source in self._sources():
             if not missing:
                 break
             try:
                 holders = await source.holders(missing)
             except StoreError as error:
-                # all blocks are misses, or the next namespace serves them
+                # go on: the blocks are misses, unless the next namespace serves them
                 source.log_failure(error)
                 continue
             plan = plan_reads(

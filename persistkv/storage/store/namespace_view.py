@@ -54,10 +54,10 @@ from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
 
-_FAILURE_LOG_S = 60.0  # seconds between warnings that blocks are dropped
-# attempts to delete damaged packs, each of which a commit of another process makes stale
+_FAILURE_LOG_S = 60.0  # minimum seconds between warnings that blocks are dropped
+# attempts to delete damaged packs; a commit of another process makes an attempt fail
 _QUARANTINE_ATTEMPTS = 3
-_MOST_RECENT_KEYS = 16_384  # keys of the packs whose tables are kept: 3 MB
+_MOST_RECENT_KEYS = 16_384  # maximum keys of the packs whose tables are kept: 3 MB
 _READ_AT_ONCE = 4
 """Number of tables of a local store up to which the caller's thread reads them, in 0.1 to 0.3 ms.
 Another thread would begin 0.2 to 1.8 ms later, or after all parts of queued load jobs."""
@@ -108,7 +108,7 @@ class _RecentTables:
             return
         self._packs[pack.number] = pack
         self._keys += len(pack.keys)
-        # the newest one is kept, however large it is
+        # drop the oldest packs; the newest pack stays, however large it is
         while self._keys > _MOST_RECENT_KEYS and len(self._packs) > 1:
             _, oldest = self._packs.popitem(last=False)
             self._keys -= len(oldest.keys)
@@ -183,9 +183,9 @@ class NamespaceView:
         except BaseException:
             self.index.close()
             raise
-        # without the keys that the catalogue held
+        # begin with an empty report: it names changes since the opening only
         self.report = StoreReport()
-        # the parsed tables have left free memory on the heap, about 50 bytes per block
+        # return the memory of the parsed tables to the system: about 50 bytes per block
         trim_heap()
 
     def _load(self) -> Changes:
@@ -194,14 +194,15 @@ class NamespaceView:
         path = self.backend.index_file(self.namespace)
         if path is not None:
             name = b"index of " + self.namespace
-            # kept for ``close``, which saves the index after the backend is closed and has no seal
+            # kept because ``close`` saves the index after the backend is closed, which then has no
+            # seal
             seal = self.backend.seal
             self.cursor = self.index.load(path, seal, name)
             self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
         if path is not None and changes.reset:
-            # The file is too old. Without its deletion, its cursor could become valid again in a
-            # store that is restored from a copy.
+            # The file is too old. Delete it, because its cursor could become valid again if the
+            # store is restored from a copy.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         return changes
@@ -215,7 +216,7 @@ class NamespaceView:
         self.backend.close()
         file = self._file
         self._file = None
-        # a store that is opened for reading only stays as it is
+        # nothing is written to a store that is opened for reading only
         is_writable = self.backend.capabilities.writable
         work = self._repair_work
         is_whole = not work.suspects and not work.index_lacks
@@ -267,7 +268,7 @@ class NamespaceView:
             packs until the next refresh, which reads the whole catalogue.
         """
         changes = await self.read_changes(self.cursor)
-        # without another ``await``: no other task sees an index that has only some of the changes
+        # no ``await`` inside, so that no other task sees an index with only some of the changes
         with self._changing_index():
             self._learn(changes)
 
@@ -307,7 +308,8 @@ class NamespaceView:
             # The report is incomplete: it does not name the keys of packs that are new in the
             # catalogue, nor of gone packs that the store held before it was opened.
             self.report.lost = True
-        # those that are still held are in the index again, and a later read decides
+        # Forget all suspects: those that are still held are in the index again, and a later read
+        # decides about them.
         self._repair_work.suspects.clear()
         self.index.reload(changes.added, changes.blocks)
         self._announce_gone()
@@ -316,13 +318,13 @@ class NamespaceView:
         """Add packs to the index, and report their keys. They are no suspects any more."""
         for table in tables:
             self._repair_work.suspects.pop(table.pack_id, None)
-            # events and collisions need full keys, which take time to unpack
+            # unpack full keys, which takes time, only if events or known collisions need them
             if self._announced is not None or self._collisions:
                 keys = table.keys.unpack()
                 stored_now = [key for key in keys if key in self._collisions]
                 self._set_collisions(stored_now, collided=False)
                 self._announce(table, keys)
-        # after the reports, which name only keys that the index lacks
+        # change the index after the reports, which name only keys that the index lacks
         self.index.add(tables)
 
     def _announce(self, table: PackTable, keys: Sequence[bytes]) -> None:
@@ -341,7 +343,7 @@ class NamespaceView:
         lacks."""
         if self._announced is None:
             return
-        # a copy, because the loop removes entries
+        # iterate over a copy, because the loop removes entries
         for pack_id, packed in list(self._announced.items()):
             if self.index.number_of(pack_id) == 0:
                 del self._announced[pack_id]
@@ -355,10 +357,10 @@ class NamespaceView:
             not have it.
         """
         fingerprints: dict[bytes, bytes] = {}
-        # None: the keys of a pack are not known
+        # pack id → keys of the pack; None if they are not known
         removed: dict[bytes, PackedKeys | None] = {}
         for pack_id, content in packs.items():
-            # a removed pack is no suspect; ``suspect`` adds its packs again after this call
+            # a removed pack is no suspect; the caller ``suspect`` adds its packs after this call
             self._repair_work.suspects.pop(pack_id, None)
             number = self.index.number_of(pack_id)
             if not number:  # the index lacks the pack already
@@ -370,7 +372,7 @@ class NamespaceView:
                 removed[pack_id] = self._keys_of(pack_id, number)
                 fingerprints[pack_id] = content
         self.index.remove(fingerprints)
-        # after the removal: keys that other packs hold can still be loaded
+        # announce after the removal: keys that other packs hold can still be loaded
         self._announce_removed(removed)
 
     def _announce_removed(self, removed: Mapping[bytes, PackedKeys | None]) -> None:
@@ -409,7 +411,7 @@ class NamespaceView:
         """
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        # consecutive keys are mostly in one pack
+        # each pack once: consecutive keys are mostly in one pack
         distinct = dict.fromkeys(filter(None, candidates))
         if not distinct:
             return found
@@ -465,7 +467,8 @@ class NamespaceView:
                 found[pack_id] = recent
         if not unread:
             return found
-        # the numbers of before the read, so that callers notice packs that were replaced meanwhile
+        # Use the numbers from before the read: if a pack is replaced during the read, callers
+        # notice that its number is not that of the index any more.
         for table in await self._read_tables(unread):
             number = numbers[table.pack_id]
             pack = HeldPack(table, number)
@@ -501,7 +504,7 @@ class NamespaceView:
         packs = await self._packs(candidates)
         holding: list[HeldPack] = []
         for pack in packs.values():
-            # candidates share a fingerprint with a key, and may lack the key itself
+            # a candidate has the fingerprint of a key, but may lack the key itself
             if not pack.places.keys().isdisjoint(keys):
                 holding.append(pack)
         return holding
@@ -540,13 +543,13 @@ class NamespaceView:
         try:
             tables = await self.call(read)
         except StoreError:
-            # a later lookup finds them again
+            # a later lookup finds the packs again, and tries to read them
             return
         readable = {table.pack_id for table in tables}
         unreadable = [pack_id for pack_id in unchanged if pack_id not in readable]
-        # the store may still hold them, so ``close`` does not save the index
+        # the store may still hold the packs, so ``close`` must not save the index without them
         self._repair_work.index_lacks = True
-        # empty: their fingerprints are not known, so the index searches all its slots
+        # empty fingerprints, because they are not known: the index searches all its slots
         self._forget(dict.fromkeys(unreadable, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
@@ -588,9 +591,9 @@ class NamespaceView:
         """Apply the result of a commit; return whether the index is complete without a refresh.
         Parameters as in ``committed``."""
         self._counters.commits += 1
-        # not written: the backend held the pack already, while the index may lack it
+        # a pack that the backend held already was not written, and the index may lack it
         are_all_written = all(pack.written for pack in packs)
-        # before the index changes: if that fails, ``_changing_index`` sets the cursor to None
+        # set before the index changes: if a change fails, ``_changing_index`` resets it to None
         if follows_cursor and are_all_written:
             self.cursor = result.cursor
         elif follows_cursor:
@@ -653,20 +656,20 @@ class NamespaceView:
         If the refresh fails, all of them are restored to the index: a later read decides. If a
         deletion fails, or other processes commit during each attempt, they stay out of the index.
         """
-        # first: a read that fails meanwhile sets it again
+        # reset before the work: a read that fails during the work sets it again
         self._repair_work.undecided = False
         suspects = self._repair_work.suspects
         for _ in range(_QUARANTINE_ATTEMPTS):
             try:
-                # removes those from ``suspects`` that were removed or written again
+                # the refresh removes packs from ``suspects`` that were removed or written again
                 await self.refresh()
             except StoreError as error:
-                # unknown whether the packs are unchanged: they are restored
+                # it is unknown whether the suspects are unchanged: restore them to the index
                 self.log_failure(error)
                 tables = [suspect.table for suspect in suspects.values()]
                 self._add(tables)
                 return
-            # of suspects that are new since the last attempt
+            # counts each suspect once; an attempt may find further ones
             self._count_bad_frames()
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
@@ -694,12 +697,12 @@ class NamespaceView:
             batch = await self._shorten(bad)
             if batch is None:
                 return False
-            # ``seen``: position of the refresh that found them unchanged, or of the last commit of
-            # ``_shorten`` since
+            # The refresh has found the packs unchanged. ``seen`` is its position, or that of the
+            # last commit of ``_shorten``, so the backend refuses if another process has committed.
             deletion = replace(batch, bad=bad, seen=self.cursor)
             result = await self.commit(deletion)
         except TenantForgottenError:
-            # no failure of the store: the caller drops the blocks of the tenant
+            # not a failure of the store: the caller drops the blocks of the tenant
             raise
         except StoreError as error:
             self.log_failure(error)
@@ -713,7 +716,7 @@ class NamespaceView:
                 "deleted packs whose bytes do not verify: %s; their blocks will be computed again",
                 names,
             )
-        # applies the deletions to the index; after a failure, those of other processes
+        # apply the deletion to the index; after a failure, the changes of other processes
         await self.refresh_or_log()
         return True
 
@@ -724,16 +727,17 @@ class NamespaceView:
         """
         open_queries = partial(self.backend.catalogue, self.namespace)
         queries = await self.call(open_queries)
-        # manifests without their keys, which are read with each batch
+        # heads of manifests; their keys are read for one batch after the other
         heads = await self.call(partial(queries.manifests_naming, bad))
         batch = CommitBatch()
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
-            # the batch of the round before: it is not the last one
+            # another batch follows the previous one: commit the previous one
             if batch.manifests:
                 result = await self.commit(batch)
                 if result.stale:
                     return None
-                # moves ``cursor`` behind this commit, so that it does not make the next one stale
+                # moves ``cursor`` behind this commit, so that the next one is not stale because of
+                # it
                 await self.committed([], result, follows_cursor=True)
             batch = await self._shortened_batch(
                 heads[start : start + SHORTENED_AT_ONCE]
@@ -859,11 +863,12 @@ def make_manifest(
         restored_tokens=end.restored_tokens,
         tenant=end.tenant,
     )
-    # all first blocks, then all second ones, …: packs in the order of the context, each once
+    # Take the first blocks of all groups, then the second ones, and so on: this yields the packs in
+    # the order of the context.
     by_depth = chain.from_iterable(zip_longest(*kept))
     packs: dict[bytes, None] = {}
     for key in by_depth:
-        if key is not None:  # None: its group has fewer blocks
+        if key is not None:  # None pads a group that has fewer blocks
             packs[pack_of[key]] = None
     return ManifestWrite(manifest, keys, list(packs)), whole
 
@@ -926,7 +931,7 @@ def shortened(
     pins: list[tuple[str, bool]] = []
     for manifest, keys, pinned in requests:
         most_blocks = max([1, *manifest.group_blocks])
-        # the end that would write the present manifest; its block size is an estimate
+        # the request end that would write this manifest; its block size is an estimate
         end = RequestEnd(
             request=manifest.id,
             manifest_id=manifest.id,

@@ -37,20 +37,24 @@ logger = logging.getLogger(__name__)
 
 STORE = bytes(16)
 """Namespace of notes about the store itself."""
-MOST_LABELS = 256  # of a note, which may have 64 KiB
-_MOST_LABEL_BYTES = 128  # of name and value together
+MOST_LABELS = 256  # maximum labels in a note, which may have 64 KiB
+_MOST_LABEL_BYTES = 128  # maximum bytes of a label: name and value together
 MEASURED_TOKENS = 64
 """Prefills of fewer tokens do not show the speed of long ones, and are not recorded."""
 _DAY_S = 86_400
-_FINAL_DAYS = 2  # age of a day in days at which its sources are final
-_FOLDED = "all"  # in the name of a folded note, in the place of the source
-_READ_ATTEMPTS = 3  # of a sum during folds, each of which takes moments, once a day
+_FINAL_DAYS = 2  # days after which the sources of a day are final
+_FOLDED = "all"  # stands for the source in the name of a folded note
+_READ_ATTEMPTS = (
+    3  # attempts to read a sum; a fold, once a day for moments, can disturb one
+)
 _NAME = re.compile(
     r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
 )
 """Name of a note: the day since the epoch, the first digits of the namespace's id, the source."""
-_LOCAL_S = 60.0  # seconds between two writes
-_REMOTE_S = 300.0  # each write is a request that costs money
+_LOCAL_S = 60.0  # seconds between two writes to a local store
+_REMOTE_S = (
+    300.0  # the same for a remote store, where each write is a request that costs money
+)
 
 
 class Restored(msgspec.Struct):
@@ -106,7 +110,7 @@ class Savings(msgspec.Struct):
         return tokens * self.prefill_s / self.prefill_tokens
 
 
-# made at import: two threads may be the first to use it
+# made at import, because two threads may use it first at the same time
 _DECODE = msgspec.msgpack.Decoder(Savings).decode
 
 
@@ -136,7 +140,7 @@ class SavingsRecorder:
         """Tokens of measured prefills in this namespace, and their seconds."""
         is_remote = backend.capabilities.remote
         self.interval_s = _REMOTE_S if is_remote else _LOCAL_S
-        if not is_remote:  # the answer would delay the opening
+        if not is_remote:  # waiting for the answer would delay the opening
             self._read_prefill()
 
     def _read_prefill(self) -> None:
@@ -171,7 +175,7 @@ class SavingsRecorder:
         """
         day = today()
         is_all_written = self._num_added == self._num_written
-        # A new source begins with empty totals. So the one before continues until its totals are
+        # A new source begins with empty totals: continue the previous one until its totals are
         # written.
         if day != self._day and is_all_written:
             self._begin(day)
@@ -179,7 +183,7 @@ class SavingsRecorder:
         self._total.prefill_s += prefill_s
         if restored_tokens:
             self._add_restored(restored_tokens, labels)
-        # last: a write that runs meanwhile may not include all of it
+        # counted last: a write that runs during this call may not include all of its numbers
         self._num_added += 1
 
     def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
@@ -188,7 +192,7 @@ class SavingsRecorder:
         self._total.requests += 1
         self._total.tokens += tokens
         for name, value in labels.items():
-            # a long label is left out: a note has room for 256 of 128 bytes
+            # leave a long label out: a note has room for 256 labels of 128 bytes
             label = f"{name}={value}"
             if len(label.encode()) <= _MOST_LABEL_BYTES:
                 self._total.add_label(label, restored)
@@ -196,7 +200,7 @@ class SavingsRecorder:
     def write(self) -> None:
         """Write the counts since the last call; a failure is logged, and the next call writes
         it. Blocks; ``add`` may run in another thread meanwhile."""
-        # before the totals are encoded: they include at least these calls, and later ones stay due
+        # read before the totals are encoded: they include at least these calls; later ones stay due
         num_added = self._num_added
         is_all_written = num_added == self._num_written
         if is_all_written or not self._backend.capabilities.writable:
@@ -233,7 +237,7 @@ def add_savings(
         recorded = _sum([backend.note(STORE, name)])
         total = recorded.get(namespace)
         if total is None:
-            # no note of this day yet, or a damaged one
+            # the day has no note yet, or a damaged one
             total = Savings(namespace, identity.model_name)
         total.add(part)
         content = msgspec.msgpack.encode(total)
@@ -289,11 +293,11 @@ def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool
         return True
     contents = list(backend.notes(STORE, sources))
     if None in contents:
-        # another engine, which folds them, has deleted some meanwhile
+        # another engine, which folds the same sources, has deleted some
         return False
     totals = _sum(contents)
     if len(totals) != 1:
-        # all are damaged, or namespaces have ids that begin with the same digits
+        # all notes are damaged, or are of a namespace whose id begins with the same digits
         return False
     (total,) = totals.values()
     content = msgspec.msgpack.encode(total)
@@ -307,8 +311,8 @@ def read_savings(backend: Backend) -> list[Savings]:
     :raises StoreError: the medium failed.
     """
     contents: list[bytes | None] = []
-    # A fold, which replaces the sources of a day by their sum, may delete sources between the two
-    # reads. Without them, counters would fall for a while: only the last attempt accepts that.
+    # A fold replaces the sources of a day by their sum. If it deletes sources between the two
+    # reads, the counters would fall for a while: only the last attempt accepts that.
     for _ in range(_READ_ATTEMPTS):
         names = _counted_names(backend)
         contents = list(backend.notes(STORE, names))

@@ -63,9 +63,9 @@ from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 logger = logging.getLogger(__name__)
 
-# namespaces of a remote store with which a new identity is compared: each costs a request
+# maximum namespaces of a remote store with which a new identity is compared: each costs a request
 _COMPARED_REMOTELY = 16
-_NOTICED_FIELDS = 3  # a notice is one line
+_NOTICED_FIELDS = 3  # maximum fields that a notice names, because it is one line
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Store:
         """Fields that differ from the nearest namespace, if this one is new and others exist.
         Otherwise empty."""
         backend.open_namespace(identity)
-        # here, once: the digest of a whole identity takes some 50 µs
+        # computed once, because the digest of a whole identity takes some 50 µs
         self.namespace = identity.digest
         self.savings = SavingsRecorder(backend, identity)
         """Adds up what requests restored; its caller writes it into the store."""
@@ -145,8 +145,8 @@ class Store:
         self._max_pack_bytes = MemoryShares.of(options.staging_bytes).transaction
         """Bound on the raw bytes of one pack."""
 
-        # ``make_writer`` is a function without ``self``: in a reference cycle, a closed store would
-        # keep the rows mapped
+        # ``make_writer`` does not reference ``self``: in a reference cycle, a closed store would
+        # keep the rows mapped.
         namespace = self.namespace
 
         def make_writer(segments: Sequence[Segment], tenant: str) -> PackWriter:
@@ -168,7 +168,7 @@ class Store:
             options,
             self.sources.readable,
         )
-        # made for each call of ``delete``, which is rare
+        # makes a deleter for each call of ``delete``, which is rare
         self._new_deleter = partial(
             Deleter, self.catalogue, self.committer, self.queue, options, make_writer
         )
@@ -223,7 +223,7 @@ class Store:
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
             )
         self.rows.check(block_ids)
-        # a suffix of each key names its group; each distinct suffix is decoded once
+        # the suffix of a key names its group; decode each distinct suffix once
         suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
         groups = [group_of[suffix] for suffix in suffixes]
@@ -251,10 +251,10 @@ class Store:
             if are_durable and not job.lost:
                 return []
             missing = self.missing(job.blocks.keys)
-            # only packs of this job itself were dropped: their blocks are lost
+            # the missing blocks were in packs of this job alone, which were dropped
             if job.borrowed.isdisjoint(missing):
                 return missing
-            # of a forgotten tenant, nothing may be stored again
+            # the content of a forgotten tenant must not be stored again
             is_forgotten = self.queue.losses[job.tenant] != job.losses
             if is_forgotten or self._is_ending:
                 return missing
@@ -294,16 +294,16 @@ class Store:
             # the comparison waits.
             await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
-            # no other task runs from here on, so the states of the keys stay as they are
+            # No ``await`` follows, so no other task changes the states of the keys.
             in_flight = self.queue.in_flight(blocks.keys)
             borrowed = set(in_flight)
             writes = set(in_flight.values())
             new_blocks = self._new(blocks, held, borrowed)
-            # all blocks that need not be written: held, in flight, staged, or twice in this job
+            # blocks that need not be written: held, in flight, staged, or twice in this job
             self.counters.held_blocks += len(blocks.keys) - len(new_blocks.keys)
             for segments in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
                 write = self.queue.add(tenant, request, segments)
-                # None: copied to staging memory, so the rows are free
+                # None: the blocks were copied to staging memory, so their rows are free
                 if write is not None:
                     writes.add(write)
         except (OSError, MemoryError) as error:
@@ -325,7 +325,7 @@ class Store:
             holders = await self.catalogue.holders(keys)
         except StoreError as error:
             self.catalogue.log_failure(error)
-            # the other fingerprints are held, so their keys probably are
+            # keys with held fingerprints are probably held
             absent = self.index.absent(keys)
             return set(keys).difference(absent)
         held: set[bytes] = set()
@@ -478,7 +478,7 @@ def start_threads(backend: Backend, options: StoreOptions) -> StoreThreads:
     """Start threads for a store; the caller closes them."""
     num_readers = options.io_threads
     if backend.capabilities.remote:
-        # they mostly wait
+        # more threads than cores, because readers mostly wait
         num_readers = MAX_IO_THREADS
     return StoreThreads(num_readers)
 
@@ -495,7 +495,7 @@ def _notice(
     """
     if backend.holds(identity.digest):
         return ""
-    most_compared = None  # all
+    most_compared = None  # no maximum
     if backend.capabilities.remote:
         most_compared = _COMPARED_REMOTELY
     namespaces = islice(backend.namespaces(), most_compared)

@@ -15,9 +15,9 @@ from persistkv.errors import StoreError
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 
 _PROBE_BYTES = 1024
-_SKEW_S = 300.0  # five minutes
-_ROUNDING_S = 1.0  # a medium's time may have whole seconds
-_SLOW_S = 2.0  # for a call with 1 KiB
+_SKEW_S = 300.0  # 5 minutes: difference of clocks from which on a check warns
+_ROUNDING_S = 1.0  # a medium may round its times to whole seconds
+_SLOW_S = 2.0  # seconds from which on a call with 1 KiB is slow
 _NO_DEFECT = ""  # returned by a call whose result is as expected
 _NO_ANSWER = (
     "check its address and the network; engines start without it, and try again"
@@ -79,7 +79,7 @@ class CallsCheck:
     def run(self) -> Iterator[Check]:
         """Make the calls, and yield the outcome of each. Failures are outcomes; nothing is
         raised."""
-        # each call may set ``answers`` to False, which ends the check
+        # any of these calls may set ``answers`` to False, which ends the check
         yield self._try("list", method="list", call=self._list)
         if not self.answers:
             return
@@ -140,7 +140,7 @@ class CallsCheck:
         before = time.time()
         written = self._blobs.put(self._name, [self._content])
         after = time.time()
-        # a time of the medium between the two shows no difference of the clocks
+        # if the medium's time is between ours, no difference of the clocks shows
         if written > after + _ROUNDING_S:
             self._ahead_s = written - after
         elif written < before - _ROUNDING_S:
@@ -166,7 +166,7 @@ class CallsCheck:
         self._blobs.read(self._name, 0, _PROBE_BYTES, [memoryview(found)])
         if bytes(found) != self._content:
             return "other bytes were read than were written"
-        # from a name just before the blob's, so that the list begins with the blob
+        # list from a name just before the blob's, so that the list begins with the blob
         listed = self._blobs.list("", after=self._name[:-1])
         first = next(listed, None)
         if first is None or first.name != self._name:
@@ -178,7 +178,7 @@ class CallsCheck:
         deleted = self._try("delete", "delete", self._delete)
         if deleted.level is not Level.PROBLEM:
             return deleted
-        # engines work without deletions, until there is no room left
+        # only a warning: engines work without deletions until no room is left
         found = f"{deleted.found}; this check leaves {self._name}"
         return Check("delete", Level.WARNING, found, deleted.todo)
 

@@ -85,7 +85,7 @@ def _of_file(path: str) -> bytes:
     except OSError as error:
         raise FileError("read", Path(path), error) from None
     except ValueError as error:
-        # a null byte in the path
+        # ValueError means that the path has a null byte
         raise ConfigurationError("key_file", path, f"a path ({error})") from None
 
 
@@ -108,7 +108,8 @@ def _of_command(command: str) -> bytes:
             words, stdin=subprocess.DEVNULL, capture_output=True, timeout=_COMMAND_S
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        # of other errors only the type: their text may include output, which may be the key
+        # name only the type of the error: its text may include output of the command, and so the
+        # key
         why = type(error).__name__
         if isinstance(error, OSError):
             why = error.strerror or why

@@ -51,7 +51,7 @@ def remote_type(path: Path) -> str | None:
     if kind is None:
         return None
     is_remote = kind in _REMOTE
-    # ``fuse.PROGRAM``: only the program tells whether it is remote
+    # of ``fuse.PROGRAM``, only the program tells whether the files are remote
     if kind.startswith("fuse."):
         program = kind.removeprefix("fuse.")
         is_remote = program.startswith(_REMOTE_FUSE)
@@ -76,9 +76,9 @@ def type_of(path: Path) -> str | None:
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # no /proc
+    except OSError:  # there is no /proc
         return None
-    # id, parent, device, root, mount point, options, tags …, "-", type, source, options
+    # a line has: id, parent, device, root, mount point, options, tags …, "-", type, source, options
     for line in lines:
         mount, _, file_system = line.partition(" - ")
         fields = mount.split()

@@ -34,7 +34,7 @@ class Policy:
         valid tenant, or of the default one."""
         if self.capacity is not None and self.capacity <= 0:
             raise ConfigurationError("capacity", self.capacity, "a positive size")
-        # in this form, because it refuses NaN, too
+        # ``not … > 0``, because this refuses NaN, too
         if self.ttl_s is not None and not self.ttl_s > 0:
             raise ConfigurationError(
                 "ttl", self.ttl_s, "a positive duration such as 7d, or none"
@@ -48,7 +48,7 @@ class Policy:
         differing = []
         recorded = self._texts()
         for name, value in given._texts().items():
-            # "none": the URL leaves the option out
+            # "none" means that the URL leaves the option out
             if value not in (_NONE, recorded[name]):
                 differing.append(f"{name}={value} (recorded: {recorded[name]})")
         return " and ".join(differing)

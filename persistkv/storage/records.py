@@ -13,7 +13,9 @@ from persistkv.memory.budget import default_io_threads
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.tenants import DEFAULT_TENANT
 
-_MOST_EVENTS = 65_536  # stored and removed keys that wait for the engine
+_MOST_EVENTS = (
+    65_536  # maximum number of stored and removed keys that wait for the engine
+)
 _END_BYTES = 512  # memory of the end of a request, without its keys and labels
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 
@@ -119,7 +121,7 @@ class StoreReport(msgspec.Struct, array_like=True, tag=True):
             self.stored = [key for key in self.stored if key not in gone]
         self.stored += stored
         self.removed += removed
-        # bounds the memory: the report then only says that keys are missing
+        # bound the memory: from here on, the report only says that keys are missing
         if len(self.stored) + len(self.removed) > _MOST_EVENTS:
             self.lost = True
             self.stored = []

@@ -251,7 +251,7 @@ class ThreadPool:
 
         At most as many threads are replaced at a time as the pool has. Not thread-safe.
         """
-        # before the future is done: afterwards, its thread may begin another call
+        # look up the thread before the future is done: afterwards, it may begin another call
         running = [worker for worker in self._workers if worker.future is future]
         try:
             future.set_result(result)
@@ -268,7 +268,9 @@ class ThreadPool:
         self._replaced = [other for other in self._replaced if other.is_alive()]
         if len(self._replaced) >= self._num_threads:
             return
-        with suppress(RuntimeError):  # no thread can be started: the old one continues
+        with suppress(
+            RuntimeError
+        ):  # if no thread can be started, the old one continues
             self._start_worker()
             self._workers.remove(worker)
             self._replaced.append(worker)
@@ -280,7 +282,7 @@ class ThreadPool:
         now = time.monotonic()
         oldest = now
         for worker in (*self._workers, *self._replaced):
-            # read once: the thread sets it to None at any time
+            # read once, because the thread may set it to None at any time
             begun_at = worker.begun_at
             if begun_at is not None:
                 oldest = min(oldest, begun_at)
@@ -295,8 +297,8 @@ class ThreadPool:
         self._closed = True
         if cancel_futures:
             self._cancel_queued()
-        # Behind the queued calls: each None ends the thread that takes it. A replaced thread takes
-        # one, too, if its call ended just before it was replaced.
+        # Put a None for each thread behind the queued calls: it ends the thread that takes it. A
+        # replaced thread takes one, too, if its call ended just before it was replaced.
         for _ in (*self._workers, *self._replaced):
             self._queue.put(None)
         if not wait:
@@ -315,7 +317,8 @@ class ThreadPool:
                 if queued is not None:
                     future, _ = queued
                     future.cancel()
-                    # without it, ``concurrent.futures.wait`` would not notice the cancellation
+                    # without this call, ``concurrent.futures.wait`` would not notice the
+                    # cancellation
                     future.set_running_or_notify_cancel()
 
 
@@ -346,11 +349,12 @@ class _Worker(threading.Thread):
             if queued is None:
                 return
             future, pending = queued
-            # before the call runs, from when on it can be abandoned
+            # set before the call runs, so that the running call can be abandoned
             self.future = future
-            # False: the call was cancelled in the queue
+            # False means that the call was cancelled in the queue
             if future.set_running_or_notify_cancel():
-                # here, not in a function: an exception references the frame, and so its arguments
+                # Run it in this frame: an exception references the frame of the call, and a
+                # function would add its arguments.
                 call = pending.call
                 self.begun_at = time.monotonic()
                 # ``begun_at`` is reset before the future is done: a task that has awaited the call

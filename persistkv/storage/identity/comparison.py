@@ -49,7 +49,7 @@ LIMITS = {
 }
 """For each dtype, the largest error at which a token counts as equal."""
 _SHARE = 0.9  # share of a cell's tokens that must be within the limit
-# least norm that errors are relative to, in median norms of the cell
+# least norm that an error is divided by, as a multiple of the median norm of the cell
 _LEAST_NORM = 0.1
 _ITEM_BYTES = {
     "float32": 4,
@@ -93,7 +93,7 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     for count, stride in sorted(axes, key=_stride_first):
         if count < 1:
             return False
-        # an axis of length 1 has no steps
+        # an axis of length 1 has no step, so its stride does not matter
         overlaps = count > 1 and stride < used_bytes
         is_unaligned = count > 1 and stride % item_bytes != 0
         if overlaps or is_unaligned:
@@ -127,7 +127,7 @@ def compare(
     norms = np.concatenate(norm_parts)
     worst_cell = int(np.argmax(errors))
     error = float(errors[worst_cell])
-    # zeros agree whatever they mean, so they are no evidence
+    # blocks of zeros always agree, so they are no evidence
     is_mostly_zero = np.count_nonzero(norms) * 2 <= len(norms)
     num_tokens = 0
     if math.isfinite(error) and not is_mostly_zero:
@@ -175,7 +175,7 @@ def _compare_cells(
     # norms and errors have the shape (cells, tokens)
     norms = _norms(our_vectors)
     if np.array_equal(our_items, their_items):
-        # equal bytes need no second decoding
+        # equal bytes have no errors: decode them once only
         errors = np.zeros_like(norms)
     else:
         their_vectors = _decode(their_items, dtype)
@@ -203,7 +203,7 @@ def _relative_errors(differences: Floats, norms: Floats) -> Floats:
     least_norms = _LEAST_NORM * medians
     reference_norms = np.maximum(norms, least_norms)
     errors: Floats = error_norms / reference_norms
-    # also where both vectors are 0, and the quotient is not a number
+    # where both vectors are 0, the quotient is not a number, but the error is 0
     errors[error_norms == 0] = 0
     return errors
 

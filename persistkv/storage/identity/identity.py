@@ -36,15 +36,17 @@ from persistkv.storage.format.pack import ID_BYTES
 IDENTITY_VERSION = 1
 MODEL_NAME = "model_name"
 """Field of an identity that need not match."""
-_PATH_SIGNS = frozenset('.[]"')  # a name with one of these is quoted in a dotted path
+_PATH_SIGNS = frozenset(
+    '.[]"'
+)  # a name with one of these signs is quoted in a dotted path
 
 _PIECE_BYTES = 8 << 20  # 8 MiB: larger reads are not faster and take more memory
 _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")
 _TRAINING_STATE = ("training_args", "optimizer", "scheduler", "scaler", "rng_state")
 
 _CACHE_VERSION = 1
-_CACHE_NAME_DIGITS = 32  # hexadecimal, of the hash of a weight file's path
-# 2 s: a more recently changed file may change again without a new time stamp
+_CACHE_NAME_DIGITS = 32  # hexadecimal digits of the hash of a weight file's path
+# 2 s: a file that changed more recently may change again without a new time stamp
 _SETTLED_NS = 2_000_000_000
 
 _MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
@@ -110,7 +112,7 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         """Name or path of the model that created the namespace, or else the model's architecture;
         may be empty."""
         name = self.fields.get(MODEL_NAME) or self.fields.get("architecture")
-        # fields of another program may have any type
+        # another program may have written the field with any type
         return name if isinstance(name, str) else ""
 
     def __eq__(self, other: object) -> bool:
@@ -128,9 +130,9 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         for name in sorted(ours.keys() | theirs.keys()):
             our_value = ours.get(name)
             their_value = theirs.get(name)
-            # absent is not null
+            # a field that is absent differs from one that is null
             in_both = name in ours and name in theirs
-            # as JSON: 1 is not 1.0, nor true
+            # compare values as JSON, in which 1 differs from 1.0 and from true
             is_same = in_both and _canonical(our_value) == _canonical(their_value)
             if not is_same:
                 difference = FieldDifference(name, our_value, their_value)
@@ -214,7 +216,7 @@ def weight_files(directory: Path) -> list[Path]:
     """
     if not directory.is_dir():
         raise _checkpoint_error(directory, "a directory with a model's weights")
-    # in the order of Hugging Face's loaders: they ignore all other files
+    # the order in which Hugging Face's loaders look for weights; they ignore all other files
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
@@ -272,7 +274,7 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
             if known is not None:
                 return known
             entries = _hash_file(path, file.fileno(), status.st_size)
-            # changed meanwhile: the hashes may be of a mixture
+            # if the file changed while it was read, the hashes may be of a mixture
             status_after = os.fstat(file.fileno())
             if _stamp(status_after) != _stamp(status):
                 raise _checkpoint_error(
@@ -334,7 +336,7 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
     for entry in entries:
         fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
         lines.append(json.dumps(fields))
-    # sorted: the files of a checkpoint may contain its tensors in any order
+    # sorted, because the files of a checkpoint may contain its tensors in any order
     text = "\n".join(sorted(lines))
     digest = hashlib.sha256(text.encode())
     return digest.hexdigest()
@@ -394,7 +396,7 @@ def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | No
         content = _cache_file(path).read_bytes()
         record = msgspec.json.decode(content, type=_CachedFingerprints)
     except (OSError, RuntimeError, ValueError):
-        # RuntimeError: no home directory, or too deeply nested
+        # RuntimeError means that there is no home directory, or that the JSON is nested too deeply
         return None
     if record.version != _CACHE_VERSION or record.stamp != _stamp(status):
         return None
@@ -411,7 +413,7 @@ def _save_entries(
 ) -> None:
     """Cache a file's entries, unless the file changed less than 2 s ago or the cache cannot be
     written."""
-    # A second change within the clock's resolution would leave the stamp as it is.
+    # A second change within the clock's resolution would not change the time stamp.
     changed_ns = max(status.st_mtime_ns, status.st_ctime_ns)
     age_ns = time.time_ns() - changed_ns
     if age_ns < _SETTLED_NS:

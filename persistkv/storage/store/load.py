@@ -525,7 +525,7 @@ class PartRead:
     def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""
         self._outcome.failed += read.wanted
-        # a codec of another release, or a key that this process lacks, is not damage
+        # not damage: the codec is of another release, or this process lacks the key
         if error.field not in ("codec", "key"):
             self._outcome.bad_frames[read.pack.pack_id] += 1
             self._outcome.suspects[read.pack.pack_id] = read.pack

@@ -792,7 +792,7 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
 def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
     """Call ``Backend.changes``, and read all tables of added packs into memory."""
     changes = backend.changes(namespace, cursor)
-    # read here, on the thread of the call
+    # a list, so that the tables are read now, on the thread of the call
     return replace(changes, added=list(changes.added))
 
 
@@ -842,7 +842,7 @@ def make_manifest(
     if not any(counts):
         return None, whole
     tokens = end.tokens
-    # a prefix has as many tokens as its shortest group covers
+    # a prefix has as many tokens as the group that covers the fewest
     if not whole:
         tokens = min(tokens, min(counts) * end.block_size)
     raw_bytes = 0

@@ -27,9 +27,8 @@ _MAX_AHEAD = 256 << 20  # maximum of that reserve
 # 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
 _GROWN_BYTES = 128 << 10
 _MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
-_RESERVED_SHARE = (
-    16  # at most 1/16 of the segments, reserved for the next commit of a process
-)
+# at most 1/16 of the segments, reserved for the next commit of a process
+_RESERVED_SHARE = 16
 _ALL_RESERVED_SHARE = 8  # at most 1/8, reserved for all processes
 # Most extents of a reservation ahead: they take a millisecond, in which other engines wait. If free
 # space is in smaller pieces, the commit that needs it reserves the rest.

@@ -13,9 +13,8 @@ from persistkv.memory.budget import default_io_threads
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.tenants import DEFAULT_TENANT
 
-_MOST_EVENTS = (
-    65_536  # maximum number of stored and removed keys that wait for the engine
-)
+# maximum number of stored and removed keys that wait for the engine
+_MOST_EVENTS = 65_536
 _END_BYTES = 512  # memory of the end of a request, without its keys and labels
 _BYTES_OBJECT = 48  # overhead of a bytes object and of its reference in a list
 

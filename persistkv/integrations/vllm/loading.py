@@ -33,9 +33,8 @@ from persistkv.tiering.persistent import PersistentTier
 
 _FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
 _LONGEST_STEP_S = 30.0  # a longer one includes a pause of the engine
-_PAUSE_RATIO = (
-    5.0  # of a step that includes a pause: its time by the expected one, at least
-)
+# of a step that includes a pause: its time by the expected one, at least
+_PAUSE_RATIO = 5.0
 
 # start of the name of a class of KV cache specs, and its field with the window
 _WINDOW_FIELDS = (

@@ -70,11 +70,11 @@ from persistkv.tenants import check_tenant
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 5.0  # after a defect in the background work
+_RETRY_S = 5.0  # seconds of pause after a defect in the background work
 _LEAST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 30.0
-_MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # 1 KiB for the rest of its blob
-_CLOSE_S = 10.0  # wait of ``close`` for the handle's thread
+_MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # its blob has 1 KiB of other content
+_CLOSE_S = 10.0  # seconds for which ``close`` waits for the handle's thread
 
 
 class SharedBackend(Backend):
@@ -126,8 +126,9 @@ class SharedBackend(Backend):
         self._thread: threading.Thread | None = None
         """Does background work; None: the caller calls ``step``."""
         try:
-            # The argument, not the option ``read_only``: a command, which passes the argument,
-            # fails at once if the medium does not answer. An engine starts all the same.
+            # Decide by the argument, which commands pass, and not by the option ``read_only``: a
+            # command fails at once if the medium does not answer, but an engine starts all the
+            # same.
             self._open_policy(must_answer=read_only)
         except BaseException:
             self.close()
@@ -247,7 +248,7 @@ class SharedBackend(Backend):
             return None
         blocks = sum(len(table.keys) for table in tables)
         stored_bytes = sum(table.payload_length for table in tables)
-        # of the blobs, only the tables are read
+        # count what was read: only the tables of the blobs
         table_bytes = sum(len(table.encode()) for table in tables)
         return Rebuilt(
             packs=len(tables),
@@ -267,7 +268,8 @@ class SharedBackend(Backend):
         while not self._closed:
             try:
                 pause_s = self.step()
-            except Exception:  # a defect must not end merging and following for good
+            # a defect in one step must not end merging and following for good
+            except Exception:
                 logger.exception(
                     "%s: background work failed; it is repeated", self._place
                 )
@@ -281,8 +283,8 @@ class SharedBackend(Backend):
         try:
             self._step_store()
         except (StoreError, ConfigurationError) as error:
-            # ConfigurationError: another key replaced that of this handle before the medium
-            # answered for the first time
+            # ConfigurationError means that another key had replaced that of this handle before the
+            # medium answered for the first time
             self._log(error)
         due_at = self._policy.due_at
         for namespace in self._opened:
@@ -292,8 +294,8 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.current())
             except StoreError as error:
                 self._log(error)
-                # Soon: the step has left the rest of its work. The part that failed is repeated
-                # after a pause of its own.
+                # Repeat the step soon, because it has left the rest of its work. The part that
+                # failed is repeated after a pause of its own.
                 due_at = -math.inf
             due_at = min(due_at, namespace.due_at())
         now = self._medium.clock.monotonic()
@@ -341,7 +343,8 @@ class SharedBackend(Backend):
             return
         with self._lock:
             for namespace_id in self._opened.begin_anew():
-                # known from the store before; the new one lacks it
+                # the store may have been replaced by a new one, which lacks an identity that is
+                # known from the old one
                 namespace = self._identities.known(namespace_id)
                 if namespace is not None:
                     self._identities.add(namespace, writes=not self._read_only)
@@ -362,7 +365,7 @@ class SharedBackend(Backend):
             self._check_open(writes=True)
             self._refresh_policy()
             self._policy.replace(policy)
-        # the thread applies the new limits
+        # wake the thread, which applies the new limits
         self._wake.set()
 
     # Namespaces
@@ -396,7 +399,7 @@ class SharedBackend(Backend):
         found = self._find_namespace(identity.digest)
         if found is None:
             found = self._add_identity(identity)
-            # if the medium does not answer now, ``step`` or ``commit`` writes it
+            # if the medium does not answer now, a later ``step`` or ``commit`` writes the identity
             with suppress(UnavailableError):
                 self._identities.write_new()
         self._open(found.id)
@@ -420,7 +423,8 @@ class SharedBackend(Backend):
         except UnavailableError:
             if self._read_only:
                 raise
-            # As if it were new. If the store holds it, its identity is written again, unchanged.
+            # The answer is that of a new namespace. If the store holds it, its identity is written
+            # again, unchanged.
             return None
         if found is None and self._read_only:
             text = (
@@ -453,7 +457,7 @@ class SharedBackend(Backend):
         if not opened.is_open:
             with suppress(UnavailableError):
                 opened.open()
-            # the thread follows the index from now on, or tries again to read it
+            # wake the thread, which follows the index from now on, or tries again to read it
             self._wake.set()
         return opened
 
@@ -516,24 +520,25 @@ class SharedBackend(Backend):
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
         self._medium.records.refuse_forgotten(batch)
-        # durable before the content that needs them: data keys of tenants, and the identity
+        # first make durable what the content needs: data keys of tenants, and the identity
         tenants_without_key = self.seal.lacking(tenants_of(batch))
         if tenants_without_key:
             self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
         opened = self._open(namespace)
-        # before deletions, all that is durable: requests of other engines may name the packs
+        # before a deletion, read all that is durable, because requests of other engines may name
+        # the packs
         has_deletions = batch.deletions or batch.bad or batch.manifest_deletions
         if has_deletions or self._options.always_refreshes:
             opened = self._refreshed(namespace)
         try:
             result = opened.commit(batch)
         except CorruptPackError:
-            # If a tenant was forgotten meanwhile, the data key that should seal a pack is gone:
-            # then this raises the error that tells so.
+            # If a tenant was forgotten meanwhile, the data key that should seal a pack is gone.
+            # Then raise the error that says that the tenant was forgotten.
             self._medium.records.refuse_forgotten(batch)
             raise
-        # the thread plans the merge of this commit
+        # wake the thread, which plans the merge of this commit
         self._wake.set()
         return result
 
@@ -542,7 +547,7 @@ class SharedBackend(Backend):
         the medium has answered."""
         self._check_open()
         is_opened = self._identities.known(namespace) is not None
-        # an engine that starts without the medium begins with an empty index
+        # an engine that starts while the medium does not answer begins with an empty index
         if not self._policy.has_answered() and is_opened:
             return Changes(EMPTY_CURSOR, [], reset=True)
         # this raises if the medium has not answered and the engine has not opened the namespace
@@ -632,7 +637,7 @@ class SharedBackend(Backend):
     def _refreshed(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace after reading everything that is durable now."""
         self._refresh_policy()
-        # a store that has answered only now, or that was replaced, may lack the identity
+        # the store may lack the identity if it has answered for the first time, or was replaced
         self._identities.write_new()
         opened = self._open(namespace)
         opened.refresh()
@@ -675,7 +680,8 @@ class SharedBackend(Backend):
             thread = self._thread
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
-            # a thread that is alive waits for a medium that hangs, and still uses the namespaces
+            # keep the namespaces open if the thread is alive: it waits for a medium that hangs, and
+            # uses them
             if thread is None or not thread.is_alive():
                 self._opened.close()
         finally:

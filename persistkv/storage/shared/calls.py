@@ -24,7 +24,7 @@ from persistkv.storage.shared.format import (
 from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.threads import ThreadPool
 
-_MOST_LISTS = 6  # in a row, while other engines delete blobs
+_MOST_LISTS = 6  # maximum number of lists in a row, while other engines delete blobs
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -52,9 +52,9 @@ class Calls:
             return [call(argument) for argument in arguments]
         futures = [pool.submit(call, argument) for argument in arguments]
         try:
-            wait(futures)  # no call uses the caller's memory after the return
+            wait(futures)  # so that no call uses the caller's memory after the return
         finally:
-            # after a KeyboardInterrupt; otherwise, all have ended
+            # cancels calls after a KeyboardInterrupt only; otherwise, all have ended
             for future in futures:
                 future.cancel()
         return [future.result() for future in futures]
@@ -154,7 +154,7 @@ class Medium:
         done = self.blobs.read(name, start, length, buffers)
         if done == length:
             return buffer
-        # a copy: the length is often a limit, and much larger than the blob
+        # a copy, because the length is often a limit, and much larger than the blob
         return buffer[:done]
 
     def whole(self, name: str, limit: int) -> bytearray:
@@ -203,7 +203,7 @@ class Medium:
             if is_stable:
                 return list(found.values())
             all_shown.update(found)
-        # the names of several lists, in order again
+        # the names come from several lists: sort them again
         return sorted(all_shown.values())
 
     def _list(self, prefix: str) -> dict[str, BlobInfo]:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 ROUNDING_S = 1.0  # media may round their times to a second
-AGREEING_S = 3600.0  # clocks that differ by less agree
+AGREEING_S = 3600.0  # seconds: clocks that differ by less agree
 
 
 class Clock:
@@ -62,7 +62,7 @@ class ServerTime:
         """Record a time that the medium has reported in the reply to a call that has just
         returned."""
         estimate = self.now()
-        # the reply is probably rounded down: the estimate is more exact
+        # the reply was probably rounded down, so the estimate is more exact
         if server_time < estimate <= server_time + ROUNDING_S:
             server_time = estimate
         self._newest = _ReplyTime(server_time, self._clock.monotonic())
@@ -87,7 +87,7 @@ class ServerTime:
         if server_time > self.now():
             self.learn(server_time)
         else:
-            # A wrong reply may have put the estimate far ahead. This time may be right: then the
+            # A wrong reply may have put the estimate far ahead. If this time is right instead, the
             # machine's clock confirms it.
             self._note_confirmed(server_time)
 

@@ -31,29 +31,30 @@ from persistkv.tenants import TAG_BYTES
 
 FORMAT_VERSION = 1
 NONCE_BYTES = 16  # random bytes in each name: 128 bits
-NAME_BYTES = ID_BYTES + NONCE_BYTES  # of a pack's blob: pack id and nonce
+# bytes of the name of a pack's blob: pack id and nonce
+NAME_BYTES = ID_BYTES + NONCE_BYTES
 # 32 MiB: readers skip larger index objects, so writers write none
 MAX_OBJECT_BYTES = 32 << 20
 MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
 MAX_VERSION = 1 << 62
-LATEST_TIME = float(1 << 40)  # seconds since the epoch; far beyond any clock
-BASE_LEVEL = (
-    1 << 16
-)  # least level of a base (``Names.level``); segments have smaller ones
-_MAX_MILLISECONDS = (1 << 48) - 1  # 12 digits in names
+LATEST_TIME = float(1 << 40)  # seconds since the epoch: a time that no clock reaches
+# least level of a base (``Names.level``); segments have smaller ones
+BASE_LEVEL = 1 << 16
+# largest number with the 12 hexadecimal digits that names have
+_MAX_MILLISECONDS = (1 << 48) - 1
 
 _HEADER = struct.Struct("<8sI")  # magic number, ``FORMAT_VERSION``
 _MAGIC = b"PKVINDEX"
-PLAIN_NAME = "plain"  # in names, instead of the id of a keyring
+PLAIN_NAME = "plain"  # in names, stands for the id of a keyring
 _HEX = re.compile(r"([0-9a-f]{32})")
 _KEY = re.compile(r"([0-9a-f]{16})")
-# first part of a blob's name: of a namespace (``Names.base``), or of the store (``StoreNames``)
+# first part of a blob's name, for a namespace (``Names.base``) or for the store (``StoreNames``)
 _KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
-# level, milliseconds since the epoch, nonce
+# matches level, milliseconds since the epoch, nonce
 _INDEX = re.compile(r"([0-9a-f]{8})-[0-9a-f]{12}-[0-9a-f]{32}")
 
-# types of fields: a value out of range makes the object unreadable
+# types of fields with ranges: a value out of range makes the object unreadable
 _Id = Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=TAG_BYTES, max_length=TAG_BYTES)]
 _Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
@@ -298,7 +299,7 @@ def decode(
     """
     try:
         return decoder.decode(body)
-    # RecursionError: junk may be nested deeply
+    # RecursionError arises from junk that is nested deeply
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptPackError(what, str(error)) from None
 
@@ -350,12 +351,13 @@ def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | No
     found = pattern.fullmatch(blob, len(prefix))
     if found is None:
         return None
-    # one part; in the name of a pack, two: pack id and nonce
+    # one part; the name of a pack has two, pack id and nonce
     hex_parts = found.groups()
     return bytes.fromhex("".join(hex_parts))
 
 
-@lru_cache(maxsize=4096)  # ``latest`` names the same objects many times
+# a cache, because ``latest`` names the same objects many times
+@lru_cache(maxsize=4096)
 def _level(name: str) -> int:
     """Return ``Names.level`` of a name without the prefix ``index/``."""
     found = _INDEX.fullmatch(name)
@@ -369,7 +371,7 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
-        # Names, or prefixes of names, which end with a slash.
+        # These are names, or prefixes of names, which end with a slash.
         self.base = f"{namespace.hex()}-{keyring_id}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
@@ -441,7 +443,7 @@ class StoreNames:
 
     def __init__(self, keyring_id: str = PLAIN_NAME) -> None:
         base = keyring_id
-        # names, or prefixes of names, which end with a slash
+        # these are names, or prefixes of names, which end with a slash
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
@@ -490,5 +492,5 @@ def key_of(blob: str) -> str:
     return "" if found is None else found[1]
 
 
-# in ``record_name``, of blobs that belong to no namespace
+# stands for the namespace in ``record_name`` for blobs that belong to none
 NO_NAMESPACE = bytes(ID_BYTES)

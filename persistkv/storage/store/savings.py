@@ -44,17 +44,15 @@ MEASURED_TOKENS = 64
 _DAY_S = 86_400
 _FINAL_DAYS = 2  # days after which the sources of a day are final
 _FOLDED = "all"  # stands for the source in the name of a folded note
-_READ_ATTEMPTS = (
-    3  # attempts to read a sum; a fold, once a day for moments, can disturb one
-)
+# attempts to read a sum; a fold, once a day for moments, can disturb one
+_READ_ATTEMPTS = 3
 _NAME = re.compile(
     r"s(?P<day>\d{5})(?P<namespace>[0-9a-f]{8})(?P<source>[0-9a-f]{16}|all)"
 )
 """Name of a note: the day since the epoch, the first digits of the namespace's id, the source."""
 _LOCAL_S = 60.0  # seconds between two writes to a local store
-_REMOTE_S = (
-    300.0  # the same for a remote store, where each write is a request that costs money
-)
+# the same for a remote store, where each write is a request that costs money
+_REMOTE_S = 300.0
 
 
 class Restored(msgspec.Struct):

@@ -13,9 +13,9 @@ from persistkv.storage.shared.format import Names
 
 logger = logging.getLogger(__name__)
 
-_TOMBSTONE_S = 3600.0  # until the blobs of removed packs are deleted
-_REFUSED_S = 60.0  # after a deletion that failed: until the next one
-_MOST_DUE = 10_000  # deletions that wait; the sweep does the rest
+_TOMBSTONE_S = 3600.0  # seconds until the blobs of removed packs are deleted
+_REFUSED_S = 60.0  # seconds from a failed deletion until the next attempt
+_MOST_DUE = 10_000  # maximum number of deletions that wait; the sweep deletes the rest
 
 
 class Deletions:
@@ -33,7 +33,7 @@ class Deletions:
 
     def add_packs(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
-        # while very many wait, the sweep deletes the others
+        # if too many names wait already, leave these to the sweep
         if not names or len(self._waiting) >= _MOST_DUE:
             return
         blobs = [self._names.pack(name) for name in names]

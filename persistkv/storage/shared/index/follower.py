@@ -14,18 +14,20 @@ from persistkv.storage.shared.index.merge import Merger
 from persistkv.storage.shared.index.merge_schedule import MERGE_S, REGULAR_PAUSE_S
 from persistkv.storage.shared.index.reader import IndexReader
 
-_IDLE_AFTER_S = 60.0  # without reads and commits
-_IDLE_FOLLOW_S = (
-    30.0  # least pause between reads of ``latest`` while the handle is idle
-)
+_IDLE_AFTER_S = 60.0  # seconds without reads and commits after which the handle is idle
+# least pause between reads of ``latest`` while the handle is idle
+_IDLE_FOLLOW_S = 30.0
 _LEAST_FOLLOW_S = 0.05  # the same while it is in use
-_LIST_S = 60.0  # between lists of the index
+_LIST_S = 60.0  # seconds between lists of the index
 _IDLE_LIST_S = 300.0
-# between lists of the inbox while another engine merges: it may be unable to read some commits
+# seconds between lists of the inbox while another engine merges, which may be unable to read some
+# of the commits
 _INBOX_S = 600.0
-_OLD_COMMIT_S = 10.0  # age of a commit that no engine seems to merge
-_LEFT_COMMIT_S = 120.0  # age of a commit that the engine that merges does not merge
-_REGULAR_S = 10.0  # age of ``latest`` while an engine merges regularly
+_OLD_COMMIT_S = 10.0  # age in seconds from which on no engine seems to merge a commit
+# age in seconds from which on the merging engine seems to leave a commit out
+_LEFT_COMMIT_S = 120.0
+# largest age in seconds of ``latest`` while an engine merges regularly
+_REGULAR_S = 10.0
 
 
 class Follower:
@@ -63,10 +65,10 @@ class Follower:
         """Begin to follow, after the index was read."""
         now = self._clock.monotonic()
         self._follow_at = now + self._refresh_s
-        # engines that start together do not list together
+        # a random pause, so that engines that start together do not list together
         share = self._clock.random.uniform(0.5, 1.0)
         self._list_at = now + _LIST_S * share
-        # opening has read it
+        # the inbox was read on opening
         self._inbox_at = now + _INBOX_S
 
     def note_use(self) -> None:
@@ -102,8 +104,8 @@ class Follower:
         if now >= self._follow_at:
             self.look()
         elif self._merger is not None and self._merger.is_merge_due():
-            # Another engine may have merged the commits. If the medium fails, so does the merge,
-            # which is then repeated after a pause.
+            # Another engine may have merged the commits. Go on if the medium fails: then the merge
+            # fails, too, and is repeated after a pause.
             with suppress(StoreError):
                 self.look()
 
@@ -112,8 +114,8 @@ class Follower:
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._jitter()
         inbox_age_s = None
-        # An engine that merges regularly includes the commits in segments. It may be unable to read
-        # some: the inbox is listed all the same, but rarely.
+        # The segments of an engine that merges regularly include the commits. List the inbox all
+        # the same, but rarely, because that engine may be unable to read some commits.
         lists_inbox = not self._is_merged_regularly or now >= self._inbox_at
         if lists_inbox:
             self._inbox_at = now + _INBOX_S
@@ -129,7 +131,7 @@ class Follower:
             return
         oldest_time = min(info.time for info in commits)
         age_s = self._time.now() - oldest_time
-        # the engine that merges has left it: it may be unable to read it
+        # the merging engine has left the commit out, perhaps because it cannot read it
         is_left = age_s > _LEFT_COMMIT_S
         now = self._clock.monotonic()
         merger.schedule.plan_merge(now, anyway=is_left)
@@ -140,7 +142,7 @@ class Follower:
         :raises StoreError: the medium failed.
         """
         now = self._clock.monotonic()
-        # the option ``refresh`` may be 0
+        # at least a short pause, because the option ``refresh`` may be 0
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)
@@ -152,7 +154,7 @@ class Follower:
             self._is_merged_regularly = False
             return
         self._is_merged_regularly = self._is_merging(latest)
-        # an earlier look would find the same ``latest``
+        # ``latest`` does not change before the next merge
         merge_at = now + self._until_next_merge(latest.time)
         self._follow_at = max(self._follow_at, merge_at)
 
@@ -164,7 +166,8 @@ class Follower:
         """
         pause_s = REGULAR_PAUSE_S + MERGE_S
         rest_s = merged + pause_s - self._time.now()
-        # ``merged`` is ahead of the medium's clock, and says nothing
+        # ``merged`` is ahead of the medium's clock, which shows that one of the clocks is wrong:
+        # ignore it
         if rest_s > pause_s:
             return 0.0
         return max(0.0, rest_s)

@@ -50,23 +50,29 @@ from persistkv.storage.shared.replica import Limits, Removals, Replica
 
 logger = logging.getLogger(__name__)
 
-MOST_COMMITS = 1000  # per merge
-_MOST_BYTES = 8 << 20  # 8 MiB of commits per merge
-_MOST_EVICTED = 4096  # packs and requests per merge
-_MOST_SEGMENT_BYTES = 24 << 20  # 24 MiB: of a segment that includes older ones
-_PART_BYTES = 28 << 20  # 28 MiB: of a base
-_MOST_MERGES = 20  # before the index is written again, while engines commit
-_LEAST_BASE_BYTES = 256 << 10  # 256 KiB of segments: fewer are not worth a base
-_STALE_S = 3600.0  # age of the first list at which a merge or a base is abandoned
-# 1/64 of the capacity or a quota: by which each writer may exceed it between two merges
+MOST_COMMITS = 1000  # maximum number of commits in one merge
+_MOST_BYTES = 8 << 20  # 8 MiB: maximum bytes of the commits in one merge
+_MOST_EVICTED = 4096  # maximum number of packs and requests that one merge evicts
+# 24 MiB: maximum size of a segment that includes older segments
+_MOST_SEGMENT_BYTES = 24 << 20
+_PART_BYTES = 28 << 20  # 28 MiB: maximum size of one part of a base
+_MOST_MERGES = 20  # maximum number of merges before a base, while other engines commit
+# 256 KiB: minimum size of the segments that are worth a base
+_LEAST_BASE_BYTES = 256 << 10
+# seconds after its first list at which a merge or a base is abandoned
+_STALE_S = 3600.0
+# 1/64: share of the capacity, or of a quota, by which a writer may exceed it between two merges
 _EXCESS_SHARE = 64
-_EVICTION_STALE_S = 30.0  # age of a plan of evictions at which its merge is abandoned
-_INCLUDED_S = 600.0  # until included objects of the index are deleted
-_TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: until a base drops a tombstone
-_OTHERS_BASE_S = 300.0  # until another engine than the last merger writes a base
-# after a segment was written: as long as it is checked that ``latest`` names it
+# seconds after its plan of evictions at which a merge is abandoned
+_EVICTION_STALE_S = 30.0
+# seconds from the inclusion of an object of the index to its deletion
+_INCLUDED_S = 600.0
+_TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: age at which a base drops a tombstone
+_OTHERS_BASE_S = 300.0  # seconds until an engine that did not merge last writes a base
+# seconds after a segment was written in which the engine checks that ``latest`` names it
 _ANNOUNCED_S = 15.0
-# names that are included already and that a segment or base includes again: about 1 MB
+# maximum number of names that a segment or base includes although another object includes them
+# already: about 1 MB
 _MOST_CARRIED = 10_000
 
 
@@ -270,7 +276,7 @@ class Merger:
         new = [info for info in commits if self._is_new(info.name)]
         batch = _bounded(new)
         deltas = self._read(batch)
-        # whether other engines commit, too, decides which engine merges
+        # tell the schedule whether other engines commit, which decides which engine merges
         found_others = any(name not in self.own for name in deltas)
 
         plan = self._plan_segment(batch, deltas, limits)
@@ -278,14 +284,14 @@ class Merger:
         has_work = bool(plan.segment.includes) or not plan.segment.is_empty
         if has_work:
             self._publish(plan.segment, began, plan.planned)
-            # their tombstones are durable now
+            # the tombstones of these packs are durable now, so their blobs may be deleted later
             self.deletions.add_packs(removals.packs)
             if self.last_writer != self.writer:
                 # Another engine may have merged at the same time. ``latest`` must name its segment,
                 # too: this engine reads it again only when the next merge is due.
                 self._reader.follow()
             self._announce()
-        # after the segment is durable, because it includes them
+        # delete the commits only now: the segment that includes them is durable
         self._delete_included(commits)
 
         num_removed = len(removals.packs) + len(removals.manifests)
@@ -311,7 +317,7 @@ class Merger:
         :param deltas: their contents by name. The replica has applied them, and may therefore
             exceed the limits.
         """
-        # for evictions alone, no older segment is written again
+        # a segment that only has evictions includes no older segments
         older: dict[str, Delta] = {}
         if deltas:
             older = self._older_segments(batch)
@@ -321,7 +327,8 @@ class Merger:
         removals = self._replica.plan_eviction(
             limits, expiry_time, at_most=_MOST_EVICTED
         )
-        # if the medium's time is unknown, the latest one: then no base drops the tombstones as old
+        # if the medium's time is unknown, this is the latest time, so that no base drops the
+        # tombstones as old
         removal_time = self._medium.entry_time()
         evictions = self._replica.tombstones(removals, removal_time)
 
@@ -343,8 +350,8 @@ class Merger:
     def _is_new(self, name: str) -> bool:
         """Return whether the next segment includes a commit in the inbox."""
         reader = self._reader
-        # A commit that cannot be read stays in the inbox. One that this handle is writing is first
-        # applied by the writing thread.
+        # A commit that cannot be read stays in the inbox. A commit that this handle is writing must
+        # first be applied by the writing thread.
         if name in reader.unreadable or name in reader.publishing:
             return False
         return not self._replica.is_included(name)
@@ -362,7 +369,7 @@ class Merger:
             elif info.name in read:
                 found[info.name] = read[info.name].clamped(info.time)
 
-        # the replica has applied own commits before
+        # the replica has applied own commits already, so only those of others are read
         contained = self._replica.contained
         new: list[tuple[str, Delta]] = []
         for name, delta in found.items():
@@ -387,13 +394,14 @@ class Merger:
         """
         num_bytes = 0
         for info in commits:
-            # the segment contains their names, too
+            # count the name, too, because the segment contains it
             num_bytes += info.size + len(info.name)
         chosen = self._small_segments(num_bytes)
         found = self._fetch_all(chosen)
         for info in chosen:
             if info.name not in found:
-                # missing or unreadable: later merges ignore it until a list shows it again
+                # the segment is missing or unreadable: later merges ignore it until a list shows it
+                # again
                 self._reader.listed.pop(info.name, None)
         return found
 
@@ -446,13 +454,14 @@ class Merger:
         :param planned: monotonic time at which its evictions were chosen.
         :raises StoreError: it was not written, or too late; nothing was applied.
         """
-        # readers begin with the highest level, and skip the objects that it includes
+        # a higher level than that of the included segments: readers begin with the highest level,
+        # and skip the objects that it includes
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
         body = self._objects.body(name, segment)
-        # After a pause of the process, other engines may have merged the same commits, and used
-        # the packs to evict.
+        # If the process was paused, other engines may have merged the same commits, and may be
+        # using the packs that this merge would evict.
         now = self._clock.monotonic()
         is_list_stale = now - began > _STALE_S
         are_evictions_stale = now - planned > _EVICTION_STALE_S
@@ -498,8 +507,8 @@ class Merger:
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # Objects are deleted only after another one includes them, so this one exists. One that
-            # was included exists if the list shows it.
+            # Objects are deleted only after another object includes them. So an object that none
+            # includes exists; an included one exists if the list shows it.
             is_unincluded = self._replica.is_unincluded(info.name)
             if is_unincluded or info.name in listed:
                 recent.append((info.name, info.size))
@@ -529,11 +538,11 @@ class Merger:
         """Return whether the segments that no object includes are large in comparison with the last
         base: readers without a replica read all of them."""
         base_bytes, segments = self._base_and_segments()
-        # one segment is read as fast as a base
+        # a single segment is read as fast as a base
         if len(segments) < 2:
             return False
         segment_bytes = sum(info.size for info in segments)
-        # a base is as large as the whole index: it is written when a quarter was added
+        # a base is as large as the whole index, so it is only written when a quarter was added
         least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
         return segment_bytes > least_bytes
 
@@ -543,7 +552,7 @@ class Merger:
         base_bytes = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
-            # False, too, for an object that was not read
+            # this is False, too, for an object that was not read
             if not self._replica.is_unincluded(name):
                 continue
             if self._names.level(name) >= BASE_LEVEL:
@@ -558,13 +567,13 @@ class Merger:
 
         :raises StoreError: the medium failed.
         """
-        # until the inbox is empty, or other engines fill it all the time
+        # repeat until the inbox is empty; give up if other engines keep filling it
         for _ in range(_MOST_MERGES):
             self.merge(limits)
             commits = self._reader.refresh(inbox_age_s=0.0, stable=True)
             if not commits:
                 break
-        # also if the index is a single object: it must not stay as it is
+        # even if the index is a single object, because it must be replaced
         self.write_base(least_objects=1)
         included = self._included(self._reader.listed)
         return self._medium.blobs.erase(self._names.index, included)
@@ -586,7 +595,7 @@ class Merger:
         levels = [self._names.level(name) for name in included]
         level = max(BASE_LEVEL, 1 + max(levels))
         written: list[str] = []
-        # closed also if a part is not written: the replica could not be closed before
+        # close the dump even if a part is not written: an open dump keeps the replica open
         with closing(self._replica.dump(_PART_BYTES)) as parts:
             # Each part is written when the next one shows that it is not the last: only the last
             # one names the others, and what the base includes.
@@ -596,7 +605,8 @@ class Merger:
                 written.append(name)
                 last = part
         last = msgspec.structs.replace(last, includes=included, parts=written)
-        # Its level is higher, so that readers meet it before the parts, which they may not need.
+        # The last part has a higher level, so that readers meet it before the other parts, which
+        # they may not need.
         self._write_part(level + 1, last, began)
         self._announce()
 
@@ -619,7 +629,7 @@ class Merger:
                 unincluded.append(name)
             elif self._replica.is_included(name):
                 included.append(name)
-        # the last ones have the highest levels, and include most others
+        # keep the last names: they have the highest levels, and include most of the other objects
         return unincluded + included[-_MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
@@ -637,7 +647,8 @@ class Merger:
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
         info = self._objects.put(name, body)
-        # The content of the part comes from the replica, which lacks only the new includer.
+        # The content of the part came from the replica, which only lacks that the part includes
+        # others.
         lacking = Delta(includes=part.includes)
         self._reader.apply([(name, lacking)])
         self._note_written(info)
@@ -657,7 +668,7 @@ class Merger:
             if not includer or includer not in listed:
                 continue
             included_at = listed[includer].time
-            # 0: its time is not known
+            # the time is 0 if it is not known
             if 0 < included_at < deletable_before:
                 names_to_delete.append(name)
         self.deletions.delete(names_to_delete)
@@ -675,7 +686,7 @@ def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
     num_bytes = 0
     for info in infos[:MOST_COMMITS]:
         num_bytes += info.size
-        # at least one, also if it is larger
+        # at least one commit, even if it is larger than the bound
         if found and num_bytes > _MOST_BYTES:
             break
         found.append(info)

@@ -25,20 +25,23 @@ MERGE_S = 0.3
 # the same pause if the merges of the last minute have found only the engine's own commits
 _ALONE_PAUSE_S = 10.0
 _ALONE_AFTER_S = 60.0
-# wait of an own commit. With a shorter one, commits are merged twice: a regular merge and its
-# announcement take nearly as long
+# seconds for which an own commit waits. A regular merge with its announcement takes nearly as long:
+# with a shorter wait, commits would be merged twice.
 _OWN_WAIT_S = 3.5
-_JITTER_S = 1.0  # the longest delay of one engine
-# the longest wait of an own commit, while other engines merge
+_JITTER_S = 1.0  # longest random delay of an engine, in seconds
+# longest wait of an own commit while other engines merge, in seconds
 _LONGEST_OWN_WAIT_S = 10.0
-# since ``latest`` was written: no regular merges any more. They are up to 3 s apart
+# seconds since the last write of ``latest`` after which regular merges have stopped; they are up to
+# 3 s apart
 _NOT_REGULAR_S = 3.2
-# since ``latest`` was read: another engine merges what the one with regular merges may have left
+# seconds since the last read of ``latest`` after which this engine merges in place of the one with
+# regular merges
 _STOPPED_S = 4.5
-_OLD_PAUSE_S = 10.0  # the longest random pause before a merge of old commits
-_FAILED_PAUSE_S = 1.0  # after a failed merge; doubled for each one in a row
+_OLD_PAUSE_S = 10.0  # longest random pause before a merge of old commits, in seconds
+# seconds of pause after a failed merge; doubled for each further failure
+_FAILED_PAUSE_S = 1.0
 _LONGEST_FAILED_PAUSE_S = 60.0
-_ACTIVE_S = 60.0  # since the last commit: regular merges end
+_ACTIVE_S = 60.0  # seconds after the last commit at which regular merges end
 
 
 class MergeSchedule:
@@ -84,7 +87,7 @@ class MergeSchedule:
     def begin_merge(self, now: float) -> None:
         """Record that this engine begins to merge. Without ``end_merge``, the merge has failed."""
         self._merged_at = now
-        # ``end_merge`` takes it back
+        # counts as failed until ``end_merge`` says otherwise
         self._failures += 1
         self._planned_at = math.inf
         self._stopped_at = math.inf
@@ -101,7 +104,7 @@ class MergeSchedule:
         if found:
             self._is_regular = True
         if found_others:
-            # keeps the pauses between regular merges short for another minute
+            # pauses between regular merges stay short for another minute
             self._found_others_at = self._merged_at
 
     def note_latest(
@@ -125,8 +128,8 @@ class MergeSchedule:
         self._latest_time = time
         has_merged_since = written > self._planned_since
         if has_merged_since:
-            # If this engine merged, too, it would become the one with regular merges, and not
-            # continue them, because it does not commit.
+            # Plan nothing: an engine that merges becomes the one with regular merges, and this one
+            # would not continue them, because it does not commit.
             self._planned_at = math.inf
 
     def _plan_takeover(self, now: float, *, is_own: bool, time: float) -> None:
@@ -154,7 +157,7 @@ class MergeSchedule:
             self._planned_at = now + _OLD_PAUSE_S * self._random()
             self._planned_since = now
         if anyway:
-            # no merge is later than this, so none cancels the plan
+            # infinity: no merge of another engine is later, so none cancels the plan
             self._planned_since = math.inf
 
     def due_at(self, now: float, oldest_own: float | None) -> float:
@@ -163,10 +166,10 @@ class MergeSchedule:
         :param oldest_own: time of acknowledgement of the oldest own commit that no segment
             includes; None: there is none.
         """
-        # a merge of old commits, and one in place of an engine that has probably stopped
+        # a merge of old commits, or a merge in place of an engine that has probably stopped
         due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
-            # at once
+            # commits are left over from the last merge: the next one is due at once
             due = min(due, self._merged_at)
         if oldest_own is not None:
             own_due = self._own_due_at(oldest_own)
@@ -175,9 +178,9 @@ class MergeSchedule:
         if self._is_regular and is_active:
             regular_due = self._merged_at + self._pause_s(now)
             due = min(due, regular_due)
-        # after all others: it delays every merge
+        # apply the pause after failures last, because it delays every merge
         if self._failures:
-            # 2 s after the first failure
+            # the first failure causes a pause of 2 s
             pause_s = _FAILED_PAUSE_S * 2.0**self._failures
             pause_s = min(pause_s, _LONGEST_FAILED_PAUSE_S)
             due = max(due, self._merged_at + pause_s)
@@ -188,7 +191,8 @@ class MergeSchedule:
         s and no other engine merges regularly, or at the latest after 10 s; but never sooner after
         its last merge than regular merges follow each other."""
         waited_at = oldest_own + _OWN_WAIT_S
-        # when the next regular merge of another engine, which would include it, is overdue
+        # the next regular merge of another engine would include the commit: wait until it is
+        # overdue
         overdue_at = self._announced_at + _NOT_REGULAR_S
         at_latest = oldest_own + _LONGEST_OWN_WAIT_S
         wanted_at = min(max(waited_at, overdue_at), at_latest)

@@ -52,7 +52,8 @@ class IndexObjects:
             return encode(_without_forgotten(delta, forgotten))
         seal_with = self._medium.seal.sealed_with
         content_name = self._content_name(name)
-        # one record per data key: to destroy the key makes exactly this content unreadable
+        # write one record for each data key, so that destroying the key makes exactly its content
+        # unreadable
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
             plain = encode(content)
@@ -75,7 +76,8 @@ class IndexObjects:
         try:
             return use()
         except CorruptPackError:
-            # the key may have been destroyed since the first question; else the record is damaged
+            # ask again, because the key may have been destroyed since: only with the key, the
+            # record is damaged
             if self._medium.keys.holds(data_key):
                 raise
             return None
@@ -96,7 +98,7 @@ class IndexObjects:
             raise CorruptPackError("index object", f"it has {info.size} bytes")
         body = self._medium.sealed(info.name, self._namespace, info.size)
         stored = decode_delta(body)
-        # a store without a key, or an object without packs and requests
+        # nothing is sealed in a store without a key, or in an object without packs and requests
         if not stored.sealed:
             return stored
         if not self._medium.seal.encrypts:
@@ -128,7 +130,7 @@ def _by_data_key(delta: Delta) -> dict[bytes, TenantContent]:
     manifests: defaultdict[bytes, list[ManifestEntry]] = defaultdict(list)
     for entry in delta.packs:
         head = table_head(entry.body)
-        # None: the table is unreadable, and readers would skip it, too
+        # skip an unreadable table (None), as readers do
         if head is not None:
             packs[head.data_key].append(entry)
     for manifest in delta.manifests:

@@ -33,17 +33,17 @@ from persistkv.storage.shared.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-_TRIES = 4  # reads of the lists, if objects that they show are missing
-_RETRY_S = 60.0  # until an object that could not be read is tried again
-_FORGET_S = 600.0  # until the name of an object is forgotten that no list shows
-_FORGET_UNREADABLE_S = 3600.0  # lists of the inbox are up to 12 minutes apart
-# 32 MiB: of objects that are in memory at the same time. Their decoded content takes several times
-# as much, and the process keeps that memory
+_TRIES = 4  # maximum number of lists, if objects that they show are missing
+_RETRY_S = 60.0  # seconds until an object that could not be read is tried again
+_FORGET_S = 600.0  # seconds until the name of an object is forgotten that no list shows
+# the same for an unreadable object: lists of the inbox are up to 12 minutes apart
+_FORGET_UNREADABLE_S = 3600.0
+# 32 MiB: maximum size of the objects that are in memory at the same time. Their decoded content
+# takes several times as much memory, which the process keeps.
 _MOST_AT_ONCE_BYTES = 32 << 20
-_MOST_RECENT = 64  # objects of the index that ``latest`` names
-_FEW_SEGMENTS = (
-    64  # segments that are read faster than a base, which is the whole index
-)
+_MOST_RECENT = 64  # maximum number of objects of the index that ``latest`` names
+# number of segments that are read faster than a base, which is the whole index
+_FEW_SEGMENTS = 64
 
 
 class IndexReader:
@@ -95,19 +95,21 @@ class IndexReader:
             if inbox_age_s is not None:
                 inbox = self._old_commits(inbox_age_s, stable=stable)
                 missing += self.read_objects(inbox, is_inbox=True)
-            # after the inbox: a commit that is merged meanwhile appears here
+            # list the index after the inbox, so that it shows commits that were merged between the
+            # two
             index = self._medium.listed(self._names.index, stable=stable)
             self._note_list(index)
             missing += self.read_objects(index)
             if not missing:
                 break
-            # Missing once: merged and deleted after the list. Missing again: lost.
+            # An object that is missing once was merged and deleted after the list. One that is
+            # missing again is lost.
             lost = missing_before.intersection(missing)
             for name in lost:
                 self._report(name, "it is listed and missing")
             missing_before = set(missing)
         self._check_includers()
-        # without those that could not be read
+        # only those that could be read
         contained = self._replica.contained
         return [info for info in inbox if info.name in contained]
 
@@ -133,13 +135,13 @@ class IndexReader:
         age is unknown."""
         time_before = self._medium.time.now()
         commits = self.list_commits(stable=stable)
-        # the list has moved it to the time of the newest commit, if that was later
+        # the list has advanced this clock to the time of the newest commit, if that was later
         now = self._medium.time.now()
         old: list[BlobInfo] = []
         for info in commits:
             is_old = now - info.time >= least_age_s
-            # An hour later than the time before the list: either the medium's clock was wrong when
-            # the commit was written, or this handle did not know the time. It counts as old.
+            # The commit is an hour later than the time before the list: the medium's clock was
+            # wrong when it was written, or this handle did not know the time. Count it as old.
             is_ahead = info.time - time_before >= AGREEING_S
             if is_old or is_ahead:
                 old.append(info)
@@ -157,8 +159,8 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        # Its objects were read before. They may have been deleted since: they must not seem
-        # missing.
+        # The objects that it names were read before. They must not seem missing, although they may
+        # have been deleted since.
         if latest == self._followed:
             return latest
         missing = self.read_objects(self._named(latest))
@@ -172,7 +174,7 @@ class IndexReader:
         commits are used."""
         named: list[BlobInfo] = []
         for name, size in latest.recent:
-            # in a store without a key, a forged ``latest`` may name anything
+            # check the name: in a store without a key, a forged ``latest`` may name anything
             is_in_index = self._names.level(name) > 0
             if is_in_index:
                 named.append(BlobInfo(name, size, 0.0))
@@ -191,12 +193,12 @@ class IndexReader:
         new = [info for info in infos if self._is_new(info.name)]
         todo = self._in_order(new)
         missing: list[str] = []
-        # the first one alone: it may include all others
+        # read the first object alone, because it may include all the others
         at_once = 1
         while todo:
             batch = self._of_one_level(todo[:at_once])
             missing += self._read_some(batch, is_inbox=is_inbox)
-            # without those that the objects just read include
+            # leave out the objects that those just read include
             contained = self._replica.contained
             rest = todo[len(batch) :]
             todo = [info for info in rest if info.name not in contained]
@@ -218,8 +220,8 @@ class IndexReader:
             elif info.name not in self.unreadable:
                 missing.append(info.name)
             else:
-                # It could not be read, now or at an earlier try, so another list does not help. The
-                # report is logged only once, and sets the time of the next try.
+                # The object could not be read, now or earlier, so another list does not help. The
+                # report is logged once only, and sets the time of the next try.
                 self._report(info.name, "it is listed and missing")
         self.apply(objects)
         self.remember(read)
@@ -260,7 +262,7 @@ class IndexReader:
                 bases.append(info)
             else:
                 segments.append(info)
-        # an empty replica lacks everything: the base is the shortest way
+        # an empty replica lacks everything, so the base is the fastest way
         is_empty = not self._replica.contained
         if is_empty or len(segments) > _FEW_SEGMENTS:
             return highest_first
@@ -274,7 +276,7 @@ class IndexReader:
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:
-            # The medium refuses this object only: it allows other reads, or the store would not be
+            # Only this object is refused: the medium allows other reads, or the store would not be
             # open.
             self._report(info.name, str(error))
             return None
@@ -290,11 +292,11 @@ class IndexReader:
         """Add objects that were read or written to the replica."""
         if not objects:
             return
-        # before ``apply``, which adds the included names to those that the replica contains
+        # look before ``apply``, which adds the included names to those that the replica contains
         needless_parts = self._needless_parts(objects)
         self._replica.apply(objects)
         self._replica.mark_contained(needless_parts)
-        # the objects themselves exist, and others because these name them
+        # the objects that were read exist, and so do those that they name
         shown = list(needless_parts)
         for name, delta in objects:
             self.unreadable.pop(name, None)
@@ -321,7 +323,7 @@ class IndexReader:
     def remember(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
         for info in infos:
-            # level 0: a commit
+            # commits have level 0
             if self._names.level(info.name):
                 self.recent.append(info)
         del self.recent[:-_MOST_RECENT]
@@ -332,7 +334,8 @@ class IndexReader:
         """
         not_included: list[str] = []
         for name in self.listed:
-            # None: the replica does not contain the object; empty: nothing includes it
+            # the includer is None if the replica does not contain the object, and empty if nothing
+            # includes it
             includer = self._replica.contained.get(name)
             if includer and includer not in self.listed:
                 not_included.append(name)
@@ -355,7 +358,7 @@ class IndexReader:
                 listed[info.name] = info
         self.listed = listed
         self._note_shown_now(listed)
-        # objects that were deleted: otherwise, ``contained`` would grow for ever
+        # forget objects that were deleted, because ``contained`` would otherwise grow for ever
         old = self._not_shown_lately()
         if old:
             self._replica.forget(old)
@@ -367,10 +370,10 @@ class IndexReader:
         """Return the names that no list has shown for a while."""
         now = self._clock.monotonic()
         old: list[str] = []
-        # a copy: another thread may commit meanwhile
+        # a copy, because another thread may commit meanwhile
         names = list(self._replica.contained)
         for name in names:
-            # one that was never shown: its time begins now
+            # the time of a name that was never shown begins now
             shown_at = self._shown_at.setdefault(name, now)
             if now - shown_at > _FORGET_S:
                 old.append(name)

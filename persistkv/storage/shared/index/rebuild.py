@@ -25,7 +25,7 @@ from persistkv.storage.shared.index.objects import IndexObjects
 from persistkv.storage.shared.index.unnamed import read_tail, unnamed_packs
 from persistkv.storage.shared.replica import Replica
 
-_COMMIT_BYTES = 4 << 20  # 4 MiB of tables per commit
+_COMMIT_BYTES = 4 << 20  # 4 MiB: size of the tables in one commit
 
 
 class _UnnamedPack(NamedTuple):
@@ -79,7 +79,7 @@ class Rebuilder:
             entry = pack.entry()
             waiting.append(entry)
             waiting_bytes += len(entry.body)
-            # several commits: one object has a limited size
+            # write several commits, because one object has a limited size
             if waiting_bytes >= _COMMIT_BYTES:
                 self._commit(waiting)
                 waiting = []
@@ -133,8 +133,8 @@ class Rebuilder:
             table = self._medium.seal.decode_table(tail)
         except (CorruptPackError, BlobMissingError):
             return None
-        # The blob is the payload and then the table. With any other length of the table, the table
-        # is of another blob.
+        # A blob is its payload and then its table. If the lengths do not add up, the table is of
+        # another blob.
         table_bytes = info.size - table.payload_length
         if not 0 < table_bytes <= MAX_OBJECT_BYTES:
             return None

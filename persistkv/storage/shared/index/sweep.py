@@ -33,11 +33,14 @@ from persistkv.storage.shared.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 86_400.0  # one day
-_CHECK_S = 3600.0  # between looks whether a sweep is due
-_LEAST_AGE_S = 86_400.0  # one day: commits are acknowledged only within half of it
-_JUNK_S = 7 * 86_400.0  # seven days
-_TRIES = 4  # lists in one reading of the index, while merges replace objects
+INTERVAL_S = 86_400.0  # one day: seconds between two sweeps
+_CHECK_S = 3600.0  # seconds between looks whether a sweep is due
+# one day: age of a blob before which no sweep deletes it. A commit is acknowledged only within half
+# a day of its uploads.
+_LEAST_AGE_S = 86_400.0
+# seven days: age of an unknown file before which no sweep deletes it
+_JUNK_S = 7 * 86_400.0
+_TRIES = 4  # maximum number of lists in one reading of the index, while merges replace objects
 _STARTED = struct.Struct("<d")  # time at which a sweep began, on the medium's clock
 
 
@@ -63,7 +66,7 @@ class Sweeper:
         self._replica = replica
         self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
-        # engines that start together check at different times
+        # a random pause, so that engines that start together check at different times
         pause_s = _CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""
@@ -95,14 +98,14 @@ class Sweeper:
             return True
         now = self._medium.time.now()
         if not now:
-            # No reply has told the time: this engine has written nothing, and the index has no
-            # object. A list of the packs, which the sweep may delete, tells it.
+            # No reply has told the medium's time yet, because this engine has written nothing and
+            # the index has no object. The list of the packs tells it.
             self._medium.listed(self._names.packs)
             now = self._medium.time.now()
         if not now:
-            # the store has no packs that could be deleted
+            # without a time, the store has no packs that a sweep could delete
             return False
-        # a start that is more than a day ahead is of a wrong clock
+        # a start more than a day ahead was written by a wrong clock, and does not count
         is_recent = -INTERVAL_S < now - started < INTERVAL_S
         return not is_recent
 
@@ -117,14 +120,14 @@ class Sweeper:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
-        # data keys that an upload which the medium executed late has restored
+        # data keys that were deleted, and that a late upload has restored
         restored = self._medium.keys.undeleted()
         self._medium.keys.destroy(restored)
         unnamed = self._old_blobs(now)
         if not unnamed:
             return 0
         try:
-            # two readings: a blob may be named in an object that one of them misses
+            # read twice, because one reading may miss the object that names a blob
             for _ in range(2):
                 unnamed -= self._named(unnamed, now)
         except _BlockedError as blocked:
@@ -150,7 +153,7 @@ class Sweeper:
         listed = self._medium.listed(self._names.keys)
         for info in listed:
             nonce = self._names.keys_nonce(info.name)
-            # None: the blob is of another program
+            # the nonce is None if another program has written the blob
             if nonce is not None and nonce not in held_nonces:
                 unheld.append(info)
         old_before = now - _LEAST_AGE_S
@@ -171,7 +174,7 @@ class Sweeper:
                 named.add(names.keys_blob(manifest.keys))
             for tombstone in delta.removed:
                 ended.add(names.pack(tombstone.name))
-            # in memory are only the names of candidates, however large the index is
+            # keep only the names of candidates, so that a large index takes little memory
             named &= blobs
             ended &= blobs
         return named - ended
@@ -182,7 +185,8 @@ class Sweeper:
         :raises _BlockedError: an object of the index cannot be read.
         """
         read: set[str] = set()
-        # again while a listed object is missing: a merge has included it in another one
+        # list again while a listed object is missing, because a merge has included it in another
+        # object
         for _ in range(_TRIES):
             is_complete = True
             listed = self._list_objects()
@@ -192,7 +196,7 @@ class Sweeper:
                 if content is None:
                     is_complete = False
                     continue
-                # a damaged one, too: it is not tried again
+                # count a damaged object as read, so that it is not tried again
                 read.add(info.name)
                 if isinstance(content, Delta):
                     yield content

@@ -31,18 +31,19 @@ from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
 
-TOTALS_S = 60.0  # between two totals of an engine in use
-IDLE_TOTALS_S = 300.0  # the same of an idle one
-_IN_USE_S = 2 * TOTALS_S  # age of the totals of a namespace in use, at most
-_ABANDONED_S = 900.0  # 15 minutes: totals that are older have no engine
-_POINTS = 64  # most steps in published ages
-_FREE_SHARE = 16  # 1/16 of the capacity is free for the next minute
-# 1/64 of the capacity, or of a quota: totals are exchanged when the namespace, or what it holds of
-# the tenant, has grown by it
+TOTALS_S = 60.0  # seconds between two totals of an engine in use
+IDLE_TOTALS_S = 300.0  # seconds between two totals of an idle engine
+_IN_USE_S = 2 * TOTALS_S  # maximum age of the totals of a namespace in use
+_ABANDONED_S = 900.0  # 15 minutes: a namespace with older totals has no engine
+_POINTS = 64  # maximum number of steps in published ages
+_FREE_SHARE = 16  # 1/16: share of the capacity that is kept free for the next minute
+# 1/64: share of the capacity, or of a quota. Totals are exchanged when the namespace, or the
+# tenant's content in it, has grown by so much.
 _GROWTH_SHARE = 64
-# else, when the namespace has used half of its share: between two totals
+# minimum seconds between two totals that are exchanged because the namespace has used half of its
+# share
 _LEAST_TOTALS_S = 5.0
-# totals that are listed per minute: the names that S3 returns for one request
+# number of totals that are listed per minute: S3 returns so many names for one request
 _LISTED_PER_MINUTE = 1000
 
 
@@ -82,7 +83,7 @@ class Totals(ArrayStruct, frozen=True):
         :param horizons: of the tenants above their quotas, by the digests of their names: content
             that was last used before is evicted.
         """
-        # steps are coarse, so differences may be negative
+        # the steps of ages are coarse, so the difference may be negative
         evicted = self._evicted(horizons, math.inf)
         num_bytes = max(0, self.num_bytes - evicted)
         ages: list[tuple[float, int]] = []
@@ -145,7 +146,7 @@ class TotalsBoard:
         now = self._clock.monotonic()
         if now >= self._next_list_at:
             self._read(replica.namespace, totals)
-            # 0 below 1,000 namespaces: then each call reads
+            # 0 if there are fewer than 1,000 namespaces: then each call reads
             pause_minutes = len(self._published) // _LISTED_PER_MINUTE
             self._next_list_at = now + 60.0 * pause_minutes
 
@@ -158,7 +159,7 @@ class TotalsBoard:
             ages=replica.ages(_POINTS),
             tenants=_tenant_totals(replica, policy),
         )
-        # a namespace without content has no totals in the store
+        # no totals are written for a namespace without content
         if totals.num_bytes:
             self._medium.put_sealed(name, encode(totals), namespace)
         elif self._is_published(namespace):
@@ -182,7 +183,7 @@ class TotalsBoard:
             if namespace == own:
                 found[namespace] = PublishedTotals(written, own_totals)
             elif known is not None and known.written == written:
-                # unchanged since they were read
+                # the totals are unchanged since they were read
                 found[namespace] = known
             else:
                 changed[namespace] = written
@@ -190,7 +191,7 @@ class TotalsBoard:
         for namespace, new_totals in fetched:
             found[namespace] = PublishedTotals(changed[namespace], new_totals)
         self._listed_time = self._medium.time.now()
-        # namespaces that the list lacks count for a while
+        # totals that the list lacks still count for a while
         recent = self._recent()
         self._published = recent | found
 
@@ -201,7 +202,7 @@ class TotalsBoard:
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():
-            # the absolute difference: a time far ahead is of a wrong clock, and not late
+            # the absolute difference, because a time far ahead was written by a wrong clock
             difference_s = abs(self._listed_time - published.written)
             if difference_s <= _IN_USE_S:
                 recent[namespace] = published
@@ -212,7 +213,7 @@ class TotalsBoard:
         names = self._medium.names
         for info in self._medium.listed(names.totals):
             namespace = names.parse_totals(info.name)
-            # else it is of another program
+            # otherwise, another program has written the blob
             if namespace is not None:
                 yield namespace, info.time
 
@@ -235,7 +236,8 @@ class TotalsBoard:
         of a store that exceeds its capacity gives up the same fraction, whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        # before the first exchange, its own totals are not known: it may use the whole limits
+        # before the first exchange, the other totals are not known: this namespace may use the
+        # whole limits
         others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)
@@ -243,7 +245,7 @@ class TotalsBoard:
         whole: Bound | None = None
         if policy.capacity is not None:
             num_sharing = 1 + self._others_in_use(namespace)
-            # content above a quota is evicted anyway, so it does not count for the capacity
+            # content above a quota is evicted in any case, so it does not count for the capacity
             horizons = _tenant_horizons([mine, *others], policy)
             my_rest = mine.without(horizons)
             other_rests = [totals.without(horizons) for totals in others]
@@ -259,11 +261,12 @@ class TotalsBoard:
             if name == namespace or not totals.num_bytes:
                 continue
             age_s = now - published.written
-            # an engine in use publishes once a minute
+            # an engine in use publishes its totals once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
-                # Its engine goes on to use content, so the times of use move on with the clock.
-                # Without that, each engine would take its own content for the newest.
+                # The engine of that namespace goes on using its content, so move the times of use
+                # on with the clock. Otherwise, each engine would take its own content for the
+                # newest.
                 totals = totals.later(age_s)
             others.append(totals)
         return others
@@ -290,14 +293,14 @@ class TotalsBoard:
         tenant_horizons = _tenant_horizons(everything, policy)
         horizon = -math.inf
         if policy.capacity is not None:
-            # content above a quota is evicted anyway, so it does not count for the capacity
+            # content above a quota is evicted in any case, so it does not count for the capacity
             within_quotas = [totals.without(tenant_horizons) for totals in everything]
             horizon = _horizon_with_free_part(within_quotas, policy.capacity)
         if policy.ttl_s is not None:
             expiry = now - policy.ttl_s
             horizon = max(horizon, expiry)
         for name, published in self._published.items():
-            # an engine would have published newer totals
+            # an engine of the namespace would have published newer totals
             is_abandoned = now - published.written > _ABANDONED_S
             if is_abandoned and published.totals.exceeds(horizon, tenant_horizons):
                 return name
@@ -337,7 +340,7 @@ class NamespaceLimits:
     def start(self) -> None:
         """Plan the first refresh, after the index was read."""
         now = self._clock.monotonic()
-        # engines that open at the same time publish at different ones
+        # a random time, so that engines that open at the same time do not publish at the same time
         self.due_at = now + TOTALS_S * self._clock.random.random()
         self._note_size()
 
@@ -379,10 +382,10 @@ class NamespaceLimits:
         """
         pause_s = self._clock.monotonic() - self._refreshed_at
         whole = self.current.whole
-        # each refresh takes several requests
+        # not too often, because an exchange takes several requests
         if pause_s < _LEAST_TOTALS_S or whole is None:
             return False
-        # with a horizon, the store evicts old content: it has no room to share
+        # a horizon means that the store evicts old content: there is no room left to share
         has_horizon = whole.horizon > -math.inf
         if has_horizon or not whole.share:
             return False
@@ -405,7 +408,8 @@ class NamespaceLimits:
         self._note_size()
         namespace = self._replica.namespace
         has_limits = policy.capacity is not None or bool(policy.quotas)
-        # with a ttl alone, too: totals show the namespaces without an engine, whose content expires
+        # also if there is only a ttl: totals show the namespaces without an engine, whose content
+        # must expire
         if has_limits or policy.ttl_s is not None:
             try:
                 self._board.exchange(self._replica, policy)
@@ -422,7 +426,7 @@ def _with_quota(replica: Replica, policy: Policy) -> list[TenantTotals]:
     """Return the totals of the tenants in a namespace that have a quota."""
     if not policy.quotas:
         return []
-    # one transaction, however many quotas there are
+    # read all tenants in one transaction, however many quotas there are
     tenants = replica.tenants()
     return [one for one in tenants if one.tenant in policy.quotas]
 
@@ -448,7 +452,7 @@ def _tenant_bounds(
     bounds: dict[bytes, Bound] = {}
     for digest, quota in _quotas(policy):
         my_part = mine.tenants.get(digest, _NOTHING)
-        # only namespaces with content of the tenant share its quota
+        # a quota is shared by the namespaces that hold content of its tenant
         other_parts = _parts_of(digest, others)
         num_sharing = 1 + len(other_parts)
         bounds[digest] = _bound(my_part, other_parts, quota, num_sharing)
@@ -502,12 +506,12 @@ def _bound(
         return Bound(limit=limit, num_bytes=limit)
     everything = [mine, *others]
     horizon = _horizon_with_free_part(everything, limit)
-    # what the namespace has after the eviction of all that is older than the horizon
+    # bytes that the namespace holds after the eviction of all that is older than the horizon
     kept = mine.num_bytes - mine.used_until(horizon)
     used = sum(totals.num_bytes for totals in everything)
     if used > limit:
-        # Others may be slow to evict content that is older than the horizon. Until then, each
-        # namespace keeps the same fraction of its content.
+        # Other namespaces may be slow to evict content that is older than the horizon. Until they
+        # have, each namespace keeps the same fraction of its content.
         fraction_bytes = mine.num_bytes * limit // used
         kept = min(kept, fraction_bytes)
     free = max(0, limit - used)
@@ -531,12 +535,12 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     excess = num_bytes - limit + free
     if excess <= 0:
         return -math.inf
-    # the oldest content of all namespaces, until its bytes are enough
+    # add up the oldest content of all namespaces, until its bytes are enough
     evicted = 0
     horizon = -math.inf
     for time, step_bytes in _steps(all_totals):
         evicted += step_bytes
-        # just after the time, so that content that was used at it is evicted, too
+        # just after this time, so that content that was used at this time is evicted, too
         horizon = math.nextafter(time, math.inf)
         if evicted >= excess:
             break

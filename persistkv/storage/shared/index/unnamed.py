@@ -23,7 +23,7 @@ def unnamed_packs(
     blobs: dict[bytes, BlobInfo] = {}
     for info in medium.listed(names.packs):
         pack_name = names.pack_name(info.name)
-        # None: the blob is of another program
+        # the name is None if another program has written the blob
         if pack_name is not None:
             blobs[pack_name] = info
     for pack_name in replica.live_names(blobs):
@@ -44,10 +44,10 @@ def read_tail(medium: Medium, info: BlobInfo) -> bytes:
     start = info.size - length
     tail = medium.read(info.name, start, length)
     trailer = tail[-TRAILER_BYTES:]
-    # its first field is the length of the table without the trailer
+    # the first field of the trailer is the length of the table without the trailer
     table_bytes = int.from_bytes(trailer[:8], "little") + TRAILER_BYTES
     most_bytes = min(info.size, MAX_OBJECT_BYTES)
-    # more than the blob has, or than a table may have, is no length of a table
+    # a length above that of the blob, or above the limit of tables, is not the length of a table
     needs_second_read = length < table_bytes <= most_bytes
     if needs_second_read:
         table_start = info.size - table_bytes

@@ -47,10 +47,11 @@ from persistkv.storage.shared.replica import (
     Replica,
 )
 
-_MOST_COMMIT_S = 12 * 3600.0  # 12 hours
-# after which the next use publishes the waiting uses in a commit of their own
+# 12 hours: longest time from the start of a commit to its acknowledgement
+_MOST_COMMIT_S = 12 * 3600.0
+# seconds after which the next use publishes the waiting uses in a commit of their own
 _TOUCH_S = 600.0
-# of a commit: a merge writes several into one object
+# maximum size of a commit; a quarter, because a merge writes several into one object
 _MOST_BODY_BYTES = MAX_OBJECT_BYTES // 4
 
 
@@ -94,7 +95,7 @@ class Inbox:
         """Upload the packs of a batch, write its commit to the inbox, and apply it to the replica
         (``Backend.commit``). A batch that only uses packs is not written now."""
         plan = self._replica.plan(batch)
-        # the replica has changed since the caller has read its changes
+        # the replica has changed since the caller read its changes
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
@@ -104,23 +105,23 @@ class Inbox:
 
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
-        # A sweep may have deleted the uploaded packs already: then no object must name them. This
-        # passes the start's own time on the medium, so only the machine's clocks are checked;
-        # ``_publish`` checks all.
+        # A sweep deletes old uploads that nothing names, so a commit that has taken too long must
+        # not name them. This passes the start's own time on the medium, so only the machine's
+        # clocks are checked; ``_publish`` checks the medium's, too.
         self._check_age(start, written=start.medium)
-        # the tenant may have been forgotten during the upload
+        # a tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
-        # at the start, the medium may not have told its time, as the replies to the uploads do
+        # at the start, the medium's time may have been unknown; the replies to the uploads have it
         earliest = min(start.medium, upload.earliest)
         start = start._replace(medium=earliest)
 
         delta = self._delta(batch, plan, upload, used)
         cursor_before, cursor_after = self._publish(delta, start)
         removals = plan.removals
-        # their tombstones are durable now
+        # the tombstones of these packs are durable now, so their blobs may be deleted later
         self._merger.deletions.add_packs(removals.packs)
-        # If other objects were applied since the plan, the caller must read their changes, too:
-        # they begin at the cursor of the plan.
+        # If other objects were applied since the plan, the caller must read their changes, too,
+        # which begin at the cursor of the plan.
         nothing_in_between = cursor_before == plan.cursor
         cursor = cursor_after if nothing_in_between else plan.cursor
         return CommitResult(cursor, removals.tables)
@@ -163,7 +164,7 @@ class Inbox:
         uses = _uses_at(now, used, batch.manifests)
         content = Delta(packs, uses)
         requests = self._requests(batch.manifests, upload.places, plan.pins, now)
-        # the deletions of the batch
+        # tombstones of what the batch deletes
         removals = self._replica.tombstones(plan.removals, now)
         return union([content, requests, removals])
 
@@ -196,7 +197,7 @@ class Inbox:
             versions[digest] = version
             manifest = _manifest_entry(write, place, digest, version, now)
             manifests.append(manifest)
-        # after the manifests: a pin has a later version than the write that it follows
+        # pins after manifests, because a pin needs a later version than the write of its manifest
         pin_entries: list[Pin] = []
         for digest, pinned in pins:
             versions[digest] += 1
@@ -220,8 +221,8 @@ class Inbox:
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        # Copies of the uses and lost packs that this commit publishes: ``lose`` may add others
-        # meanwhile, in other threads.
+        # Copy the uses and lost packs that this commit publishes, because ``lose`` may add others
+        # in other threads.
         uses = dict(self._uses)
         lost = dict(self._lost)
         waiting = _waiting(uses, lost)
@@ -232,17 +233,17 @@ class Inbox:
             text = f"a commit with {len(body)} bytes of key tables: commit fewer packs at once"
             raise StoreError(text)
 
-        # The reader must not apply the commit when a list shows it: this call returns the cursors
-        # before and after it.
+        # The reader must not apply the commit when a list shows it, because this call returns the
+        # cursors before and after it.
         publishing = self._reader.publishing
         publishing.add(name)
         try:
             written = self._objects.put(name, body).time
-            # after the write, which the medium may have executed late: a commit that took too long
-            # is not acknowledged, although it may appear
+            # check the age after the write, which the medium may have executed late: a commit that
+            # took too long is not acknowledged, although it may appear
             self._check_age(start, written)
-            # Limit the times of the content to that of the object, as other handles do when they
-            # read it. The reply may have a time that is wrong, or rounded down.
+            # Limit the times in the content to the time of the object, as other handles do when
+            # they read it. The reply may have a time that is wrong, or rounded down.
             present = self._medium.time.time_of_use()
             latest = max(written, present) + ROUNDING_S
             delta = delta.clamped(latest)
@@ -251,7 +252,7 @@ class Inbox:
             publishing.discard(name)
 
         now = self._clock.monotonic()
-        # the next merge of this engine takes the content from here
+        # keep the content, so that the next merge of this engine need not read it
         self._merger.own[name] = OwnCommit(now, delta)
         self._merger.schedule.note_commit(now)
         self._published_at = now
@@ -278,7 +279,7 @@ class Inbox:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
-            # at the end: they are in the order of their times
+            # move it to the end, because the uses are in the order of their times
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         waited_s = self._clock.monotonic() - self._published_at
@@ -322,7 +323,7 @@ def _used_packs(batch: CommitBatch, plan: CommitPlan) -> list[bytes]:
     """Return the ids of the packs that a batch uses and does not add. To store a pack that is held
     is a use."""
     missing = {pack.pack_id for pack in plan.missing}
-    # not uploaded again
+    # these packs are held, so they are not uploaded again
     held = [pack.pack_id for pack in batch.packs if pack.pack_id not in missing]
     return [*batch.touches, *held]
 
@@ -333,7 +334,7 @@ def _uses_at(
     writes: Sequence[ManifestWrite],
 ) -> list[UseEntry]:
     """Return the uses of a commit at a time: of packs, and of those that its requests name."""
-    # an ordered set: each pack once
+    # an ordered set, which has each pack once
     pack_ids = dict.fromkeys(used)
     for write in writes:
         pack_ids.update(dict.fromkeys(write.packs))
@@ -371,7 +372,7 @@ def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
     :param lost: name → time.
     """
     use_entries: list[UseEntry] = []
-    # one entry for all packs that were used at the same time
+    # write one entry for all packs that were used at the same time
     by_time = groupby(uses, key=uses.__getitem__)
     for time, pack_ids in by_time:
         joined_ids = b"".join(pack_ids)

@@ -55,12 +55,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYRINGS = "keyrings/"
-# blob of a store key which marks that another one has replaced it
+# name of the blob which marks that another store key has replaced the key
 REPLACED = "replaced"
-_MOST_LISTS = 3  # of the keys, while some are deleted
-_MOST_ROTATIONS = 1000  # that an old key is followed through
+_MOST_LISTS = 3  # maximum number of lists of the keys, while some are deleted
+# maximum number of rotations through which an old key is followed
+_MOST_ROTATIONS = 1000
 _NAME_BYTES = 8  # random bytes in the name of a blob
-# between two searches for an unknown key of the store: junk may name any
+# minimum seconds between two searches for an unknown key of the store, because junk may name any
+# key
 _RELOAD_S = 60.0
 
 
@@ -119,7 +121,7 @@ class StoreKeys:
             wrapped = self._read(self._key)
             if not wrapped and creates:
                 self._create(self._key)
-                # again: of engines that create the store at once, each uses the keys of all
+                # read again: engines that create the store at the same time all use the keys of all
                 wrapped = self._read(self._key)
             if not wrapped:
                 return False
@@ -136,12 +138,12 @@ class StoreKeys:
             lacking = self._known().lacking(tenants)
             if not lacking:
                 return
-            # first the keys that other engines have made
+            # first add the keys that other engines have made
             self._add_listed()
             still_lacking = self._known().lacking(lacking)
             for tenant in still_lacking:
                 data_key = DataKey.new(tenant)
-                # it seals nothing before it is durable
+                # write the key before it is used: it must seal nothing before it is durable
                 self._put_tenant(data_key)
                 self._keyring = self._known().extended([data_key])
 
@@ -161,11 +163,12 @@ class StoreKeys:
             self._search(key_id)
             if key_id in self._known().keys:
                 return True
-        # ``_search`` has found no usable blob: damaged ones may be readable later
+        # ``_search`` has found no usable blob, but a damaged one may be readable later
         name = self._names.tenant(key_id)
         if medium.exists(name):
             raise CorruptPackError("key", f"{name} does not read")
-        # in a directory that is not mounted at present, every blob is missing
+        # check the policy, too: in a directory that is not mounted at present, every blob is
+        # missing
         if not medium.exists(self._names.policy):
             raise UnavailableError("the store is gone, or not mounted at present")
         return False
@@ -193,7 +196,7 @@ class StoreKeys:
             listed_blobs = self._add_listed()
             known = self._known()
         found: dict[bytes, BlobInfo] = {}
-        # a handle never knows destroyed keys, so these are left out
+        # destroyed keys are left out, because a handle never knows them
         for data_key in known.of_tenants():
             info = listed_blobs.get(data_key.id)
             if data_key.tenant == tenant and info is not None:
@@ -227,7 +230,7 @@ class StoreKeys:
     def _listed(self) -> dict[bytes, BlobInfo]:
         """Return the blobs of all data keys of tenants by the ids of the keys."""
         found: dict[bytes, BlobInfo] = {}
-        # stable: the forgetting of a tenant must find all of its keys
+        # stable, because the forgetting of a tenant must find all of its keys
         for info in self._medium.listed(self._names.tenants, stable=True):
             key_id = self._names.parse_tenant(info.name)
             if key_id is not None:
@@ -267,7 +270,7 @@ class StoreKeys:
         if self._key is None or self._successor(self._key.id):
             return
         known = self._known()
-        # one blob with the data keys of the store itself, then a blob for each tenant's
+        # write one blob with the data keys of the store itself, then one for the key of each tenant
         self._write(self._key, known)
         for data_key in known.of_tenants():
             self._put_tenant(data_key)
@@ -290,21 +293,23 @@ class StoreKeys:
             raise ConfigurationError(
                 "new key", key.id, "another key than the present one"
             )
-        # from the medium: another operator may have replaced the key since this handle was opened
+        # read from the medium, because another operator may have replaced the key since this handle
+        # was opened
         wrapped = self._read(present_key)
         keyring = self._unwrapped(present_key, wrapped)
         self._wrap(keyring, key)
         self._mark_replaced(present_key, key)
-        # Engines may have made keys for the old store key meanwhile. This list, after the blob
-        # ``replaced``, shows them: an engine that makes keys later sees the blob and does not use
-        # them.
+        # Engines may have made data keys under the old store key meanwhile. List them after the
+        # blob ``replaced`` is written: an engine that makes keys later sees this blob, and does not
+        # use them.
         old_blobs = self._blobs(present_key.id)
         present = _joined(old_blobs)
         has_late_keys = any(entry.id not in keyring.keys for entry in present)
         if has_late_keys:
             complete = self._unwrapped(present_key, present)
             self._write(key, complete)
-        # last: while one is left, a rotation that was killed can be repeated with the old key
+        # delete these blobs last: while one is left, a killed rotation can be repeated with the old
+        # key
         self._medium.blobs.delete(list(old_blobs))
 
     def _wrap(self, keyring: Keyring, key: StoreKey) -> None:
@@ -315,7 +320,7 @@ class StoreKeys:
         self._refuse_content(key, keyring)
         written = self._write(key, keyring)
         try:
-            # again: an engine may have created a store with that key meanwhile
+            # check again, because an engine may have created a store with that key meanwhile
             self._refuse_content(key, keyring)
         except ConfigurationError:
             self._medium.blobs.delete([written])
@@ -325,7 +330,7 @@ class StoreKeys:
         """Record that one store key has replaced another. Both have all data keys, so that one of
         them opens the store at any time."""
         medium = self._medium
-        # in a rotation back, the new key was replaced itself: now it opens the store again
+        # after a rotation back to an earlier key, the marker that it was replaced must go
         marker_of_new = _blob(new.id, REPLACED)
         medium.blobs.delete([marker_of_new])
         marker_of_old = _blob(old.id, REPLACED)
@@ -376,7 +381,7 @@ class StoreKeys:
         self._reloaded_at = now
         has_changed = self._read_again(self._key)
         if has_changed:
-            # another key of the store may open it
+            # the blob cannot be opened with this key, but perhaps with another key of the store
             self._add([name])
 
     def _read_again(self, key: StoreKey) -> bool:
@@ -385,24 +390,25 @@ class StoreKeys:
         wrapped = _joined(self._blobs(key.id))
         if not wrapped:
             return False
-        # After a rotation, engines make no data keys under the old store key. A blob that is there
-        # was left by a killed rotation; or it came late, and the new store key cannot read what its
-        # keys seal.
+        # After a rotation, engines make no data keys under the old store key. A killed rotation may
+        # have left this blob there. Or its upload took effect late: then the new store key cannot
+        # read what its keys seal.
         is_replaced = bool(self._successor(key.id))
         if is_replaced:
             return False
         present = self._unwrapped(key, wrapped)
         if present.of_store() == self._known().of_store():
             return False
-        # Without the keys of tenants: another store may be in the place of a deleted one. They are
-        # read again when they are needed.
+        # Forget the keys of tenants, because another store may be in the place of a deleted one.
+        # They are read again when they are needed.
         self._keyring = present
         return True
 
     def _add(self, names: Iterable[str]) -> None:
         """Read the data keys of tenants in blobs, and add them to the known ones. Missing, damaged
         and destroyed ones are left out. The caller holds ``_lock``."""
-        # in the threads for uploads: those for loads and the index may wait for ``_lock``
+        # read in the threads for uploads, because those for loads and for the index may wait for
+        # ``_lock``
         found = self._medium.uploads.all(self._tenant_key, names)
         destroyed = self._medium.records.forgotten.keys
         usable: list[DataKey] = []
@@ -434,8 +440,8 @@ class StoreKeys:
         :raises ConfigurationError: another key has replaced it.
         """
         wrapped = _joined(self._blobs(key.id))
-        # read after the blobs: a rotation that begins between the two reads takes over all of their
-        # data keys, so they are usable
+        # read the successors after the blobs: a rotation that begins between the two reads takes
+        # over all data keys of the blobs, so they are usable
         successors = self._successors(key.id)
         if not successors:
             return wrapped
@@ -443,11 +449,11 @@ class StoreKeys:
         for successor in successors:
             wrapped_again = _joined(self._blobs(successor))
             ids_in_newer.update(entry.id for entry in wrapped_again)
-        # The newer store keys wrap nothing: the store was rotated back to this key, and a request
-        # that was executed late has written its blob ``replaced`` again.
+        # No newer store key wraps anything: the store was rotated back to this key, and a late
+        # request has written its blob ``replaced`` again.
         if wrapped and not ids_in_newer:
             return wrapped
-        # The others are from an engine whose request took effect after the rotation: the newer
+        # Other entries are from an engine whose request took effect after the rotation. The newer
         # store key cannot read content that they seal.
         usable = [entry for entry in wrapped if entry.id in ids_in_newer]
         if usable:
@@ -462,7 +468,7 @@ class StoreKeys:
             successor = self._successor(found[-1])
             if not successor:
                 break
-            # a circle, by a rotation back or a late request
+            # successors form a circle after a rotation back, or a late request
             if successor in found:
                 break
             found.append(successor)
@@ -483,8 +489,8 @@ class StoreKeys:
         :raises UnavailableError: blobs vanished between list and read in all attempts.
         """
         for _ in range(_MOST_LISTS):
-            # A rotation may delete a blob after the list. Without the keys in it, a handle would
-            # lack some of the content: list again.
+            # A rotation may delete a blob after the list. List again, because a handle without the
+            # keys in the blob would lack some of the content.
             with suppress(BlobMissingError):
                 return self._read_listed(key_id)
         raise UnavailableError("the keys of the store are being replaced")
@@ -496,7 +502,8 @@ class StoreKeys:
         found: dict[str, list[WrappedKey]] = {}
         prefix = _blob(key_id, "")
         for info in self._medium.listed(prefix):
-            # the marker has no keys: it names the store key that has replaced this one
+            # leave out the marker, which has no keys: it names the store key that has replaced this
+            # one
             if info.name != marker:
                 found[info.name] = self._wrapped(info.name)
         return found
@@ -532,8 +539,8 @@ class StoreKeys:
         created = self._write(key, key.new_keyring())
         present = _joined(self._blobs(key.id))
         keyrings = {entry.keyring for entry in present}
-        # A new keyring, such as the one just written, has the id of its store key. One with another
-        # id was rotated to this key.
+        # A new keyring, such as the one just written, has the id of its store key. A keyring with
+        # another id was rotated to this key.
         was_rotated_here = keyrings != {key.id}
         was_rotated_away = bool(self._successor(key.id))
         if was_rotated_away or was_rotated_here:

@@ -31,7 +31,7 @@ from persistkv.tenants import tenant_digest
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 5.0  # after a failure
+_RETRY_S = 5.0  # seconds until the index is tried again after a failure
 
 
 class SharedNamespace:
@@ -104,7 +104,7 @@ class SharedNamespace:
 
         :raises StoreError: the medium failed; ``is_open`` stays False.
         """
-        # a step may hold the lock for long, and each commit passes here
+        # checked without the lock first: a step may hold it for long, and each commit passes here
         if not self.is_open:
             self._open()
 
@@ -114,16 +114,16 @@ class SharedNamespace:
             if self.is_open:
                 return
             now = self._medium.clock.monotonic()
-            # if this attempt fails
+            # time of the next attempt if this one fails
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
             inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
-            # the index may consist of many objects that are not merged into one
+            # plan a base, because the index may consist of many objects
             self.merger.plan_base()
             self.is_open = True
             self.follower.start()
             self._limits.start()
-            # commits that wait now may be those of an engine that was killed
+            # plan a merge: commits that wait now may be those of an engine that was killed
             if inbox:
                 self.merger.schedule.plan_merge(now)
 
@@ -144,7 +144,7 @@ class SharedNamespace:
         if had_traces or not self.replica.has_traces:
             return
         # After the first removal, delete the file in which the last process has saved the engine's
-        # index, with fingerprints of the tenant's keys. The engine saves the next one, without
+        # index: it has fingerprints of the tenant's keys. The engine writes the next file, without
         # them, only when it ends.
         self.index_file().unlink(missing_ok=True)
 
@@ -163,7 +163,8 @@ class SharedNamespace:
             self._remove_forgotten()
             eraser = Eraser(self._medium, self._names, self.replica, tenant)
             erased = eraser.erase_unnamed()
-            # what the index has of the tenant is sealed with its destroyed keys
+            # nothing is left to remove: the index has the tenant's content sealed with destroyed
+            # keys
             if self._medium.seal.encrypts:
                 return erased
             left_of_index = self.merger.write_again(self._limits.current)
@@ -178,10 +179,10 @@ class SharedNamespace:
         """
         self.open()
         self.follower.note_use()
-        # deletions must not wait for a merge, nor fail with it
+        # only for new content, because deletions must not wait for a merge, nor fail with it
         if batch.packs or batch.manifests:
             self._make_room(batch)
-        # last: the evictions may have made room in the quotas
+        # check the quotas last, because the evictions may have made room in them
         self._check_quotas(batch)
         return self._inbox.commit(batch)
 
@@ -195,12 +196,12 @@ class SharedNamespace:
         if not self.merger.is_over(self._limits.current, tenants):
             return
         with self._lock:
-            # a step that held the lock may have changed them
+            # read the limits again, because a step that held the lock may have changed them
             limits = self._limits.current
-            # all that is left may be pinned: a merge would not help
+            # do not merge if nothing can be evicted: all that is left may be pinned
             if not self.merger.evicts(limits):
                 return
-            # another engine may have evicted meanwhile
+            # first look, because another engine may have evicted meanwhile
             self.follower.look()
             if self.merger.is_over(limits, tenants):
                 self.merger.merge(limits)
@@ -210,7 +211,7 @@ class SharedNamespace:
 
         :raises QuotaExceededError: they are larger than the quota, or pinned content exceeds it.
         """
-        # such a batch writes packs in place of those that it deletes
+        # let the batch pass: it writes packs in place of those that it deletes
         if batch.deletions or batch.bad:
             return
         limits = self._limits.current
@@ -220,7 +221,7 @@ class SharedNamespace:
             if bound is None:
                 continue
             is_over = self.merger.is_tenant_over(limits, digest)
-            # what remains is pinned
+            # whether all that remains is pinned
             is_stuck = is_over and not self.replica.has_evictable(digest)
             if is_stuck or num_bytes > bound.limit:
                 raise QuotaExceededError(tenant, num_bytes, bound.limit)
@@ -250,7 +251,7 @@ class SharedNamespace:
         :raises StoreError: the medium failed; the rest is done by later calls.
         """
         with self._lock:
-            # also before the index is read: a replica of an earlier process has content
+            # even before the index is read, because a replica of an earlier process has content
             self._remove_forgotten()
             if not self.is_open:
                 self._open_if_due()
@@ -258,12 +259,13 @@ class SharedNamespace:
             self.follower.step()
             if not self._is_writable:
                 return
-            # before the merge, which evicts by them
+            # exchange totals before the merge, which evicts by them
             if self._limits.is_due(policy):
                 self._limits.refresh(policy, is_idle=self.follower.is_idle())
                 self.merger.check_limits(self._limits.current)
             self.merger.step(self._limits.current)
-        # without the lock: it may take many minutes, and commits that need room wait for the lock
+        # sweep without the lock: a sweep may take many minutes, and commits that need room wait for
+        # the lock
         self._sweeper.step()
 
     def _open_if_due(self) -> None:
@@ -292,7 +294,7 @@ class SharedNamespace:
 
     def merge_state(self) -> MergeState:
         """Return the number and age of commits that wait for a merge, and who merged last."""
-        # only one thread at a time may use the reader
+        # with the lock, because only one thread at a time may use the reader
         with self._lock:
             commits = self.reader.list_commits()
             latest = self.reader.follow()
@@ -324,7 +326,7 @@ class SharedNamespace:
         except StoreError as error:
             text = "%s: the last uses are lost (%s)"
             logger.warning(text, replica.namespace.hex(), error)
-            # The replica may lack packs (``Inbox.lose``) whose tombstones are not written now: the
-            # next process must read the whole index.
+            # The replica may lack packs (``Inbox.lose``) whose tombstones could not be written. So
+            # the next process must read the whole index.
             is_clean = False
         self._folder.close(replica, keep=is_clean)

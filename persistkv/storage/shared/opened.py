@@ -13,11 +13,12 @@ from persistkv.storage.shared.options import SharedOptions
 from persistkv.storage.shared.policy import RecordedPolicy
 from persistkv.storage.shared.replica import ReplicaFolder
 
-# Three hours: as long as a handle cares for a namespace without an engine. Blobs of evicted packs
-# are deleted after one hour, and each hour a sweep may be due.
+# Three hours: time for which a handle cares for a namespace without an engine. Blobs of evicted
+# packs are deleted after one hour, and each hour a sweep may be due.
 _CARE_S = 3 * 3600.0
-_CARE_CHANCE = 0.25  # that a handle takes a namespace when it finds it
-_MOST_ABANDONED = 4  # namespaces without engines that one handle cares for at a time
+_CARE_CHANCE = 0.25  # probability that a handle takes a namespace when it finds it
+# maximum number of namespaces without engines that one handle cares for at a time
+_MOST_ABANDONED = 4
 
 
 class _Abandoned(NamedTuple):
@@ -62,7 +63,7 @@ class OpenedNamespaces:
 
     def __iter__(self) -> Iterator[SharedNamespace]:
         """Iterate over the namespaces that are open now."""
-        # copies: another thread may open one meanwhile
+        # copies, because another thread may open a namespace meanwhile
         yield from list(self._opened.values())
         for abandoned in list(self._abandoned.values()):
             yield abandoned.namespace
@@ -107,7 +108,7 @@ class OpenedNamespaces:
         found = self._board.abandoned(self._policy.current())
         if found is None or found in self._opened or found in self._abandoned:
             return
-        # a thousand engines may find it at once: few of them take it
+        # take it by chance: a thousand engines may find it at once, and few of them should take it
         takes_it = clock.random.random() < _CARE_CHANCE
         if takes_it and len(self._abandoned) < _MOST_ABANDONED:
             namespace = self._make(found)
@@ -122,8 +123,8 @@ class OpenedNamespaces:
                 del self._abandoned[namespace_id]
                 abandoned.namespace.close()
             else:
-                # Other namespaces may use the space that evictions here have freed as soon as they
-                # read the new totals.
+                # Publish new totals, so that other namespaces use the space that evictions have
+                # freed here.
                 abandoned.namespace.exchange_totals()
 
     def close(self) -> None:
@@ -134,8 +135,8 @@ class OpenedNamespaces:
     def _make(self, namespace_id: bytes) -> SharedNamespace:
         """Return a namespace that is not open yet, with a folder for its replica."""
         medium = self._medium
-        # with the random name of the store: one that was created again at the same place must not
-        # use the replica of the deleted one
+        # include the random name of the store: one that is created again at the same place must not
+        # use the replica of the deleted store
         store = self._place.encode() + self._policy.store_name()
         store_digest = blake2b(store, digest_size=16).hexdigest()
         index_name = f"{namespace_id.hex()}-{medium.keys.keyring_id}"

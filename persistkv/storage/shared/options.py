@@ -55,7 +55,7 @@ class SharedOptions(KeyOptions, frozen=True):
             return None
         try:
             kind = remote_type(existing_parent(directory))
-        except OSError:  # opening the replica tells more
+        except OSError:  # the error of opening the replica will tell more
             return directory
         if kind is None:
             return directory
@@ -76,7 +76,7 @@ class SharedOptions(KeyOptions, frozen=True):
             return Path(self.cache).absolute()
         try:
             parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # the user has no home directory
+        except RuntimeError:  # RuntimeError means that the user has no home directory
             return None
         return Path(parent).absolute() / "persistkv" / "shared"
 
@@ -101,7 +101,7 @@ def parse_shared(
     for name, value in options.items():
         if name not in SHARED_NAMES:
             rest[name] = value
-        # ``parse_duration`` refuses 0
+        # handled here, because ``parse_duration`` refuses 0
         elif name == "refresh" and value == "0s":
             values[name] = 0.0
         elif name == "capacity":

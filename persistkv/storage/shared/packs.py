@@ -33,9 +33,11 @@ from persistkv.storage.shared.format import (
 )
 from persistkv.storage.shared.replica import KeysPlace, PackBlob, Replica
 
-# of a fast medium: the bytes of a gap take less time than another call
+# bytes per second of a fast medium, which reads the bytes of a gap in less time than another call
+# takes
 _BYTES_PER_S = 500e6
-# of one pack that a read tries: engines that store it at the same time make several
+# maximum number of blobs of one pack that a read tries; engines that store the pack at the same
+# time make several
 _MOST_BLOBS = 4
 _MOST_GAP_BYTES = 256 << 10  # 256 KiB
 
@@ -197,11 +199,10 @@ class PackBlobs:
         time."""
         medium = self._medium
         payload: list[Buffer] = list(pack.stream())
-        # no name is used twice, also if the same pack is uploaded again
+        # part of the blob's name: no name is used twice, even if the same pack is uploaded again
         nonce = self._new_nonce()
         blob = self._names.pack(pack.pack_id + nonce)
-        # The table behind the payload describes the pack, so that a rebuild can find it without the
-        # index.
+        # The table follows the payload, so that a rebuild can find the pack without the index.
         table = pack.table
         stored_table = medium.seal.encode_table(table)
         time = medium.put(blob, [*payload, stored_table])
@@ -225,7 +226,7 @@ class PackBlobs:
                     filled[index] = True
 
         # ``_fill`` removes a missing blob from the replica (``on_missing``), which then shows
-        # another blob of the pack, if there is one: read again from that one.
+        # another blob of the pack, if there is one. Read again from that blob.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, filled)
             self._medium.loads.all(fill, ranges)
@@ -255,7 +256,7 @@ class PackBlobs:
         """
         spans: list[ReadSpan] = []
         for frame in frames:
-            # all frames use the same memory, one after another
+            # all frames use the same memory in turn
             memory = buffer[: frame.stored_length]
             spans.append(ReadSpan(pack_id, frame.offset, [memory]))
         is_read = [False] * len(spans)
@@ -265,15 +266,15 @@ class PackBlobs:
             is_read[index] = True
 
         # If the blob is gone, ``_fill`` removes it from the replica, which then shows another blob
-        # of the pack: read the frames that are left from that one.
+        # of the pack. Read the remaining frames from that blob.
         for _ in range(_MOST_BLOBS):
             ranges = self._ranges(spans, is_read)
-            # one after another: the frames share the memory
+            # read one range after the other, because the frames share the memory
             for run in ranges:
-                # calls ``take_span`` with each frame as soon as it is in the memory
+                # these buffers call ``take_span`` with each frame as soon as it is in the memory
                 buffers = run.buffers_taken_by(take_span)
                 is_filled = self._fill(run, buffers)
-                # the next ranges are in the same blob, which is gone
+                # stop: the next ranges are in the same blob, which is gone
                 if not is_filled:
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
@@ -292,7 +293,7 @@ class PackBlobs:
         else:
             if done == length:
                 return True
-            # the blob is there, and ends before the range
+            # the blob exists, but ends before the range
             is_too_short = True
         if self._is_lost(blob, is_too_short=is_too_short):
             self._on_missing(name)
@@ -302,7 +303,8 @@ class PackBlobs:
         """Return whether a blob whose read has failed is gone for good: it is too short, because
         it was changed, or a second look misses it, too."""
         medium = self._medium
-        # in a directory that is not mounted at present, every blob is missing
+        # check the policy, too: in a directory that is not mounted at present, every blob is
+        # missing
         if not medium.exists(medium.names.policy):
             return False
         return is_too_short or not medium.exists(blob)
@@ -314,7 +316,7 @@ class PackBlobs:
         :param filled: whether each span is filled; empty spans are marked here.
         """
         ranges: list[_Range] = []
-        # the last one of ``ranges``
+        # the last range of ``ranges``
         current: _Range | None = None
         held = self._replica.blobs({span.pack_id for span in spans})
         for index in _reading_order(spans):
@@ -347,7 +349,7 @@ class PackBlobs:
         blob = self._names.keys_blob(place.nonce)
         name = self._keys_name(manifest_id)
         try:
-            # a record that is cut off does not open
+            # a record that is cut off cannot be opened
             record = medium.read(blob, place.offset, place.length)
             content = medium.seal.opened(name, record)
             return decode_manifest_keys(content)
@@ -384,7 +386,8 @@ class _Range:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end
-        # too small: new memory for this gap; the buffers of the gaps before keep theirs
+        # the memory is too small for this gap: allocate more; buffers of earlier gaps keep the old
+        # memory
         if gap > len(self._gap_memory):
             self._gap_memory = memoryview(bytearray(gap))
         if gap:
@@ -400,7 +403,7 @@ class _Range:
         full, with the index of the span."""
         for number, buffer in enumerate(self.buffers):
             yield buffer
-            # the reader asks for the next buffer: this one is full
+            # the reader asks for the next buffer, so this one is full
             span = self._span_at.get(number)
             if span is not None:
                 take(span, buffer)

@@ -30,11 +30,12 @@ from persistkv.storage.shared.keys import KEYRINGS, REPLACED
 
 logger = logging.getLogger(__name__)
 
-_POLICY_S = 60.0  # between reads of the policy
-_RECORDS_S = 3600.0  # one hour: between reads of the records of forgotten tenants
-_RETRY_S = 5.0  # until a medium that has not answered is tried again
-# Two minutes, two reads of the policy: if another store appears so soon after this handle has
-# created one, another engine has created it at the same time.
+_POLICY_S = 60.0  # seconds between reads of the policy
+# one hour: seconds between reads of the records of forgotten tenants
+_RECORDS_S = 3600.0
+_RETRY_S = 5.0  # seconds until a medium that has not answered is tried again
+# Two minutes, which include two reads of the policy: if another store appears so soon after this
+# handle has created one, another engine has created it at the same time.
 _CREATION_S = 120.0
 
 
@@ -152,10 +153,10 @@ class RecordedPolicy:
         before = self._stored
         found = None
         has_keys = self._medium.keys.open(creates=self._creates)
-        # without data keys, there is no store
+        # a store without data keys does not exist yet
         if has_keys:
             found = self._read()
-            # first: content is served as soon as the policy counts as read
+            # read the records first, because content is served as soon as the policy counts as read
             self._read_records(found)
         if found is None:
             found = self._create()
@@ -226,13 +227,14 @@ class RecordedPolicy:
         if self._stored is None:
             policy = self._wanted
         else:
-            # The store was deleted while this handle was open: write again all that it knows.
+            # The store was deleted while this handle was open: write again all that the handle
+            # knows.
             policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()
         store_name = self._clock.random.randbytes(NONCE_BYTES)
         created = StoredPolicy(store_name, policy.capacity, policy.ttl_s, policy.quotas)
-        # last: the policy marks the store
+        # write the policy last, because it marks the place as a store
         self._write(created)
         self._created_at = self._clock.monotonic()
         return created
@@ -242,7 +244,7 @@ class RecordedPolicy:
         wrong or missing store key looks like a missing store, because names depend on the key."""
         if self._stored is not None:
             return "the store was deleted"
-        own = self._medium.keys.key_id  # empty: this handle has no store key
+        own = self._medium.keys.key_id  # empty if this handle has no store key
         plain_policy = StoreNames(PLAIN_NAME).policy
         if own and self._medium.exists(plain_policy):
             return (
@@ -293,10 +295,10 @@ class RecordedPolicy:
         if before is None:
             text = "%s: the policy does not read (%s): nothing is evicted"
             logger.warning(text, self._place, error)
-            # the store's name is not known: zeros
+            # zeros, because the store's name is not known
             unknown_store = bytes(NONCE_BYTES)
             return StoredPolicy(unknown_store, capacity=None, ttl_s=None, quotas={})
-        # In a store with a key, this may be the work of a process without the key: each read warns.
+        # In a store with a key, a process without the key may have written it: each read warns.
         if self._medium.seal.encrypts:
             text = "%s: the policy does not read (%s): the limits that were read before stay"
             logger.warning(text, self._place, error)
@@ -309,7 +311,7 @@ class RecordedPolicy:
 
     def _report_differences(self) -> None:
         """Warn if the recorded policy is not the wanted one."""
-        # a handle that creates no store wants no policy: the limits in its URL do not matter
+        # a handle that creates no store does not compare: the limits in its URL do not matter
         if not self._creates:
             return
         differences = self.current().contradictions(self._wanted)
@@ -321,8 +323,8 @@ class RecordedPolicy:
 
     def _report_replacement(self) -> None:
         """Log that another store is in the place of the one before."""
-        # Engines that create a store at the same moment replace each other's policy: that is no
-        # reason for a warning.
+        # Do not warn right after a creation: engines that create a store at the same moment replace
+        # each other's policy.
         is_new = self._clock.monotonic() - self._created_at < _CREATION_S
         level = logging.DEBUG if is_new else logging.WARNING
         text = "%s: the store was deleted or replaced; its content is read again"

@@ -12,7 +12,7 @@ from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import MAX_SMALL_BYTES, NO_NAMESPACE
 
-_STATUS_KEPT_S = 86_400.0  # one day
+_STATUS_KEPT_S = 86_400.0  # one day: seconds for which the status of an engine is kept
 
 
 class Identities:
@@ -64,9 +64,9 @@ class Identities:
             namespace_id = names.parse_identity(info.name)
             if namespace_id is not None:
                 ids.append(namespace_id)
-        # ``each`` calls ``find`` concurrently, and keeps the order
+        # ``each`` calls ``find`` concurrently, and keeps the order of the ids
         found = medium.maintenance.each(self.find, ids)
-        # None: the identity was deleted since the list, or is invalid
+        # leave out None: the identity was deleted since the list, or is invalid
         return (namespace for _, namespace in found if namespace is not None)
 
     def add(self, namespace: Namespace, *, writes: bool) -> None:
@@ -89,7 +89,7 @@ class Identities:
             body = encode_namespace(namespace)
             blob = medium.names.identity(namespace_id)
             medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
-            # another thread may have written it, too
+            # with a default, because another thread may have written it, too
             self._unwritten.pop(namespace_id, None)
 
 
@@ -107,7 +107,7 @@ class Statuses:
         :raises StoreError: it is larger than readers accept, or the medium failed.
         """
         medium = self._medium
-        # names of blobs have no capital letters
+        # in lower case, because names of blobs have no capital letters
         name = medium.names.statuses + engine.lower()
         if row is None:
             medium.blobs.delete([name])
@@ -116,7 +116,7 @@ class Statuses:
             text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
             raise StoreError(text)
         medium.put(name, [row])
-        # after the first write: its reply contains the medium's time
+        # after the first write, because its reply contains the medium's time
         if not self._has_deleted_old:
             self._delete_old()
             self._has_deleted_old = True

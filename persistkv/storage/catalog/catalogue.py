@@ -50,9 +50,10 @@ from persistkv.storage.stats import BackendStats, RequestUse
 
 T = TypeVar("T")
 
-_AT_ONCE = 256  # manifests or tables per read transaction
-_ROWS_AT_ONCE = 4_096  # per read transaction, while a whole namespace is read
-_KEY_BYTES = 16  # minimum that the key of a block takes in its pack's table
+_AT_ONCE = 256  # number of manifests or tables in one read transaction
+# number of rows in one read transaction, while a whole namespace is read
+_ROWS_AT_ONCE = 4_096
+_KEY_BYTES = 16  # minimum bytes that the key of a block takes in its pack's table
 
 
 class Catalogue:
@@ -84,11 +85,12 @@ class Catalogue:
                 changes = _changes_since(rows, self._namespace, since, state)
                 if changes is not None:
                     return changes
-            # The answer is the whole catalogue. A reader allocates memory for as many blocks as are
-            # recorded, and that number may be damaged: bound it by what the store can hold.
+            # The answer is the whole catalogue. A reader allocates memory for as many blocks as the
+            # state records. Bound this number by what the store can hold, because it may be
+            # damaged.
             max_blocks = rows.used_bytes() // _KEY_BYTES
             blocks = min(state.blocks, max_blocks)
-        # read lazily, after the cursor: changes made meanwhile are in the log after it
+        # read the rows later, after the cursor: changes in between are in the log behind the cursor
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)
 
@@ -117,9 +119,10 @@ class Catalogue:
                     item = decode(key, row)
                     if item is not None:
                         items.append(item)
-            # after the transaction: the caller decides how long it takes to consume these
+            # yield after the transaction, because the caller decides how long it takes to consume
+            # the items
             yield from items
-            # the end of the namespace or of the table
+            # a short portion means the end of the namespace, or of the table
             if num_rows < _ROWS_AT_ONCE:
                 return
             # the smallest key that follows the last one
@@ -143,7 +146,7 @@ class Catalogue:
 
     def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
         """Return the heads of the manifests that name any of these packs."""
-        # distinct names, in order; the dictionary serves as an ordered set
+        # an ordered set of names
         names: dict[bytes, None] = {}
         heads: list[RequestManifest] = []
         with self._read() as rows:
@@ -168,7 +171,7 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        # for ``_use_of``: many requests share their last packs
+        # a cache for ``_use_of``, because many requests share their last packs
         cache: dict[bytes, _Naming] = {}
         with self._read() as rows:
             _, clock = read_clock(rows)
@@ -224,7 +227,7 @@ def totals(
 ) -> BackendStats:
     """Return the totals of a store from those of its namespaces; the other parameters are as in
     ``BackendStats``."""
-    # not the state of a namespace: its counts hold the sums
+    # this is not the state of a namespace: its counts hold the sums
     total = NamespaceState(NO_GENERATION)
     for state in states:
         total.packs += state.packs
@@ -270,13 +273,14 @@ def _changes_since(
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them, or one does not read."""
-    # distinct names, in order: a pack can be added, removed and added again, and is then in both
+    # an ordered set of names. A pack that was added, removed and added again is here and in
+    # ``removed``.
     added: dict[bytes, None] = {}
     # pack id → fingerprints of its keys; empty if the table was damaged at the first removal
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
-        # the log keeps the last ``LOG_ENTRIES`` changes only
+        # no row: the log only keeps the last ``LOG_ENTRIES`` changes
         if row is None:
             return None
         kind, pack_id, fingerprints = decode_change(row)
@@ -285,7 +289,7 @@ def _changes_since(
         elif kind == REMOVED:
             removed.setdefault(pack_id, fingerprints)
         else:
-            # damaged, or sealed with a key that was destroyed
+            # the table is damaged, or sealed with a key that was destroyed
             return None
     tables: list[PackTable] = []
     for name in added:
@@ -320,7 +324,7 @@ def _use_of(
             shared_by=0,
             pinned=chain.pinned,
         )
-    # a use of the last pack is a use of the whole context
+    # a use of the last pack counts as a use of the whole context
     last_pack = namespace + chain.packs[-1]
     use = Use.decode(rows.get(USES, last_pack))
     if use is None:
@@ -333,7 +337,7 @@ def _use_of(
         written=written,
         last_used=use.time + skew,
         reused=use.moment > chain.moment,
-        shared_by=max(0, naming.count - 1),  # without this request
+        shared_by=max(0, naming.count - 1),  # leave out this request
         pinned=chain.pinned,
         hits=naming.restores_after(chain.moment),
         packs_raw_bytes=raw_bytes,

@@ -55,15 +55,16 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
-CONFIRMATION_S = 3600.0  # one hour: NTP corrects a wrong RTC within minutes of a boot
+# one hour after a boot, the wall clock counts as right: NTP corrects a wrong RTC within minutes
+CONFIRMATION_S = 3600.0
 # the wall clock jumped if it differs by more than this and _DRIFT from the clock since boot
 _TOLERANCE_S = 60.0
-# per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
+# seconds per elapsed second: chrony and adjtime slew the wall clock by up to a few percent
 _DRIFT = 0.01
 _LATEST_S = float(1 << 40)  # seconds; a larger number in the clock's row is damage
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
-_MAX_PINS = (1 << 32) - 1  # of ``Use.pins``, which is recorded in 32 bits
-# of ``TimedOrder``: two uses within a microsecond are one moment
+_MAX_PINS = (1 << 32) - 1  # largest ``Use.pins``, which is recorded in 32 bits
+# for ``TimedOrder``: two uses within a microsecond are one moment
 _MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
@@ -89,7 +90,7 @@ class StoreClock(NamedTuple):
     """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of
     the wall clock."""
 
-    time: float  # of the store at the reading: seconds since the epoch
+    time: float  # time of the store at the reading: seconds since the epoch
     at: Reading
     """The machine's clocks at the reading."""
     unconfirmed_s: float = 0.0
@@ -132,7 +133,8 @@ class StoreClock(NamedTuple):
                 confirming_since = now.since_boot
         time = self.time + max(0.0, elapsed_s)
         is_confirmed = now.since_boot - confirming_since >= CONFIRMATION_S
-        # the wall clock has run steadily since: the time between the boots counts from now on
+        # the wall clock has run steadily for long enough: count the time between the boots from now
+        # on
         if unconfirmed_s and is_confirmed:
             time += unconfirmed_s
             unconfirmed_s = 0.0
@@ -168,14 +170,14 @@ class _ClockRow(NamedTuple):
     confirming_since: float
 
 
-@cache  # a process ends with its boot, and each transaction reads the clocks
+@cache  # read once: a process ends with its boot
 def _boot() -> bytes:
     """Return 16 bytes that identify the present boot."""
     try:
         text = _BOOT_ID.read_text().strip()
         return bytes.fromhex(text.replace("-", ""))[:16]
     except (OSError, ValueError):
-        # no /proc: a new boot is only detected by a smaller time since boot
+        # without /proc, a new boot is only detected by a smaller time since boot
         return bytes(16)
 
 
@@ -202,7 +204,7 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
         row.confirming_since,
     )
     for seconds in times:
-        # in this form, it refuses NaN, too
+        # ``not … <=``, because this refuses NaN, too
         if not 0 <= seconds <= _LATEST_S:
             raise _unreadable_clock(encoded)
     at = Reading(row.wall, row.since_boot, row.boot)
@@ -235,7 +237,7 @@ def _expiring(rows: TableRows, entry: bytes) -> Chain | None:
     chain = Chain.decode(rows.get(CHAINS, name))
     if chain is None or chain.ttl_s <= 0:
         return None
-    # the chain may be listed under another time: then this key is left over
+    # if the chain is listed under another time, this key is left over
     expected = EXPIRY_KEY.pack(chain.expires, name)
     return chain if entry == expected else None
 
@@ -246,7 +248,7 @@ def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
 
     :param name: key of its chain, ``chain``.
     """
-    # without packs there is no use: ``expires`` counts from the time of writing
+    # a request without packs is never used: ``expires`` counts from the time of writing
     if not chain.packs:
         return chain.expires
     namespace = name[:ID_BYTES]
@@ -286,8 +288,8 @@ class EvictionOrder:
         self.moment = last_moment + 1
         """Number of this transaction's moment."""
         clock = last_clock.advanced(Reading.now())
-        # Later than all recorded uses, even if the clocks show the same time as at the last commit:
-        # the order by time must be that by moment.
+        # The time must be later than all recorded uses, even if the clocks show the same time as at
+        # the last commit, so that the order by time is the order by moment.
         earliest = math.nextafter(last_clock.time, math.inf)
         self._clock = clock._replace(time=max(clock.time, earliest))
         """The store's clock in this transaction."""
@@ -350,7 +352,7 @@ class EvictionOrder:
         use = self.use(name)
         if use is None:
             return
-        # a damaged row must not make the number too small or large to be recorded
+        # bounded, because a damaged row must not make the number too small or large to be recorded
         pins = max(0, use.pins + count)
         pins = min(pins, _MAX_PINS)
         self.put(name, use._replace(pins=pins), before=use)
@@ -414,7 +416,7 @@ class EvictionOrder:
             if expires <= self.time:
                 yield name, chain
                 continue
-            # it was used since: list it under the later time
+            # the request was used since: list it under the later time
             renewed = chain._replace(expires=expires)
             self.put(name, renewed, before=chain)
 
@@ -455,7 +457,7 @@ class EvictionOrder:
             start = entry + b"\0"
             name = entry[-NAME_BYTES:]
             row = self._row_of(entry)
-            # a key that is not that of its row is left over or damaged
+            # a key that does not match its row is left over or damaged
             if row is None or entry != tenant + row.order_key(name):
                 self._rows.delete(table, entry)
                 continue
@@ -515,7 +517,7 @@ class TimedOrder(EvictionOrder):
     def set_time(self, at: float) -> None:
         """Set the time of the next uses, in seconds since the epoch: ``time`` and ``moment``."""
         self.moment = int(at * _MOMENTS_PER_S)
-        # never recorded: it only holds ``time``
+        # this clock is never recorded: it only holds ``time``
         self._clock = StoreClock(at, Reading(at, 0.0, b""))
 
     @staticmethod

@@ -29,7 +29,7 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
-# packs, stored bytes, quota (0: none); the tenant's name follows
+# packs, stored bytes, quota (0 if there is none); the tenant's name follows
 _TOTALS = struct.Struct("<QQQ")
 # prefix of keys in ``META``; the digest of a tenant that is above its quota follows
 _ABOVE = b"above"
@@ -54,7 +54,7 @@ class TenantTotals:
         """Add a pack (``sign`` 1), or subtract it (-1)."""
         packs = self.packs + sign
         stored_bytes = self.stored_bytes + sign * table.payload_length
-        # less than 0: a row was damaged
+        # a result below 0 comes from a damaged row
         self.packs = max(0, packs)
         self.stored_bytes = max(0, stored_bytes)
 
@@ -142,7 +142,7 @@ class Quotas:
     def grown(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the digests of the tenants of which this transaction has added more than it
         has removed, with the bytes of the difference. The caller may evict meanwhile."""
-        # a list, because evictions add tenants
+        # a list, because evictions add tenants to ``_found``
         for digest, totals in list(self._found.items()):
             before = self._before[digest]
             num_bytes = totals.stored_bytes - before.stored_bytes
@@ -151,8 +151,8 @@ class Quotas:
 
     def above(self) -> list[bytes]:
         """Return the digests of the tenants that are above their quotas, in a fixed order."""
-        # Only these can be above: tenants whose bytes this transaction has changed or will add, and
-        # those that an earlier transaction has listed as above.
+        # Only these tenants can be above: those whose bytes this transaction has changed or will
+        # add, and those that an earlier transaction has listed as above.
         digests = {*self._found, *self._expected}
         for key, _ in self._rows.starting_with(META, _ABOVE):
             digest = bytes(key[len(_ABOVE) :])
@@ -162,14 +162,14 @@ class Quotas:
     def recount(self) -> None:
         """Compute the totals of all tenants from the tables of all packs, because a row was
         damaged. Quotas stay."""
-        # first find all tenants with a row: those without packs must get zeros
+        # first find all tenants with a row, because those without packs must get zeros
         for recorded in read_tenants(self._rows):
             self._counted(recorded.tenant)
         for totals in self._found.values():
             totals.packs = 0
             totals.stored_bytes = 0
         for table in _tables(self._rows):
-            # no totals of the default tenant are recorded
+            # the totals of the default tenant are not recorded
             if table.tenant != DEFAULT_TENANT:
                 self._counted(table.tenant).count(table, 1)
 
@@ -192,7 +192,7 @@ class Quotas:
                 self._rows.put(TENANTS, digest, totals.encode())
             else:
                 self._rows.delete(TENANTS, digest)
-            # keep the list of the tenants that are above
+            # keep the list of the tenants that are above their quotas up to date
             if totals.is_above():
                 self._rows.put(META, _ABOVE + digest, b"")
             elif before.is_above():
@@ -234,7 +234,7 @@ def read_quotas(rows: TableRows) -> dict[str, int]:
 def write_quotas(rows: TableRows, quotas: Mapping[str, int]) -> None:
     """Record the quotas of all tenants; those that are not named have none."""
     ledger = Quotas(rows)
-    # also tenants that have a quota now, and lose it
+    # include tenants that have a quota now, and lose it
     names = {*quotas, *read_quotas(rows)}
     for tenant in names:
         ledger.of(tenant).quota = quotas.get(tenant)
@@ -252,7 +252,7 @@ def with_default(
     :param packs: of the whole store; ``stored_bytes``: likewise.
     """
     found = list(tenants)
-    # the default tenant has what is left of the store
+    # the default tenant has the rest of the store's content
     rest = TenantTotals(DEFAULT_TENANT, packs, stored_bytes)
     for totals in found:
         rest.packs -= totals.packs

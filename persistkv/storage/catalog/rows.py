@@ -229,7 +229,7 @@ def _row_name(table: str, key: Buffer) -> bytes:
     return table.encode() + b"\0" + key
 
 
-_META_PAGES = 2  # of an LMDB environment
+_META_PAGES = 2  # number of meta pages of an LMDB environment
 
 NOTE = b"note"  # prefix of the keys of notes in ``META``
 SEQUENCE = struct.Struct("<Q")
@@ -242,12 +242,13 @@ _CREATED = struct.Struct("<d")  # seconds since the epoch, before a namespace's 
 _STATE = struct.Struct("<8s6Q")  # the fields of ``NamespaceState``
 _USE = struct.Struct("<QdIIB")  # the fields of ``Use`` without the tenant
 _CHAIN = struct.Struct("<QdBdd")  # the fields of ``Chain`` without the packs
-GENERATION_BYTES = 8  # of ``NamespaceState.generation``, with which each cursor begins
-# of a namespace without content, which has no rows
+# length of ``NamespaceState.generation``, with which each cursor begins
+GENERATION_BYTES = 8
+# generation of a namespace without content, which has no rows
 NO_GENERATION = bytes(GENERATION_BYTES)
 # position in the change log of such a namespace
 EMPTY_CURSOR = NO_GENERATION + bytes(8)
-MAX_COUNT = 1 << 62  # limit of valid counters; adding to them cannot overflow 64 bits
+MAX_COUNT = 1 << 62  # limit of valid counters: adding to them cannot overflow 64 bits
 
 PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 """Bits of ``Chain.flags``."""
@@ -269,7 +270,7 @@ class Use(NamedTuple):
 
     # number of the commit that used the pack last; only commits that use anything count
     moment: int
-    time: float  # of the last use: seconds since the epoch, on the store's clock
+    time: float  # time of the last use: seconds since the epoch, on the store's clock
     # smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known
     depth: int
     # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
@@ -289,7 +290,7 @@ class Use(NamedTuple):
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
         is_normal = self.priority != LOW_PRIORITY
-        # deeper packs first, and packs of unknown depth before them
+        # a key for deeper packs first, and for packs of unknown depth before them
         height = UNKNOWN_DEPTH - self.depth
         return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
 
@@ -303,7 +304,7 @@ class Use(NamedTuple):
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
         if row is None:
             return None
-        # a pack of the default tenant: the row ends before the tenant
+        # a row without a tenant is that of a pack of the default tenant
         if len(row) == _USE.size:
             return cls(*_USE.unpack(row))
         if len(row) != _USE.size + TAG_BYTES:
@@ -319,7 +320,7 @@ class Chain(NamedTuple):
 
     # number of the commit that wrote the manifest; only commits that use anything are counted
     moment: int
-    # at which the manifest was written: seconds since the epoch, on the store's clock
+    # time at which the manifest was written: seconds since the epoch, on the store's clock
     time: float
     flags: int
     """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others),
@@ -331,7 +332,7 @@ class Chain(NamedTuple):
     """Earliest time of expiry, on the store's clock, under which ``EXPIRIES`` lists the manifest; 0
     without ``ttl_s``. A use does not change this time. When it has passed, the last use of the last
     pack decides."""
-    packs: tuple[bytes, ...]  # ids, from the beginning of the context on
+    packs: tuple[bytes, ...]  # ids of its packs, from the beginning of the context on
 
     @property
     def tenant(self) -> bytes:
@@ -351,7 +352,7 @@ class Chain(NamedTuple):
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
         is_normal = self.priority != LOW_PRIORITY
-        # after all packs of its moment
+        # with the largest depth, so that the manifest follows all packs of its moment
         return ORDER_KEY.pack(is_normal, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
@@ -381,7 +382,7 @@ class NamespaceState:
 
     # 8 random bytes, part of each cursor: a namespace that begins again accepts no earlier cursors
     generation: bytes
-    # number of packs added or removed since the namespace began, that of the last change
+    # number of the last change: packs added and removed since the namespace began
     sequence: int = 0
     packs: int = 0
     blocks: int = 0
@@ -452,7 +453,8 @@ def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     """Return the sequence number in a cursor; None if the cursor is not valid for this
     namespace."""
-    if cursor == EMPTY_CURSOR:  # the whole content of the namespace was added later
+    # then the whole content of the namespace was added later
+    if cursor == EMPTY_CURSOR:
         return 0
     if len(cursor) != len(EMPTY_CURSOR):
         return None
@@ -468,8 +470,8 @@ def is_current(cursor: bytes, seen: bytes) -> bool:
     log; ``cursor`` is the current position."""
     if seen == cursor:
         return True
-    # The sequence number counts changes of packs. At 0, the namespace has begun since, with
-    # manifests alone: its cursor is another one, but no pack has changed.
+    # The sequence number counts changes of packs. If it is 0, the namespace has begun since, with
+    # manifests alone: its cursor differs, but no pack has changed.
     sequence = int.from_bytes(cursor[GENERATION_BYTES:], "big")
     return seen == EMPTY_CURSOR and sequence == 0
 

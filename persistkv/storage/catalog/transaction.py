@@ -64,8 +64,8 @@ catalogue."""
 _BEGINNING_BYTES = 8 << 10
 # 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
 _ROWS_BYTES = 1 << 10
-_FRAME_BYTES = 64  # of a frame in the table of its pack, rounded up
-_LINK_BYTES = 160  # of the rows for each pack that a manifest names
+_FRAME_BYTES = 64  # bytes of a frame in the table of its pack, rounded up
+_LINK_BYTES = 160  # bytes of the rows for each pack that a manifest names
 
 
 class EvictionEnd(enum.Enum):
@@ -179,14 +179,14 @@ class CatalogTransaction:
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
         packs last."""
-        # a batch that uses packs is a moment of its own in the eviction order
+        # a batch that uses packs gets a moment of its own in the eviction order
         if batch.packs or batch.manifests or batch.touches:
             self._order.is_moment = True
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
-            # The packs after it are kept: they can be loaded again as soon as an engine has stored
-            # the blocks of this one again.
+            # Keep the packs after it: they can be loaded again as soon as an engine has stored the
+            # blocks of this pack again.
             self._delete(self._namespace + pack_id, keep_later=True)
         for manifest_id in batch.manifest_deletions:
             self.drop_manifest(manifest_row(self._namespace, manifest_id))
@@ -194,8 +194,8 @@ class CatalogTransaction:
 
     def add(self, batch: CommitBatch) -> None:
         """Write the packs and manifests of a batch, then apply its pins."""
-        # The driver has announced these packs by ``quotas.expect``, to evict for them. From now on,
-        # each counts when it is written: without this, it would count twice.
+        # The driver has announced these packs by ``quotas.expect``, to evict for them. End the
+        # announcement, because each pack counts when it is written, and would count twice.
         self.quotas.expect({})
         for pack in batch.packs:
             self._add(pack)
@@ -279,7 +279,7 @@ class CatalogTransaction:
         for name, row in candidates:
             if name in self._keep:
                 continue
-            # checked here, because without another candidate nothing is left
+            # check only if there is a candidate: without one, nothing is left in any case
             if not num_left:
                 return EvictionEnd.LIMIT_REACHED
             num_left -= 1
@@ -306,11 +306,11 @@ class CatalogTransaction:
                 self._expire_manifest(name, chain)
         if ttl_s is None:
             return
-        # The order lists all content of low priority before the other. Each priority is searched
-        # for itself, so that each search ends at its first row that is too young.
+        # The order lists all content of low priority before the rest. Search each priority alone,
+        # so that a search ends at its first row that is too young.
         low = self._unused_for(ttl_s, low=True)
         others = self._unused_for(ttl_s, low=False)
-        # the goal is never met: all that were unused for so long are removed
+        # the goal is never met, so that all content that was unused for so long is removed
         self._evict(concatenated(low, others), lambda: False, num_left)
 
     def _unused_for(
@@ -324,10 +324,10 @@ class CatalogTransaction:
         now = self._order.time
         latest = now - ttl_s
         for name, row in self._order.oldest(low):
-            # damaged, because nothing is used later than now: skip it instead of ending here
+            # nothing is used later than now, so the row is damaged: skip it instead of ending here
             if row.time > now:
                 continue
-            # all others of this priority were used later
+            # all further content of this priority was used later
             if row.time >= latest:
                 return
             yield name, row
@@ -340,7 +340,7 @@ class CatalogTransaction:
         for pack_id in chain.packs:
             pack = namespace + pack_id
             use = self._order.use(pack)
-            # another request may have used the pack since
+            # keep a pack that was used since, perhaps by another request
             if use is None or use.time + chain.ttl_s > self._order.time:
                 continue
             if pack not in self._keep and not self._is_named(pack):
@@ -367,7 +367,7 @@ class CatalogTransaction:
             deleted.
         """
         name = self._namespace + pack_id
-        # one more than may be deleted is collected, to know whether any remain
+        # collect one more than may be deleted, to know whether any remain
         naming: list[bytes] = []
         for manifest in manifests_of(self._rows, name):
             if manifest not in self._keep:
@@ -411,16 +411,16 @@ class CatalogTransaction:
         if holds_pack(self._rows, name):
             self._touch_held(name, pack.tenant)
             return
-        # removes a pack whose table is damaged, or its remains in the eviction order
+        # removes a pack with a damaged table, or what is left of one in the eviction order
         self._delete_pack(name)
         self.grew = True
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         sequence = self._log(name, ADDED)
-        # complete only after the payload was written
+        # read the table only now: it is complete after the payload was written
         table = pack.table
-        # Before the row is there: if the tenant's totals are damaged, they are counted from the
-        # rows first, which must not contain this pack yet.
+        # Count before the row is written: if the tenant's totals are damaged, they are first
+        # counted from the rows, which must not contain this pack yet.
         self.quotas.count(table, 1)
         row = SEQUENCE.pack(sequence) + table.encode()
         self._rows.put(PACKS, name, row, table.tenant)
@@ -474,7 +474,7 @@ class CatalogTransaction:
             self._rows.delete(LINKS, link_row(pack, manifest))
         if keep_later:
             return
-        # only packs that no manifest names: other requests need the rest
+        # delete only packs that no manifest names, because other requests need the rest
         for name in later:
             is_held = self._rows.get(PACKS, name) is not None
             if is_held and name not in self._keep and not self._is_named(name):
@@ -494,12 +494,12 @@ class CatalogTransaction:
         table = pack_table(name, row)
         if table is None:
             self._delete_rows(name, None)
-            # the damaged row's share of the totals is unknown
+            # count again, because the damaged row's share of the totals is unknown
             self._recount(name[:ID_BYTES])
             self.quotas.recount()
             return
-        # Before the row is gone: if the tenant's totals are damaged, they are counted from the rows
-        # first, which must still contain this pack.
+        # Count before the row is deleted: if the tenant's totals are damaged, they are first
+        # counted from the rows, which must still contain this pack.
         self.quotas.count(table, -1)
         self._delete_rows(name, table)
         self.evicted.append(table)
@@ -535,7 +535,7 @@ class CatalogTransaction:
         keys = encode_manifest_keys(write.keys)
         self._rows.put(MANIFESTS, name, head, manifest.tenant)
         self._rows.put(MANIFEST_KEYS, name, keys, manifest.tenant)
-        # each pack once, in order
+        # name each pack once, in order
         packs = tuple(dict.fromkeys(write.packs))
         ttl_s = manifest.ttl_s or 0.0
         chain = self._order.add_manifest(name, flags, ttl_s, packs)
@@ -578,7 +578,7 @@ class CatalogTransaction:
             self._rows.delete(LINKS, link_row(pack, name))
             if chain.pinned:
                 self._order.pin(pack, -1)
-        # without an order of the packs, none is after another
+        # without an order of the packs, no pack follows another
         if after not in packs or not chain.flags & ORDERED:
             return []
         position = packs.index(after)
@@ -604,7 +604,7 @@ class CatalogTransaction:
         if chain is None or chain.pinned == pinned:
             return
         changed = chain._replace(flags=chain.flags ^ PINNED)
-        # also removes it from the eviction order, or lists it there again
+        # this also removes the manifest from the eviction order, or lists it there again
         self._order.put(name, changed, chain)
         count = 1 if pinned else -1
         for pack_id in chain.packs:
@@ -618,7 +618,7 @@ class CatalogTransaction:
         if namespace not in self._states:
             state = read_state(self._rows, namespace)
             self._states[namespace] = state
-            # encoded, because the state changes
+            # a copy in encoded form, because the state object changes
             self._before[namespace] = state.encode()
         return self._states[namespace]
 
@@ -657,11 +657,11 @@ class CatalogTransaction:
             (META, NOTE + name),
         ):
             rows = self._rows.starting_with(table, prefix)
-            # a list: rows must not change during the iteration
+            # a list, because rows must not change during the iteration
             keys = [bytes(key) for key, _ in rows]
             for key in keys:
                 self._rows.delete(table, key)
-        # from now on, ``cursor`` is that of a namespace that the store does not hold
+        # the cursor becomes that of a namespace which the store does not hold
         state.generation = NO_GENERATION
         state.sequence = 0
         self.ended.append(name)
@@ -685,7 +685,8 @@ class CatalogTransaction:
         oldest = max(0, state.sequence - LOG_ENTRIES + 1)
         oldest_key = LOG_KEY.pack(namespace, oldest)
         expired: list[bytes] = []
-        # ordered by sequence number: usually as few as this transaction has added
+        # entries are in the order of their numbers, and usually as few as this transaction has
+        # added
         for key, _ in self._rows.starting_with(LOG, namespace):
             name = bytes(key)
             if name >= oldest_key:
@@ -742,7 +743,7 @@ def bytes_by_tenant(packs: Iterable[NewPack]) -> dict[str, int]:
 def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> int:
     """Return an upper estimate of the bytes of all rows that packs (without their payloads) and
     manifests add."""
-    # twice the content, because LMDB leaves parts of its pages empty
+    # estimate twice the content, because LMDB leaves parts of its pages empty
     total = 0
     for pack in packs:
         keys_bytes = len(pack.keys.data) + len(pack.keys.lengths)

@@ -71,7 +71,7 @@ class Eraser:
         blobs = list(unnamed.values())
         found = self._medium.maintenance.each(self._forgotten_bytes, blobs)
         for info, payload_bytes in found:
-            # of another tenant, or from after the forgetting
+            # skip a blob of another tenant, or from after the forgetting
             if payload_bytes is None:
                 continue
             packs.append(info.name)
@@ -106,12 +106,12 @@ class Eraser:
         """
         medium = self._medium
         if medium.seal.encrypts:
-            # The data key decides: packs from after the forgetting have another one. Its id is in
-            # the clear, while the table does not open without the destroyed key.
+            # Decide by the data key: packs from after the forgetting have another key. Its id is in
+            # the clear, while the table cannot be opened without the destroyed key.
             sealed_table = without_trailer(tail, SEALED_TABLE)
             return record_key(sealed_table) in self._destroyed_keys
         table = medium.seal.decode_table(tail)
-        # other tenants may be forgotten, too
+        # check the name, because other tenants may be forgotten, too
         if table.tenant != self._tenant:
             return False
         forgotten = medium.records.forgotten

@@ -33,7 +33,7 @@ _REPLICAS = (
     "seals: an engine that uses the store removes the tenant from its own within a minute, and "
     "deletes the file when it ends; elsewhere, delete the directory"
 )
-_ROUNDS = 20  # of records, while engines make data keys of the tenant
+_ROUNDS = 20  # maximum number of records, while engines make data keys of the tenant
 
 
 class Forgetting:
@@ -55,7 +55,7 @@ class Forgetting:
         self._policy = policy
         self._contents: list[tuple[SharedNamespace, Removals]] = []
         """Packs and requests of the tenant that are to be deleted, by namespace."""
-        # for the report
+        # numbers for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
@@ -68,25 +68,26 @@ class Forgetting:
         :raises StoreError: the medium failed, and the call can be repeated; or engines make data
             keys of the tenant all the time.
         """
-        # the index must name all content that is durable now
+        # first read the index, which must name all content that is durable now
         for namespace in self._namespaces:
             namespace.refresh()
         self._write_records()
         self._policy.announce_forgotten()
         store_keys = self._medium.keys
         keys = self._medium.records.forgotten.keys_of(self._tenant)
-        # before the deletion: the report names the keys whose blobs this attempt deletes
+        # look before the deletion, because the report names the keys whose blobs this attempt
+        # deletes
         deleted_now = keys & store_keys.undeleted()
         self._left += store_keys.destroy(keys)
         self._erase()
-        # what the index did not name, such as packs of commits in progress
+        # erase also what the index did not name, such as packs of commits in progress
         for namespace in self._namespaces:
             rest = namespace.erase_rest(self._tenant)
             self._packs += rest.packs
             self._stored_bytes += rest.stored_bytes
             self._left += rest.left
         key_ids = sorted(key_id.hex() for key_id in deleted_now)
-        # each sentence once: namespaces leave the same
+        # report each sentence once, because several namespaces may leave the same
         left = dict.fromkeys(self._left)
         return Forgotten(
             tenant=self._tenant,
@@ -111,7 +112,8 @@ class Forgetting:
         records = self._medium.records
         record = records.new(self._tenant, [])
         self._note_content(record)
-        # before the record, while the index names the blobs: afterwards, replicas lack the content
+        # erase before the record is written, while the index names the blobs: afterwards, replicas
+        # lack the content
         self._erase()
         records.write(record)
 
@@ -122,7 +124,7 @@ class Forgetting:
         :raises StoreError: they make keys all the time.
         """
         records = self._medium.records
-        # time of the first record; None: none is written yet
+        # time of the first record; None: no record is written yet
         first: float | None = None
         for _ in range(_ROUNDS):
             keys = self._keys_until(first)

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MOST_LISTS = 6  # in a row, while others replace the records
+# maximum number of lists in a row, while other processes replace the records
+_MOST_LISTS = 6
 
 
 class ForgetRecord(ArrayStruct, frozen=True):
@@ -80,11 +81,12 @@ class ForgottenTenants:
             self.records |= {record}
             self.time = max(self.time, record.time)
             self.keys |= set(record.keys)
-            # without data keys, content is forgotten up to the time of the latest record
+            # without data keys, all content up to the time of the latest record is forgotten
             if not record.keys:
                 until = self._until.get(record.tenant, -math.inf)
                 self._until[record.tenant] = max(until, record.time)
-            # last: readers in other threads first look for the tenant here, then at the rest
+            # change the tenants last: readers in other threads first look for the tenant here, then
+            # at the rest
             self.tenants |= {record.tenant}
 
     def keys_of(self, tenant: str) -> frozenset[bytes]:
@@ -107,7 +109,7 @@ class ForgottenTenants:
         if not self._until:
             return False
         digest = tenant_digest(tenant)
-        # a tenant that was never forgotten: before any time
+        # the default is before any time: the tenant was never forgotten
         until = self._until.get(digest, -1.0)
         return time <= until
 
@@ -141,9 +143,9 @@ class ForgetRecords:
             missing_before: set[str] = set()
             for _ in range(_MOST_LISTS):
                 missing = self._read_listed()
-                # A blob that vanishes after the list was replaced by one that includes it: the next
-                # list shows that one. A blob that is missing after both lists is damage, and is
-                # ignored.
+                # A blob that vanishes after the list was replaced by another that includes it, and
+                # that the next list shows. A blob that is missing after both lists is damage, and
+                # is ignored.
                 newly_missing = missing - missing_before
                 if not newly_missing:
                     self._is_read = True
@@ -158,7 +160,7 @@ class ForgetRecords:
         ones."""
         missing: set[str] = set()
         prefix = self._medium.names.forgotten
-        # stable at first: before anything is served, no record may be overlooked
+        # a stable list at first, because no record may be overlooked before anything is served
         for info in self._medium.listed(prefix, stable=not self._is_read):
             if info.name in self._read:
                 continue
@@ -167,7 +169,7 @@ class ForgetRecords:
             except BlobMissingError:
                 missing.add(info.name)
                 continue
-            # it may become readable: the next list reads it again
+            # leave it to the next list: it may become readable
             if records is None:
                 continue
             self._apply(records)
@@ -203,7 +205,7 @@ class ForgetRecords:
         :param keys: ids of the data keys to destroy.
         """
         medium = self._medium
-        # the machine's time, if the medium has never told its own
+        # use the machine's time if the medium has never told its own
         time = medium.time.time_of_use() or medium.clock.wall()
         digest = tenant_digest(tenant)
         return ForgetRecord(digest, time, tuple(sorted(keys)))
@@ -218,15 +220,16 @@ class ForgetRecords:
         with self._lock:
             names = medium.names
             present = medium.listed(names.forgotten)
-            # not those that were not read: the new blob does not include them
+            # replace only the blobs that were read, because the new blob includes no others
             replaced = [info.name for info in present if info.name in self._read]
-            # one blob for all, so that a new handle reads one
+            # write one blob with all records, so that a new handle reads one
             body = encode([*self.forgotten.records, record])
             name = names.new_record(medium.clock.random)
             written = medium.put_sealed(name, body, NO_NAMESPACE)
             self._read.add(name)
             self._apply([record])
-            # Only now: the blob that includes them is durable. Undeleted ones do no harm.
+            # Delete the replaced blobs only now that the blob which includes them is durable. A
+            # blob that stays does no harm.
             with suppress(StoreError):
                 medium.blobs.delete(replaced)
             return self._listed_time(written)
@@ -265,7 +268,7 @@ class ForgetRecords:
             return
         with self._lock:
             refused = self._to_refuse & tenants_of(batch)
-            # their next batch is accepted
+            # accept the next batch of these tenants
             self._to_refuse -= refused
         if refused:
             raise TenantForgottenError(refused)

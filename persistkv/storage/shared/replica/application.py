@@ -86,7 +86,7 @@ from persistkv.storage.shared.replica.rows import (
 )
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
-# keys blob, offset, length, 0: the part of a request's entry that ``_content_digest`` packs
+# place of a request's keys, for ``_content_digest``: blob of the keys, offset, length, 0
 _PLACE = struct.Struct("<16sQQQ")
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Application:
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
-        # more than the change log keeps, as in an object with the whole index
+        # the change log does not keep so many, such as those of an object with the whole index
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:
@@ -130,7 +130,7 @@ class Application:
             self._drop_request(dropped)
         for pin in delta.pins:
             self._pin(pin)
-        # last: an object may add and end the same pack
+        # apply tombstones last, because an object may add and end the same pack
         for tombstone in delta.removed:
             self._end_blob(tombstone)
         self._catalogue.finish()
@@ -141,7 +141,7 @@ class Application:
         if not self._growth_bytes:
             return
         before = read_bytes(self._rows)
-        # not negative, also if rows are damaged
+        # never negative, even if rows are damaged
         total = max(0, before + self._growth_bytes)
         self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
@@ -154,7 +154,7 @@ class Application:
         is_held = rows.get(BLOBS, entry.name) is not None
         if not is_ended and not is_held:
             self._add_blob(entry)
-        # also if the blob is not added: another one may hold the pack, now or later
+        # record the use even if the blob is not added: another blob may hold the pack, now or later
         self._use(entry.pack_id, entry.time)
 
     def _add_many(self, entries: Sequence[PackEntry]) -> list[PackEntry]:
@@ -174,7 +174,8 @@ class Application:
                 others.append(entry)
         additions.write(self._rows, self._namespace)
         self._growth_bytes += additions.counted
-        # the transaction from before has read totals without these packs, and would write them
+        # begin another transaction: the old one has read totals without these packs, and would
+        # overwrite the new totals
         self._catalogue = CatalogTransaction(
             self._rows, None, self._namespace, order=self._order
         )
@@ -207,13 +208,13 @@ class Application:
         pack_names = [self._namespace + pack_id for pack_id in pack_ids]
         blob_names = [entry.name for entry in entries]
 
-        # used before they have arrived
+        # packs whose uses have arrived before the packs themselves
         known = set(rows.existing(EARLY, pack_ids))
         ended_blobs = rows.existing(TOMBSTONES, blob_names)
         known.update(name[:ID_BYTES] for name in ended_blobs)
         held_packs = rows.existing(PACKS, pack_names)
         known.update(name[ID_BYTES:] for name in held_packs)
-        # named by requests; a new replica has none, and needs no search for each pack
+        # packs that requests name; a new replica has no requests, and needs no search for each pack
         if rows.count(LINKS):
             for name in pack_names:
                 if rows.has_prefix(LINKS, name):
@@ -239,7 +240,7 @@ class Application:
             return
         if shown is not None:
             self._hide(shown)
-        # without the table, which the catalogue has now
+        # leave the table out, because the catalogue has it now
         row = BlobRow(counted, b"")
         put_blob_row(rows, entry.name, row)
         self._show(table)
@@ -270,9 +271,9 @@ class Application:
         last_use = read_time(rows, EARLY, pack_id)
         rows.delete(EARLY, pack_id)
         if last_use is None:
-            # for now: ``_add_pack`` records the use at the time of the entry next
+            # for now, because ``_add_pack`` records the use at the time of the entry next
             last_use = 0.0
-        # the catalogue, whose order this is, lists the pack as used at this time
+        # the order belongs to the catalogue, which lists the pack as used at this time
         self._order.set_time(last_use)
         batch = CommitBatch([PlacedPack(table)])
         self._catalogue.add(batch)
@@ -291,7 +292,7 @@ class Application:
         """Remove a pack from the catalogue; keep the time of its last use, for another blob of it
         that is held or may arrive."""
         use = self._order.use(self._namespace + pack_id)
-        # ``EARLY`` has the times of packs that the catalogue does not list
+        # a pack that the catalogue does not list has its time in ``EARLY``
         if use is not None:
             row = TIME.pack(use.time)
             self._rows.put(EARLY, pack_id, row)
@@ -300,7 +301,7 @@ class Application:
     def _use(self, pack_id: bytes, time: float) -> None:
         """Record a use of a pack, also if the pack arrives later."""
         self._order.set_time(time)
-        # False: the catalogue does not list the pack
+        # False if the catalogue does not list the pack
         is_held = self._order.touch(self._namespace + pack_id)
         if not is_held:
             write_later_time(self._rows, EARLY, pack_id, time)
@@ -309,13 +310,13 @@ class Application:
         """Remove a blob of a pack for good; if another blob holds the pack, show that one."""
         rows = self._rows
         name = tombstone.name
-        # also if the blob is not held: it is refused when it arrives
+        # record the tombstone even if the blob is not held, so that it is refused when it arrives
         write_later_time(rows, TOMBSTONES, name, tombstone.time)
         if rows.get(BLOBS, name) is None:
             return
 
         pack_id = name[:ID_BYTES]
-        # before its row is deleted
+        # look before the row of the blob is deleted
         was_shown = shown_name(rows, pack_id) == name
         self._growth_bytes -= blob_row(rows, name).counted
         rows.delete(BLOBS, name)
@@ -330,7 +331,7 @@ class Application:
             return
         hidden = blob_row(self._rows, successor)
         table = PackTable.parse(hidden.table)
-        # from now on, the catalogue has the table
+        # the catalogue has the table from now on
         shown = hidden._replace(table=b"")
         put_blob_row(self._rows, successor, shown)
         self._show(table)
@@ -341,18 +342,18 @@ class Application:
         """Write a request, unless a newer version of it is known. One that was dropped later is not
         shown."""
         packs = split_ids(entry.packs)
-        # also of an old version: uses do not depend on the order
+        # record the uses even for an old version, because their order of arrival does not matter
         for pack_id in packs:
             self._use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
         content_digest = _content_digest(entry)
-        # of equal versions, the greater digest counts: all replicas choose the same one
+        # of equal versions, the greater digest counts, so that all replicas choose the same one
         held_write = (before.written, before.content_digest)
         this_write = (entry.version, content_digest)
         if this_write <= held_write:
             return
         manifest = self._manifest_of(entry)
-        # damaged or forgotten: as if it had not arrived
+        # a damaged or forgotten entry is handled as if it had not arrived
         if manifest is None:
             return
         updated = before._replace(
@@ -361,7 +362,7 @@ class Application:
             time=max(before.time, entry.time),
         )
         write_version(self._rows, entry.digest, updated)
-        # otherwise, a later deletion is known
+        # only if no later deletion is known
         if updated.is_alive:
             write = ManifestWrite(manifest, (), packs)
             self._show_request(entry, write, updated)
@@ -375,11 +376,11 @@ class Application:
         """Write a request to the catalogue, in place of its version from before."""
         name = manifest_row(self._namespace, write.manifest.id)
         self._forget_bytes(name)
-        # the catalogue, whose order this is, lists the request as written at this time
+        # the order belongs to the catalogue, which lists the request as written at this time
         self._order.set_time(entry.time)
         batch = CommitBatch(manifests=[write])
         self._catalogue.add(batch)
-        # in place of the row that ``add`` wrote, without keys: these are in a blob
+        # replace the row that ``add`` wrote without keys, which are in a blob
         self._write_place(name, entry)
         self._catalogue.pin(name, version.is_pinned)
 
@@ -424,7 +425,7 @@ class Application:
         write_version(self._rows, dropped.digest, updated)
         name = self._namespace + dropped.digest
         if updated.is_alive:
-            # a later version stays, but the deletion may end its pin
+            # a later version of the request stays, but the deletion may end its pin
             self._catalogue.pin(name, updated.is_pinned)
         elif before.is_alive:
             self._forget_bytes(name)
@@ -433,7 +434,7 @@ class Application:
     def _pin(self, pin: Pin) -> None:
         """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
-        # of a pin and an unpin with equal versions, the pin counts: True is greater
+        # of a pin and an unpin with equal versions, the pin counts, because True is greater
         held_pin = (before.pin_version, before.was_pin)
         this_pin = (pin.version, pin.pinned)
         if this_pin <= held_pin:
@@ -501,11 +502,11 @@ class _Additions:
 
         new = self._new
         name = namespace + entry.pack_id
-        # the number of this change, as counted just now
+        # the number of this change, which was counted just now
         sequence = SEQUENCE.pack(self._state.sequence)
         pack_row = sequence + entry.body
         new[PACKS].append((name, pack_row))
-        # without the table, which the catalogue has
+        # leave the table out, because the catalogue has it
         blob = BlobRow(counted, b"")
         new[BLOBS].append((entry.name, blob.encode()))
         use = self._use_of(head, entry.time)
@@ -537,7 +538,7 @@ class _Additions:
         if head.tenant != DEFAULT_TENANT:
             tenant = tenant_digest(head.tenant)
         order = self._order
-        # computes ``moment``, the number of this time in the order
+        # sets ``moment``, the number of this time in the order
         order.set_time(time)
         return Use(
             moment=order.moment,
@@ -551,7 +552,7 @@ class _Additions:
     def write(self, rows: TableRows, namespace: bytes) -> None:
         """Write the rows of all added packs, and the totals."""
         for table, new in self._new.items():
-            # LMDB adds rows that are in the order of the table faster
+            # LMDB adds rows faster if they are in the order of the table
             new.sort()
             rows.put_many(table, new)
         rows.put(STATES, namespace, self._state.encode())

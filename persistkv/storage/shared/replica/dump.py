@@ -56,7 +56,7 @@ def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[
             num_bytes = 0
         part.append(entry)
         num_bytes += length
-    # the rest; of an empty replica, an empty delta
+    # yield what is left; for an empty replica, this is an empty delta
     yield _delta(part)
 
 
@@ -86,7 +86,7 @@ def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
         yield Tombstone(name, time)
     for digest, version in read_versions(rows):
         yield from _request_entries(rows, namespace, digest, version)
-    # uses of packs that have not arrived, or that are between two blobs
+    # also uses of packs that have not arrived, or that no blob holds at present
     for key, row in rows.range(EARLY, b""):
         pack_id = bytes(key)
         (time,) = TIME.unpack(row)
@@ -102,7 +102,7 @@ def _request_entries(
     """Iterate over what describes a request: its deletion, pin and newest version."""
     if version.dropped:
         yield Dropped(digest, version.dropped, version.time)
-    # otherwise, the deletion covers the pin
+    # leave out a pin that a later deletion covers
     if version.pin_version > version.dropped:
         yield Pin(digest, version.pin_version, version.was_pin)
     if version.is_alive:
@@ -155,7 +155,7 @@ def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
         nonce = bytes(blob_name[ID_BYTES:])
         name = namespace + pack_id
         blob = decode_blob_row(bytes(row))
-        # empty in the row of the blob that the catalogue shows, and whose table it has
+        # the row of the blob that the catalogue shows has no table: the catalogue has it
         table = blob.table or shown_table(rows, name)
         use_row = rows.get(USES, name)
         use = Use.decode(use_row)

@@ -18,7 +18,7 @@ from persistkv.storage.shared.replica.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-_MOST_REPLICAS = 64  # per namespace and machine
+_MOST_REPLICAS = 64  # maximum number of replicas of one namespace on one machine
 # file in the directory of a replica that was closed and kept
 _CLEAN_MARKER = "clean"
 
@@ -60,8 +60,8 @@ class ReplicaFolder:
         """
         try:
             self._acquire()
-            # ``close`` creates it. It is absent while the replica is open, so a process that is
-            # killed leaves none.
+            # ``close`` creates the marker. It is absent while the replica is open, so a process
+            # that is killed leaves none.
             marker = self.path / _CLEAN_MARKER
             if not marker.exists():
                 self._clear()
@@ -78,7 +78,7 @@ class ReplicaFolder:
         try:
             return Replica(self.path, namespace, self._seal, self._forgotten)
         except StoreError:
-            # if that fails, the second attempt raises
+            # if the removal fails, the second attempt to open the replica raises
             with suppress(OSError):
                 self._clear()
             return Replica(self.path, namespace, self._seal, self._forgotten)
@@ -89,7 +89,7 @@ class ReplicaFolder:
         is_kept = keep and not replica.has_traces and self._temporary is None
         try:
             replica.close(keep=is_kept)
-            # after the files are complete
+            # write the marker after the files are complete
             if is_kept:
                 marker = self.path / _CLEAN_MARKER
                 marker.touch()
@@ -107,7 +107,7 @@ class ReplicaFolder:
         :raises OSError: all are in use, or cannot be made.
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # The lock of a directory is free if the process that used it before has ended.
+        # Take the first directory whose lock is free: the process that used it before has ended.
         for number in range(_MOST_REPLICAS):
             lock = os.open(
                 self._folder / f"{number}.lock",

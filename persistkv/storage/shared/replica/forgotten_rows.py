@@ -22,7 +22,7 @@ from persistkv.storage.shared.forgetting.records import ForgottenTenants
 from persistkv.storage.shared.replica.rows import KeysRow, read_version
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
-# digest of its name
+# digest of the default tenant's name
 _DEFAULT_TENANT = tenant_digest(DEFAULT_TENANT)
 
 
@@ -51,8 +51,8 @@ class ForgottenRows(NamedTuple):
             use = Use.decode(row)
             if use is None:
                 continue
-            # First the tenant, by the digest of its name, which needs no read of the table. The
-            # row of a pack of the default tenant has none.
+            # First compare the tenant, by the digest of its name, which needs no read of the table.
+            # The row of a pack of the default tenant has no digest.
             owner = use.tenant or _DEFAULT_TENANT
             if owner not in forgotten.tenants:
                 continue
@@ -62,7 +62,8 @@ class ForgottenRows(NamedTuple):
             head = table_head(encoded_table)
             if head is None:
                 continue
-            # the tenant may have other content, under a new data key or used later
+            # a forgotten tenant may have content that is not covered: under a new data key, or used
+            # later
             if not forgotten.covers(head.tenant, head.data_key, use.time):
                 continue
             table = pack_table(name, pack_row)
@@ -73,7 +74,7 @@ class ForgottenRows(NamedTuple):
         """Yield all requests, forgotten or not."""
         for key, row in self.rows.starting_with(MANIFEST_KEYS, self.namespace):
             keys = KeysRow.decode(row)
-            # a damaged row: the blob of the keys is unknown
+            # the row is damaged, so the blob of the keys is unknown
             if keys is None:
                 continue
             digest = bytes(key[ID_BYTES:])
@@ -85,10 +86,10 @@ class ForgottenRows(NamedTuple):
 
         :param data_key: id of the data key that seals the request; ``PLAIN_KEY``: none does.
         """
-        # each tenant has data keys of its own: the head, which may not open, is not needed
+        # each tenant has data keys of its own, so the head, which may not open, need not be read
         if data_key != PLAIN_KEY:
             return data_key in self.forgotten.keys
-        # without a key, the tenant and the time of its last use decide; only the head has them
+        # without a key, the tenant and the time of the last use decide, which only the head has
         head = self.rows.get(MANIFESTS, self.namespace + digest)
         manifest = decoded(decode_manifest, head)
         if manifest is None:

@@ -55,8 +55,8 @@ def evict(
     :param order: of the transaction.
     :param at_most: maximum number of packs and requests, of each tenant and altogether.
     """
-    # The transaction asks after each eviction whether the goal is met.
-    # Tenants first: evicting their excess makes room in the capacity, too.
+    # The transaction asks after each eviction whether the goal is met. Begin with the tenants,
+    # because evicting their excess makes room in the capacity, too.
     for tenant, bound in sorted(limits.tenants.items()):
         goal = _Goal(
             bound=bound,
@@ -89,7 +89,7 @@ class _Goal(NamedTuple):
         next_candidate = next(self.candidates(), None)
         if next_candidate is None:
             return True
-        # It decides alone: those after it were used later, or have a higher priority.
+        # The first candidate decides alone: later ones were used later, or have a higher priority.
         _, row = next_candidate
         return row.time >= self.bound.horizon
 
@@ -115,10 +115,11 @@ class _WholeBytes:
     def __call__(self) -> int:
         """Return the bytes after the removals so far."""
         rows = self._rows
-        # called after each eviction: subtract only the packs that were removed since the last call
+        # this runs after each eviction: subtract only the packs that were removed since the last
+        # call
         newly_removed = self._removed[self._counted :]
         for pack_name in newly_removed:
-            # the name is namespace and pack id
+            # a name is the namespace and the pack id
             pack_id = pack_name[ID_BYTES:]
             for blob_name in names_of(rows, pack_id):
                 self._num_bytes -= blob_row(rows, blob_name).counted

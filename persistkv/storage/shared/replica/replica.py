@@ -90,15 +90,17 @@ _SEALED_TABLES = SEALED_TABLES | {BLOBS}
 _KIND_ROW = b"kind"
 _KIND = b"persistkv replica 1"
 
-# 64 GiB of address space, 30 times an index of a million packs. A process has 128 TiB: room for the
-# replicas of 2,000 namespaces; with 1 TiB each, the 138th could not be opened
+# 64 GiB of address space, which is 30 times an index of a million packs. A process has 128 TiB,
+# enough for the replicas of 2,000 namespaces.
 MAP_BYTES = 64 << 30
-_LEAST_MAP_BYTES = 1 << 30  # 1 GiB
+# 1 GiB: minimum of the same, if the process may not have more
+_LEAST_MAP_BYTES = 1 << 30
 _READERS = 126
-# in place of a name in ``Replica.apply``: the content is in no index object yet
+# stands for a name in ``Replica.apply``: the content is in no index object yet
 NO_OBJECT = ""
-_FORGOTTEN_AT_ONCE = 256  # packs or requests that one transaction removes
-# wait of ``close`` for transactions, which take milliseconds except that of a base
+# maximum number of packs or requests that one transaction removes
+_FORGOTTEN_AT_ONCE = 256
+# seconds for which ``close`` waits for transactions; all but that of a base take milliseconds
 _CLOSE_S = 5.0
 
 
@@ -241,8 +243,8 @@ class Replica:
         try:
             txn = self._env.begin(write=write, buffers=True)
             try:
-                # Sealed with the data key of the store, not with those of tenants: when one of
-                # these is destroyed, its rows must still open, because totals are computed from
+                # Seal with the data key of the store, not with those of tenants: when the key of a
+                # tenant is destroyed, its rows must still open, because totals are computed from
                 # them.
                 yield TableRows(
                     txn, self._databases, self._seal, _SEALED_TABLES, of_tenants=False
@@ -338,7 +340,7 @@ class Replica:
         million packs.
         """
         with self.rows() as rows:
-            # all packs and bytes, pinned ones included, for the average size
+            # count all packs and bytes, pinned ones included, for the average size
             packs = read_state(rows, self.namespace).packs
             total = read_bytes(rows)
             order = rows.range(ORDER, b"")
@@ -350,7 +352,7 @@ class Replica:
         name."""
         with self.rows() as rows:
             totals = Quotas(rows).at(tenant)
-            # each is the digest, and then a key as in ``ORDER``
+            # each key is the digest, followed by a key as in ``ORDER``
             keys = rows.starting_with(TENANT_ORDER, tenant)
             moments = _moments(key[TAG_BYTES:] for key, _ in keys)
         if totals is None:
@@ -380,8 +382,8 @@ class Replica:
 
     def plan(self, batch: CommitBatch) -> CommitPlan:
         """Return the packs that a commit of the batch must upload and remove; change nothing."""
-        # Tried out and rolled back: the replica changes when the index object of the commit is
-        # applied.
+        # Try the removals out and roll them back: the replica changes when the index object of the
+        # commit is applied.
         with self.rows(write=True, abort=True) as rows:
             transaction = CatalogTransaction(
                 rows,
@@ -390,7 +392,7 @@ class Replica:
                 keep=kept_names(self.namespace, batch),
                 order=TimedOrder(rows),
             )
-            # before the removals, which are changes: the cursor moves behind them
+            # read the cursor before the removals, which move it on
             cursor = transaction.cursor
             deletions = CommitBatch(
                 deletions=batch.deletions,
@@ -398,16 +400,16 @@ class Replica:
                 manifest_deletions=batch.manifest_deletions,
             )
             transaction.remove(deletions)
-            # after the removals: a bad pack that the batch also writes is missing now
+            # look after the removals: a bad pack that the batch also writes is missing now
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
-                # a batch may have a pack twice
+                # only the first one, because a batch may have a pack twice
                 missing.setdefault(pack.pack_id, pack)
             pins = self._held_pins(rows, batch)
             removals = _removals(rows, transaction)
             # the new blobs of missing packs replace the damaged ones
             blobs_to_remove = [*removals.packs, *_blobs_of(rows, missing)]
-            # each once: those of bad packs are in both lists
+            # name each blob once: those of bad packs are in both lists
             removals.packs = list(dict.fromkeys(blobs_to_remove))
         packs_to_upload = list(missing.values())
         return CommitPlan(cursor, packs_to_upload, removals, pins)
@@ -437,13 +439,13 @@ class Replica:
             those that are evicted from each tenant with a quota, and for those that are evicted to
             reach the capacity.
         """
-        # tried out and rolled back, as in ``plan``
+        # try the evictions out and roll them back, as in ``plan``
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             transaction = CatalogTransaction(
                 rows, payloads=None, namespace=self.namespace, order=order
             )
-            # expired content first: it may leave nothing to evict
+            # remove expired content first, which may leave nothing to evict
             if now:
                 order.set_time(now)
                 transaction.expire(limits.ttl_s, at_most)
@@ -457,7 +459,7 @@ class Replica:
         dropped: list[Dropped] = []
         versions = self.versions(removals.manifests)
         for digest, version in versions.items():
-            # 0: unknown here, so there is nothing to delete
+            # the version is 0 if the request is unknown here, so there is nothing to delete
             if version:
                 dropped.append(Dropped(digest, version, time))
         return Delta(removed=removed, dropped=dropped)
@@ -478,16 +480,16 @@ class Replica:
             for name, delta in objects:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
-                # an includer that is known stays: an earlier delta or call has named it
+                # keep a known includer, which an earlier delta or call has named
                 if name != NO_OBJECT and name not in includers:
                     includers[name] = self.contained.get(name, NO_INCLUDER)
-                # The delta has the content of these objects, so they are not read any more. Of
-                # several includers, the last one is recorded.
+                # The delta has the content of the objects that it includes, so they are not read
+                # any more. Of several includers, record the last one.
                 for included in delta.includes:
                     includers[included] = name
             self._put_includers(rows, includers)
             cursor_after = read_state(rows, self.namespace).cursor
-        # after the transaction: it may fail
+        # only after the transaction, which may fail
         self.contained.update(includers)
         return cursor_before, cursor_after
 
@@ -531,8 +533,8 @@ class Replica:
     def content_of(self, forgotten: ForgottenTenants) -> Removals:
         """Return the packs and requests of forgotten tenants in the replica."""
         found = Removals()
-        # nonces of the blobs with the keys of forgotten requests, and of all others; one blob has
-        # the keys of all requests of a commit
+        # nonces of the blobs with the keys of forgotten requests, and of those with the keys of all
+        # other requests. One blob has the keys of all requests of a commit.
         key_blobs: set[bytes] = set()
         kept_key_blobs: set[bytes] = set()
         with self.rows() as rows:
@@ -554,7 +556,7 @@ class Replica:
 
         :raises StoreError: the replica failed; some may be removed.
         """
-        # records are only added
+        # records are only added, so their number shows whether there are new ones
         num_records = len(self._forgotten.records)
         if num_records == self._num_applied_records:
             return
@@ -564,11 +566,12 @@ class Replica:
         removals = self.tombstones(content, self._forgotten.time)
         packs = removals.removed
         requests = removals.dropped
-        # in several transactions: commits wait while one runs
+        # in several transactions, because commits wait while one runs
         for start in range(0, max(len(packs), len(requests)), _FORGOTTEN_AT_ONCE):
             end = start + _FORGOTTEN_AT_ONCE
             part = Delta(removed=packs[start:end], dropped=requests[start:end])
-            # in no object: other replicas refuse the content by the same records
+            # the removal is in no object, because other replicas refuse the content by the same
+            # records
             self.apply([(NO_OBJECT, part)])
         self._num_applied_records = num_records
 
@@ -610,7 +613,7 @@ class Replica:
             if not has_ended:
                 raise StoreError(f"{self._directory}: the replica is in use")
         try:
-            # commits are not synced (``_open``)
+            # sync now, because commits are not synced (``_open``)
             if keep:
                 self._env.sync(True)
         except lmdb.Error as error:
@@ -627,10 +630,10 @@ def _moments(keys: Iterable[Buffer]) -> list[int]:
     moments: list[int] = []
     for key in keys:
         _, moment, _, kind, _ = ORDER_KEY.unpack(key)
-        # requests do not count
+        # count packs only
         if kind == PACK:
             moments.append(moment)
-    # those of low priority come first in the order, whatever their age
+    # sort by time: packs of low priority come first in the order, whatever their age
     moments.sort()
     return moments
 
@@ -650,11 +653,11 @@ def _steps(
     :param moments: when each pack that is not pinned was last used, ascending (``_moments``).
     :param num_bytes: of all packs, pinned ones included, whose number is ``packs``.
     """
-    # steps with about the same number of packs each
+    # make steps with about the same number of packs each
     num_steps = min(points, len(moments))
     ages: list[tuple[float, int]] = []
     for step in range(1, num_steps + 1):
-        # packs up to this step
+        # number of packs up to this step
         num_packs = len(moments) * step // num_steps
         last_moment = moments[num_packs - 1]
         time = TimedOrder.time_of(last_moment)
@@ -682,10 +685,10 @@ def _removals(rows: TableRows, transaction: CatalogTransaction) -> Removals:
     index of one namespace leaves out the namespace (the first ``ID_BYTES``), and names each blob of
     a pack.
     """
-    # each name once, although the transaction lists it for each removal
+    # name each pack once, although the transaction lists it for each removal
     removed_packs = dict.fromkeys(transaction.removed)
     removed_requests = dict.fromkeys(transaction.dropped)
-    # of the removed packs, without damaged ones
+    # tables of the removed packs, without damaged ones
     tables = list(transaction.evicted)
 
     removals = Removals(tables=tables)
@@ -717,7 +720,7 @@ def _open(directory: Path, size: int) -> lmdb.Environment:
                 map_size=size,
                 max_dbs=len(REPLICA_TABLES),
                 max_readers=_READERS,
-                # a replica that did not end cleanly is not used again
+                # without syncs, because a replica that did not end cleanly is not used again
                 sync=False,
                 metasync=False,
             )

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from persistkv.storage.catalog.rows import META, PACKS, SEQUENCE, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 
-# name → ``BlobRow``. The table is left out for the blob that the catalogue shows
+# name of a blob → ``BlobRow``, without the table for the blob that the catalogue shows
 BLOBS = "blobs"
-TOMBSTONES = "tombstones"  # name → time
+TOMBSTONES = "tombstones"  # name of a blob → time of its tombstone
 EARLY = "early"  # pack id → time of the last use of a pack that is not held
 VERSIONS = "versions"  # digest → ``Version``
 CONTAINED = "contained"  # name of an index object → its includer (``encode_includer``)
@@ -24,8 +24,9 @@ REPLICA_TABLES = (*TABLES, BLOBS, TOMBSTONES, EARLY, VERSIONS, CONTAINED)
 TIME = struct.Struct("<d")
 _KEYS = struct.Struct("<16sQQQ8s")  # ``KeysRow``
 BYTES = struct.Struct("<q")
-BYTES_ROW = b"bytes"  # in ``META``: what the namespace takes on the medium
-OVERHEAD_BYTES = 256  # of a pack or request, for its rows in index objects
+# key in ``META`` of the number of bytes that the namespace takes on the medium
+BYTES_ROW = b"bytes"
+OVERHEAD_BYTES = 256  # bytes that a pack or request takes for its rows in index objects
 _BLOB = struct.Struct("<Q")  # bytes that the blob counts for
 _VERSION = struct.Struct("<Q16sQQ?d")
 
@@ -102,7 +103,7 @@ def encode_includer(includer: str) -> bytes:
     """Return the value of a row in ``CONTAINED``; ``NO_INCLUDER``: no object includes this one."""
     if includer == NO_INCLUDER:
         return b"\0"
-    # the first byte: an includer's name follows
+    # the first byte says that the name of an includer follows
     return b"\1" + includer.encode()
 
 
@@ -117,7 +118,7 @@ def shown_table(rows: TableRows, name: bytes) -> bytes:
     :param name: namespace and pack id.
     """
     row = rows.get(PACKS, name) or b""
-    # behind the number of the change that added the pack
+    # the table follows the number of the change that added the pack
     return bytes(row)[SEQUENCE.size :]
 
 
@@ -130,7 +131,7 @@ def names_of(rows: TableRows, pack_id: bytes) -> list[bytes]:
 def shown_name(rows: TableRows, pack_id: bytes) -> bytes | None:
     """Return the name of the blob that the catalogue shows for a pack: the smallest; None: there is
     none."""
-    # the first key from the pack id on may be that of another pack
+    # the first key from the pack id on may be the key of another pack
     name = rows.first(BLOBS, pack_id)
     if name is None or not name.startswith(pack_id):
         return None

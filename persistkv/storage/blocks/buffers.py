@@ -29,7 +29,7 @@ def regions_of(
         ``writable``.
     """
     found: list[list[memoryview]] = []
-    # plain loops: a job has hundreds of blocks, and each microsecond per block costs it 5 %
+    # plain loops, because a job has hundreds of blocks, and each microsecond per block costs 5 %
     for block in blocks:
         parts = block if isinstance(block, (list, tuple)) else (block,)
         regions: list[memoryview] = []

@@ -59,7 +59,7 @@ class CompletionQueue:
             taken = list(self._ended)
             self._ended.clear()
             if self._fd >= 0 and clear:
-                # raised if it is not readable: nothing was added, or its owner has read it
+                # BlockingIOError means that nothing was added, or that its owner has read it
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
         return taken

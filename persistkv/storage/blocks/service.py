@@ -105,7 +105,7 @@ class BlockService:
         except Exception:
             logger.exception("internal error: the store answers no more calls")
             self.has_failed = True
-            # the running calls wait for work that is not done any more
+            # cancel the running calls: they wait for work that is not done any more
             for call in self._calls:
                 call.cancel()
 
@@ -122,7 +122,7 @@ class BlockService:
         report = self.store.take_report()
         for request, is_whole in report.persisted:
             end = self._open_ends.pop(request, None)
-            # a call that was cancelled no longer waits for it
+            # skip an end for which a cancelled call no longer waits
             if end is None or end.done():
                 continue
             end.set_result(is_whole)
@@ -137,7 +137,7 @@ class BlockService:
         after the return."""
         store = self.store
         keys = job.keys
-        # all are durable: only their use is recorded
+        # all blocks are durable: record their use only
         if not store.index.absent(keys):
             store.touch(keys)
             return [True] * len(keys)
@@ -146,7 +146,7 @@ class BlockService:
             places = self._register(memory)
             try:
                 is_whole = True
-                # a pack, and a context, has blocks of one tenant
+                # one call for each tenant, because a pack and a context have blocks of one tenant
                 for tenant in job.positions:
                     is_durable = await self._put(job, tenant, places)
                     is_whole = is_whole and is_durable
@@ -175,8 +175,8 @@ class BlockService:
             depths = [job.depth + position for position in positions]
         request = secrets.token_hex(16)
         accepted = await self.store.put(request, keys, own_places, depths, tenant)
-        # no ``await`` before the end of the request: the commit task, which runs during an
-        # ``await``, then writes blocks and manifest in one transaction
+        # End the request without an ``await`` in between, during which the commit task could run:
+        # so one transaction has both the blocks and the manifest.
         group_keys = {job.group: keys}
         end = self._end(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
@@ -202,7 +202,7 @@ class BlockService:
         for group in range(num_groups):
             keys_of_group = keys.get(group, ())
             group_keys.append(list(keys_of_group))
-        # the groups have blocks of the same tokens
+        # the largest number, because all groups have blocks of the same tokens
         num_blocks = max(map(len, group_keys))
         end = RequestEnd(
             request=request,
@@ -222,7 +222,8 @@ class BlockService:
         block. The memory of other keys has undefined content. No memory is in use after the
         return."""
         with self._call():
-            # memory is registered only for as many loads as can run: others wait here
+            # wait for a slot before memory is registered, so that it is registered for running
+            # loads only
             async with self._load_slots:
                 places = self._register(memory)
                 try:
@@ -239,7 +240,7 @@ class BlockService:
         absent_keys = self.store.index.absent(keys)
         absent = set(absent_keys)
         if touch and len(absent) < len(keys):
-            # it ignores absent keys
+            # absent keys are ignored
             self.store.touch(keys)
         return [key not in absent for key in keys]
 
@@ -250,7 +251,7 @@ class BlockService:
     async def delete(self, keys: Keys) -> list[bool]:
         """Delete blocks; return for each key whether it was held."""
         with self._call():
-            # staged blocks would be stored after the deletion
+            # flush first, because staged blocks would be stored after the deletion
             await self.store.flush()
             held = await self.store.delete(keys)
         return [key in held for key in keys]
@@ -281,10 +282,11 @@ class BlockService:
         catalogue = self.store.catalogue
         with self._call():
             async with self.store.committer.turn:
-                is_pinned = False  # from now on
+                is_pinned = False  # unpinned from now on
                 batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
-                # others may have committed since the last refresh
+                # not with the cursor, because other processes may have committed since the last
+                # refresh
                 await catalogue.committed([], result, follows_cursor=False)
 
     # Content
@@ -313,7 +315,7 @@ class BlockService:
         self._take_report()
         events = self._unread_events
         self._unread_events = StoreReport()
-        # A key whose pack was replaced by another one is still durable: its removal is no event.
+        # Leave out keys whose pack was replaced by another one: they are still durable.
         removed = self.store.index.absent(events.removed)
         return StoreEvents(
             stored=_split(events.stored),
@@ -346,7 +348,7 @@ class BlockService:
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait([self._running])
-        # these may block: no other task needs the loop any more
+        # these calls may block, because no other task needs the loop any more
         self.store.catalogue.threads.close()
         self.store.close()
 

@@ -107,7 +107,7 @@ class BlockStore:
         except BaseException:
             threads.close()
             raise
-        # such as that the store holds other identities only
+        # a notice says, for example, that the store holds other identities only
         if self._store.notice:
             logger.warning("%s", self._store.notice)
         self._service = BlockService(
@@ -292,7 +292,7 @@ class BlockStore:
         try:
             return self._result(call, len(keys), deadline)
         finally:
-            # from now on, no block is copied from the caller's memory
+            # revoke the copies: no block is copied from the caller's memory from now on
             copies.revoke()
 
     def get(
@@ -330,11 +330,11 @@ class BlockStore:
         read = self._service.get(full, copies)
         call = self._start(read, copies.release)
         try:
-            # only waits: at the deadline, the results of the call are not known, but some blocks
-            # may have been copied
+            # Only wait: at the deadline, the results of the call are not known, but some blocks may
+            # have been copied.
             self._result(call, len(keys), deadline)
         finally:
-            # blocks that are read from now on do not reach the caller's memory
+            # revoke the copies: blocks that are read from now on do not reach the caller's memory
             is_copied = copies.revoke()
         return is_copied
 
@@ -354,7 +354,7 @@ class BlockStore:
         job = self._put_job(keys, group, depth, labels, retention)
         regions = self._regions(job.keys, blocks, group)
         num_bytes = self._num_bytes(job)
-        # refused at once: the call must not wait
+        # refuse at once, because the call must not wait
         if not self._queued.add(num_bytes):
             number = completions.new_number()
             results = self._refuse(len(keys))
@@ -450,7 +450,7 @@ class BlockStore:
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
-        # the pin may cover a part of the blocks
+        # remove the pin, which may cover a part of the blocks
         self.unpin(pin, timeout_s=timeout_s)
         return None
 
@@ -536,7 +536,7 @@ class BlockStore:
         :param end: called when it has ended, or when this method raises.
         """
         try:
-            # in a child, another thread may hold the lock for ever
+            # check before the lock is acquired: in a forked child, a thread may hold it for ever
             if os.getpid() != self._pid:
                 raise HostError(
                     "this store was opened before a fork; open it again in the child"
@@ -565,7 +565,7 @@ class BlockStore:
         except TimeoutError:
             self.counters.expired_calls += 1
             raise StoreTimeoutError(timeout_s or 0.0) from None
-        # by ``BlockService.run``, which has failed
+        # ``BlockService.run`` has cancelled the call, because it has failed
         except CancelledError:
             raise StoreError("the store has failed: see the log") from None
 
@@ -637,7 +637,7 @@ class BlockStore:
         positions: dict[str, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(tenant_of(key), []).append(position)
-        # the names come from the caller's function
+        # check the names, which come from the caller's function
         for tenant in positions:
             check_tenant("tenant_of", tenant)
         return dict(positions)
@@ -679,7 +679,7 @@ def _complete(
     """Add a completion when a call has ended."""
 
     def end(ended: Future[list[bool]]) -> None:
-        # a call that failed has a completion, too: its caller waits for one
+        # a failed call gets a completion, too, because its caller waits for one
         results = [False] * num_keys
         if ended.cancelled():
             logger.error("call %d was cancelled", number)

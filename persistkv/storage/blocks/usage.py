@@ -55,7 +55,7 @@ class UsageLedger:
         for pack_id in changes.removed:
             self._remove(pack_id)
         for table in changes.added:
-            # it may have been written again under the same id
+            # the pack may have been written again under the same id
             self._remove(table.pack_id)
             self._packs[table.pack_id] = (table.tenant, table.payload_length)
             self.totals[table.tenant] += table.payload_length

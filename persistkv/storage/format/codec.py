@@ -132,14 +132,15 @@ class PlanesCodec(Codec):
         import zstandard
 
         count = len(raw) // self.width
-        # fewer bytes than one value: the stored form is the tail alone
+        # there is less than one value, so the stored form is the tail alone
         if not count:
             return raw
-        # Shifts and casts of whole values: NumPy's strided copies of single bytes reach a fifth of
-        # that speed.
+        # Shift and cast whole values: NumPy's strided copies of single bytes are five times as
+        # slow.
         values = np.frombuffer(raw, dtype=f"<u{self.width}", count=count)
         num_low_planes = self.width - 1
-        # first, because the compressed length determines the length of the stored form
+        # compress the highest bytes first, because their compressed length determines the stored
+        # length
         high = np.empty(count, dtype=np.uint8)
         np.right_shift(values, 8 * num_low_planes, out=high, casting="unsafe")
         compressor = zstandard.ZstdCompressor(compression_params=_huffman_only())
@@ -164,7 +165,8 @@ class PlanesCodec(Codec):
 
         count, tail_bytes = divmod(len(out), self.width)
         num_low_planes = self.width - 1
-        # in ``stored``: the low planes, the tail, the compressed plane of the highest bytes
+        # ``stored`` has the low planes, then the tail, then the compressed plane of the highest
+        # bytes
         tail_at = num_low_planes * count
         high_at = tail_at + tail_bytes
         # ``decompress_into`` checks whatever follows ``high_at``
@@ -219,7 +221,7 @@ def parse_codec(text: str) -> Codec:
     # stricter than ``int``, which also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
     if not is_number:
-        # raises the error of the codec, which names the values that it expects
+        # raises the codec's error, which names the values that it expects
         return make_codec(argument)
     return make_codec(int(argument))
 
@@ -271,7 +273,7 @@ def decompress_into(stored: Buffer, out: memoryview) -> None:
                 "frame", f"zstd names {claimed} bytes where {len(out)} belong"
             )
         decompressor = zstandard.ZstdDecompressor(max_window_size=window)
-        # across frames: otherwise a second frame behind the first one would not be noticed
+        # read across frames, because a second frame behind the first would otherwise go unnoticed
         with decompressor.stream_reader(stored, read_across_frames=True) as reader:
             while filled < len(out):
                 count = reader.readinto(out[filled:])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-_LEFTOVER_S = 3600.0  # 1 h: no write takes that long
+_LEFTOVER_S = 3600.0  # 1 h: age of a temporary file that no process writes any more
 
 
 def replace_file(
@@ -29,7 +29,7 @@ def replace_file(
     directory = target.parent
     directory.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(target)
-    # in the same directory: a rename between file systems is not atomic
+    # in the same directory, because a rename between file systems is not atomic
     descriptor, name = tempfile.mkstemp(
         dir=directory, prefix=f".{target.name}.", suffix=".tmp"
     )
@@ -46,7 +46,7 @@ def _delete_leftovers(target: Path) -> None:
     """Delete the files that killed processes have left beside a file: nothing else does."""
     name = glob.escape(target.name)
     for leftover in target.parent.glob(f".{name}.*.tmp"):
-        # another process may remove it at the same time
+        # another process may remove the file at the same time
         with suppress(FileNotFoundError):
             age_s = time.time() - leftover.stat().st_mtime
             if age_s > _LEFTOVER_S:

@@ -168,7 +168,7 @@ class StoreKey:
     def __init__(self, secret: bytes) -> None:
         if find_spec("cryptography") is None:
             raise MissingExtraError("cryptography", "encryption")
-        # not the user's secret itself, which may serve another purpose
+        # derive a key: the user's secret may also serve another purpose
         self._secret = hmac.digest(_STORE_KEY, secret, "sha256")
         key_id = hmac.digest(self._secret, b"id", "sha256")
         self.id = key_id.hex()[:16]
@@ -208,7 +208,7 @@ class StoreKey:
         """
         entries = list(wrapped)
         keyrings = {entry.keyring for entry in entries}
-        # also without entries: then there is no keyring
+        # refuse no entries, too, because there is no keyring then
         if len(keyrings) != 1:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
         return Keyring(keyrings.pop(), map(self.unwrap, entries))

@@ -131,7 +131,7 @@ def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
     # the prefix is the version (one byte) and the checksum
     checksum = view[1:_PREFIX_BYTES]
     body = view[_PREFIX_BYTES:]
-    # before msgpack sees the bytes: damage must not decode to another valid manifest
+    # compare before msgpack decodes the bytes: damage must not decode to another valid manifest
     if xxhash.xxh3_64_digest(body) != checksum:
         raise CorruptPackError("manifest checksum", "does not match")
     try:

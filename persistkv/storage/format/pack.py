@@ -39,7 +39,7 @@ ID_BYTES = 16
 FRAME_BYTES = 1 << 20
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
-# in place of a key's id: the pack is sealed without one
+# stands for a key's id if the pack is sealed without a key
 PLAIN_KEY = bytes(KEY_ID_BYTES)
 NO_SALT = bytes(SALT_BYTES)
 
@@ -120,7 +120,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         """Return the keys, in order."""
         if self.key_length == 0:
             return self._unpack_uneven()
-        # less than 0: the packed form is damaged
+        # a negative length means that the packed form is damaged
         if self.key_length < 0 or len(self.data) % self.key_length:
             raise CorruptPackError(
                 "keys",
@@ -130,7 +130,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
 
     def _unpack_uneven(self) -> list[bytes]:
         """Return keys of different lengths."""
-        # lengths come from a store: each is checked before a slice depends on it
+        # the lengths come from a store: check each before a slice depends on it
         if len(self.lengths) % 2:
             raise CorruptPackError(
                 "key lengths", f"{len(self.lengths)} bytes are no run of 16-bit numbers"
@@ -158,7 +158,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         for each."""
         if not many:
             return []
-        # the usual case in a store: all keys have one length, so one split serves for all
+        # in a store, all keys usually have one length, so that one split serves for all
         common_length = many[0].key_length
         parts: list[bytes] = []
         for keys in many:
@@ -264,7 +264,7 @@ def pack_id(
     digest = blake2b(namespace, digest_size=ID_BYTES, key=tenant_digest)
     # the codec is part of the name: packs of two codecs have different bytes
     digest.update(codec.encode() + b"\0")
-    # the lengths, so that no byte can move from one key to the next
+    # include the lengths, so that no byte can move from one key to the next
     digest.update(keys.key_length.to_bytes(2, "little"))
     digest.update(keys.lengths)
     digest.update(keys.data)
@@ -555,7 +555,8 @@ def _check_frames(table: PackTable) -> None:
     end = 0
     num_blocks = 0
     raw_length = 0
-    # numbers, not ``Frame`` objects: a reader of a shared store parses millions of frames
+    # numbers instead of ``Frame`` objects, because a reader of a shared store parses millions of
+    # frames
     frames = _FRAME.iter_unpack(table.packed_frames)
     for _, count, block_bytes, _, offset, stored, _ in frames:
         _check_lengths(count, block_bytes, stored, table.codec)

@@ -167,7 +167,7 @@ class PlacedPack(NewPack):
             payload_bound=table.payload_length,
             table_length=_table_length(table),
             encodes=False,
-            # the payload is sealed and in place, and nothing is sealed again
+            # the payload is sealed already, so nothing must be sealed again
             seal=PLAIN,
             tenant=table.tenant,
         )
@@ -396,7 +396,8 @@ class PackWriter(NewPack):
             self._table = make_table()
 
     def restart(self) -> None:
-        # first: ``end_reads`` would make the table of the previous attempt, which has no use
+        # drop this first: ``end_reads`` would make the table of the previous attempt, which has no
+        # use
         self._make_pending_table = None
         super().restart()
         self._table = None
@@ -424,7 +425,7 @@ class PackWriter(NewPack):
         """Yield the frames in order, encoded in other threads if the pack has a codec."""
         start_frame = self._start_frame
         if self.codec.identity:
-            # only sealed, on this thread: encryption holds the GIL, so threads would take turns
+            # only seal, on this thread: encryption holds the GIL, so further threads would not help
             start_frame = None
         number = 0
         for segment in self.segments:
@@ -438,7 +439,7 @@ class PackWriter(NewPack):
                     continue
                 wait_for_frame = start_frame(store_frame)
                 self._started.append(wait_for_frame)
-                # bounds the memory of encoded frames
+                # write the oldest frame, which bounds the memory of encoded frames
                 if len(self._started) > MOST_STARTED:
                     wait_for_frame = self._started.popleft()
                     yield wait_for_frame()
@@ -461,7 +462,7 @@ class PackWriter(NewPack):
         if depth != UNKNOWN_DEPTH:
             depth += start
         num_blocks = stop - start
-        # as a raw frame; ``_make_table`` sets the offset
+        # describe it as a raw frame; ``_make_table`` sets the offset
         frame = Frame(
             segment.group,
             num_blocks,

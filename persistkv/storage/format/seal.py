@@ -59,7 +59,7 @@ from persistkv.storage.format.pack import (
 )
 from persistkv.tenants import DEFAULT_TENANT
 
-# number of the frame in its pack; the zeros fill the 12 bytes of a nonce
+# number of the frame in its pack, followed by zeros up to the 12 bytes of a nonce
 _NONCE = struct.Struct("<Q4x")
 # group, number of blocks, bytes of a block, depth, stored and raw length of a frame
 _PLACE = struct.Struct("<IIIIQQ")
@@ -68,7 +68,8 @@ _RECORD = struct.Struct(f"<{KEY_ID_BYTES}s{SALT_BYTES}s")
 RECORD_BYTES = _RECORD.size + TAG_BYTES
 """Bytes by which a key's seal makes a record longer."""
 _CHECKSUM_BYTES = 16
-# buffers of 1 MiB that are kept: those of a pack, and as many that wait to be written
+# maximum number of buffers of 1 MiB that are kept: enough for a pack, and for as many that wait to
+# be written
 _MOST_FREE = 32
 # purposes of derived keys: a key of one purpose says nothing about those of another
 _PACK_PURPOSE = b"persistkv pack 1"
@@ -245,7 +246,7 @@ class _PlainFrames(FrameSeal):
     def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
         """Return the checksum of a frame's bytes. Its seed is a checksum of namespace and keys, so
         the bytes do not verify at the place of another frame."""
-        # as a seed: to hash them in front of the bytes would take a copy, or one more call
+        # use it as a seed: hashing it in front of the bytes would take a copy, or one more call
         namespace_seed = int.from_bytes(self._namespace[:8], "little")
         joined_keys = b"".join(keys)
         seed = xxhash.xxh3_64_intdigest(joined_keys, seed=namespace_seed)
@@ -345,13 +346,13 @@ class _Buffers:
         exists."""
         import numpy as np  # tools that seal nothing do not need numpy
 
-        # a frame of one large block: rare, so its memory is not kept
+        # only a frame of one large block is so long: it is rare, so its memory is not kept
         if length > FRAME_BYTES:
             return memoryview(huge_memory(length))[:length]
         try:
             memory = self._free.pop()
         except IndexError:
-            # two at once, because a huge page (2 MiB) holds two buffers
+            # allocate two at once, because a huge page (2 MiB) holds two buffers
             pair = memoryview(huge_memory(2 * FRAME_BYTES))
             memory = pair[:FRAME_BYTES]
             self._give(pair[FRAME_BYTES:])
@@ -388,8 +389,8 @@ class _KeyFrames(FrameSeal):
         self.salt = salt
         self._namespace = namespace
         self._buffers = buffers
-        # one AES key for all frames, told apart by their nonces: to derive one for each would cost
-        # as much as the encryption of 20 KiB
+        # use one AES key for all frames, with a nonce for each: deriving one for each frame would
+        # cost as much as the encryption of 20 KiB
         self._key = derive(key.secret, salt, _PACK_PURPOSE)
 
     def seal(
@@ -397,13 +398,13 @@ class _KeyFrames(FrameSeal):
         placed: PlacedFrame,
         pieces: Sequence[Buffer],
     ) -> tuple[Sequence[Buffer], bytes]:
-        # not in place: ``pieces`` may be rows, which the engine still uses
+        # encrypt to other memory, because ``pieces`` may be rows, which the engine still uses
         stored = self._buffers.take(placed.frame.stored_length)
         nonce = _NONCE.pack(placed.number)
         encryptor = gcm(self._key, nonce).encryptor()
         encryptor.authenticate_additional_data(self._associated(placed))
         start = 0
-        # blocks are not contiguous: gathering them first would be another copy
+        # encrypt piece by piece: gathering the blocks first would be another copy
         for piece in pieces:
             start += encryptor.update_into(piece, stored[start:])
         encryptor.finalize()
@@ -419,7 +420,7 @@ class _KeyFrames(FrameSeal):
         nonce = _NONCE.pack(placed.number)
         decryptor = gcm(self._key, nonce, frame.tag).decryptor()
         decryptor.authenticate_additional_data(self._associated(placed))
-        # decrypted before it is verified: the caller uses the memory only if this call returns
+        # decrypt before the tag is verified: the caller uses the memory only if this call returns
         for piece in pieces:
             decryptor.update_into(piece, piece)
         try:
@@ -441,7 +442,7 @@ class _KeyFrames(FrameSeal):
         )
         parts = [self._namespace, fields]
         for key in placed.keys:
-            # with its length, so that no byte can move from one key to the next
+            # include the length, so that no byte can move from one key to the next
             key_length = len(key).to_bytes(2, "little")
             parts.append(key_length)
             parts.append(key)
@@ -490,7 +491,7 @@ class KeySeal(Seal):
         return os.urandom(ID_BYTES)
 
     def is_id_of(self, table: PackTable) -> bool:
-        # the record that contains a table is authenticated, with the id in it
+        # the record that contains a table is authenticated, and so is the id in it
         return True
 
     def new_pack(self, namespace: bytes, tenant: str = DEFAULT_TENANT) -> FrameSeal:
@@ -512,7 +513,7 @@ class KeySeal(Seal):
         return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
-        # such as a record from a time when the store had no key
+        # too short, such as a record from a time when the store had no key
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
@@ -573,8 +574,8 @@ class KeySeal(Seal):
         key = self._keyring().of(tenant)
         if key is not None:
             return key
-        # Another process may have made it since the keys were read. Its id is not known here, so
-        # ask for any new key.
+        # Another process may have made the key since the keys were read. Its id is not known here,
+        # so ask for any new key.
         any_new_key = b""
         key = self._reload(any_new_key).of(tenant)
         if key is None:
@@ -586,7 +587,7 @@ class KeySeal(Seal):
         key = self._keyring().keys.get(key_id)
         if key is not None:
             return key
-        # Another engine may have made it since the keys were read. They are read again only once,
+        # Another engine may have made the key since the keys were read. Read them again once only,
         # because a damaged record may name a key that does not exist.
         key = self._reload(key_id).keys.get(key_id)
         if key is None:
@@ -607,7 +608,7 @@ def record_key(record: Buffer) -> bytes:
 
 def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
     """Return a record that a data key seals."""
-    # a new salt for each writing: the nonce is constant, and a name may get another body
+    # use a new salt for each write: the nonce is constant, and a name may get another body
     salt = os.urandom(SALT_BYTES)
     of_record = derive(key.secret, salt, _RECORD_PURPOSE)
     sealed = seal_record(of_record, name, body)
@@ -616,7 +617,7 @@ def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
 
 def _record_checksum(name: bytes, body: Buffer) -> bytes:
     """Return the checksum at the end of a record without a key."""
-    # in pieces, without a copy: an index of 10 million blocks is a record of 130 MB
+    # hash piece by piece, without a copy: an index of 10 million blocks is a record of 130 MB
     digest = xxhash.xxh3_128(name + b"\0")
     digest.update(body)
     return digest.digest()

@@ -54,10 +54,10 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
-_OPEN_ATTEMPTS = 4  # hosts that one call of ``open`` starts at most
-# reasons why a store does not open that may pass; all others are the caller's
+_OPEN_ATTEMPTS = 4  # maximum number of hosts that one call of ``open`` starts
+# errors that may pass, if a store does not open; all other errors are the caller's
 _TEMPORARY = (StoreError, HostError)
-_NAP_S = 0.0005  # between polls of the calls that wait
+_NAP_S = 0.0005  # seconds between polls of the calls that wait
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -154,7 +154,8 @@ def _exclusive(
 
     @wraps(call)
     def alone(self: StoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        # First: a thread that does not exist in a forked child may hold the lock there, for ever.
+        # Check before the lock is acquired: in a forked child, a thread that does not exist there
+        # may hold it for ever.
         if os.getpid() != self._pid:
             raise HostError(
                 "this store was opened before a fork; open it again in the child"
@@ -258,10 +259,10 @@ class StoreClient:
                     raise error
                 self._open_failures.report(error)
         except BaseException:
-            # also after an interrupt: the caller gets no client that could end the host
+            # even after an interrupt, because the caller gets no client that could end the host
             self.supervisor.abandon()
             raise
-        # not before: until here this thread itself checks the host
+        # start it only now: until here, this thread itself checks the host
         self.idle.start()
 
     def _try_to_open(
@@ -281,7 +282,7 @@ class StoreClient:
             try:
                 self.supervisor.start()
             except HostError as not_started:
-                # no second attempt here: ``poll`` makes it after the backoff
+                # make no second attempt here, because ``poll`` makes it after the backoff
                 self.supervisor.delay_start()
                 return not_started
             self._wait_while_opening(deadline)
@@ -296,7 +297,7 @@ class StoreClient:
             if not self._may_start_another(attempt):
                 break
             logger.warning("the store did not open: starting its host again")
-        # ``open`` raises or logs the error: the next look must not log it again
+        # take the error, which ``open`` raises or logs, so that the next look does not log it again
         error = self._open_failures.take_last()
         if error is not None:
             return error
@@ -363,7 +364,7 @@ class StoreClient:
             and self._in_flight.fits_store(num_bytes)
             and are_encodable([request, tenant])
         )
-        # no error: the cache just lacks the blocks
+        # a job that is not accepted is no error: the store just lacks its blocks
         if not is_accepted:
             self.counters.refused_bytes += num_bytes
             self._refuse(job_id, keys)
@@ -530,7 +531,7 @@ class StoreClient:
         unless it is due, which ``Host.idle_look_s`` decides.
         """
         now = time.monotonic()
-        # keeps the idle thread from looking for a second
+        # the idle thread does not look for a second from now on
         self.idle.polled_at = now
         is_due = now >= self._next_look
         if is_due or self.has_pending_work or self._hosted_keys.touched:
@@ -549,15 +550,16 @@ class StoreClient:
         if self.state in RUNNING and self._receive():
             # more messages may be waiting: look again in the next step
             self._next_look = 0.0
-        # an ``OpenFailed`` message may just have arrived
+        # look for an error, because an ``OpenFailed`` message may just have arrived
         error = self._open_failures.take_last()
         if error is not None:
             self._open_failures.report(error)
         if self._hosted_keys.touched:
             self._send_touched()
-        # a slice in each look: the memory of a whole replaced table takes 27 ms to release
+        # release a slice in each look, because the memory of a whole replaced table would take 27
+        # ms
         self.table.release_some()
-        # after ``_receive``, which may have found the host lost
+        # check after ``_receive``, which may have found the host lost
         if self.state not in RUNNING:
             self._attend_lost_host()
         return self.state is State.OPEN
@@ -644,7 +646,8 @@ class StoreClient:
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-            # those that were not handled; the handlers have taken the descriptors of the others
+            # close the descriptors of messages that were not handled; handlers have taken those of
+            # the others
             for message in messages:
                 discard(message)
         is_lost = supervisor.is_lost(
@@ -709,7 +712,7 @@ class StoreClient:
             unknown_keys = PackedKeys()
             self.supervisor.connection.send(protocol.Loaded(unknown_keys))
         self.prefill = opened.prefill
-        # a restarted host may send the same notice again
+        # log a notice once only: a restarted host may send it again
         if opened.notice and opened.notice not in self.notices:
             self.notices.append(opened.notice)
             logger.warning("%s", opened.notice)
@@ -789,10 +792,11 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self.table.clear()
-        # at least a second, also if the flush took it all: the host has to release the rows
+        # at least a second, even if the flush took all the time, because the host must release the
+        # rows
         left_s = max(1.0, deadline - time.monotonic())
         exited = self.supervisor.close(left_s)
-        # a thread that did not exit may still use the rows of these jobs
+        # not while a thread that did not exit may use the rows of these jobs
         if not self.supervisor.uses_rows:
             self.counters.lost_jobs += self._in_flight.fail_all()
         return exited

@@ -20,11 +20,11 @@ import msgspec
 from persistkv.errors import HostError
 from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
-_LENGTH = struct.Struct("<I")  # before each message: bytes of its body
+_LENGTH = struct.Struct("<I")  # precedes each message: number of bytes of its body
 _FD_BYTES = 4
-# four descriptors; more than one waits only if the host is fast
+# space for four descriptors; more than one waits only if the host is fast
 _FD_SPACE = socket.CMSG_SPACE(4 * _FD_BYTES)
-# 256 KiB: the answers to many jobs, or some thousand keys of events
+# 256 KiB: room for the answers to many jobs, or for some thousand keys of events
 _RECEIVE_BYTES = 256 << 10
 MAX_MESSAGE_BYTES = 1 << 30  # 1 GiB; a larger length is certainly malformed
 CONGESTED_BYTES = 1 << 20  # 1 MiB in an outbox, not counting the socket's own buffer
@@ -86,7 +86,7 @@ class SocketConnection(Connection):
         self._socket = sock
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._encoder = msgspec.msgpack.Encoder()
-        # ``recv`` would allocate one in each step of an engine
+        # one buffer for all calls: ``recv`` would allocate one in each step of an engine
         self._arriving = bytearray(_RECEIVE_BYTES)
         self._inbox = bytearray()
         """Received bytes that are not decoded yet; between calls, part of one message at most."""
@@ -123,7 +123,8 @@ class SocketConnection(Connection):
                     sent = self._socket.send(data)
                 else:
                     sent = socket.send_fds(self._socket, [data], [table.fd])
-                    # the kernel has a copy: if bytes are left, they are sent without it
+                    # the kernel has a copy of the descriptor: bytes that are left are sent without
+                    # it
                     table.discard()
                 self.outbox_bytes -= sent
                 if sent == len(data):
@@ -141,7 +142,7 @@ class SocketConnection(Connection):
         messages that have arrived, then sets ``ended``.
         """
         self._drop_outbox()
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the socket is closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _drop_outbox(self) -> None:
@@ -181,7 +182,7 @@ class SocketConnection(Connection):
         except BlockingIOError:
             return False
         except OSError:
-            # a broken connection ends like a closed one: with no bytes
+            # treat a broken connection like a closed one, which has no bytes
             size = 0
         with memoryview(self._arriving) as arrived:
             self._inbox += arrived[:size]
@@ -264,16 +265,17 @@ class ThreadConnection(SocketConnection):
         return engine, _HostThreadConnection(theirs, engine)
 
     def _end_after_arrived(self) -> None:
-        self.has_bytes = True  # so that ``_pull`` finds the end
+        self.has_bytes = True  # ``_pull`` then finds the end
         super()._end_after_arrived()
 
     def _pull(self) -> bool:
         if not self.has_bytes:
             return False
-        self.has_bytes = False  # before the call: the other end may send during it
+        # reset before the call, because the other end may send during it
+        self.has_bytes = False
         pulled = super()._pull()
         if pulled:
-            self.has_bytes = True  # there may be more
+            self.has_bytes = True  # there may be more bytes
         return pulled
 
 

@@ -8,7 +8,8 @@ from itertools import compress
 from persistkv.storage.records import StoreReport
 from persistkv.storage.store.index import LookupTable
 
-_TOUCHED_A_STEP = 2_048  # keys in the message of one step: about 75 KB
+# maximum number of keys in the message of one step: about 75 KB
+_TOUCHED_A_STEP = 2_048
 _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 
 

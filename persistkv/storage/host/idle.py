@@ -21,9 +21,9 @@ class IdleSupervision:
         """:param look: a bound method that checks the host, called with ``lock`` held; returns
         whether the store is open. The supervision ends when nothing else refers to its object.
         """
-        # weak: an unused client that was not closed must not keep its rows mapped
+        # a weak reference: an unused client that was not closed must not keep its rows mapped
         self._look = weakref.WeakMethod(look)
-        # reentrant: methods of a client that hold it call each other
+        # reentrant, because methods of a client that hold the lock call each other
         self.lock = threading.RLock()
         """Held during a look, so that the engine's thread can exclude one."""
         self.callback: Callable[[], None] | None = None
@@ -32,13 +32,14 @@ class IdleSupervision:
         """Time of the engine's last poll, by ``time.monotonic``; the engine sets it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        # an exception must not end the thread: a host that dies later would stay down for ever
+        # logs exceptions: if one ended the thread, a host that dies later would stay down for ever
         self._isolation = Isolation("the idle supervision of a store's host")
 
     def start(self) -> None:
         """Start the thread, unless it has been started."""
         if self._thread is None:
-            # a daemon: the exit of the interpreter does not wait for clients that were not closed
+            # a daemon thread, so that the exit of the interpreter does not wait for clients that
+            # are open
             self._thread = threading.Thread(
                 target=self._run, name="persistkv-idle", daemon=True
             )
@@ -63,11 +64,11 @@ class IdleSupervision:
             look = self._look()
             if look is None:
                 return
-            # stays False if ``look`` raises, which the guard logs
+            # this stays False if ``look`` raises; the guard logs the error
             is_open = False
             with self._isolation.guard("look", "it is repeated"), self.lock:
                 is_open = look()
-            # the bound method would keep its object alive during the next pause
+            # drop the bound method, which would keep its object alive during the next pause
             del look
             pause_s = _IDLE_S if is_open else _RESTART_LOOK_S
             if self.callback is not None:

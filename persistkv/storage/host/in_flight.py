@@ -22,7 +22,7 @@ from typing import NamedTuple
 from persistkv.storage.host import protocol
 from persistkv.storage.records import RequestEnd
 
-# 32 MiB of ends of requests: the host keeps them until it writes their manifests
+# 32 MiB: maximum memory of ends of requests, which the host keeps until it writes their manifests
 _MOST_ENDING_BYTES = 32 << 20
 
 
@@ -127,7 +127,7 @@ class InFlight:
 
     def answer_job(self, answer: protocol.JobDone) -> None:
         """Add the outcome of a job that the host has answered."""
-        # first, because it may raise: the job then stays in flight until the host is dead
+        # unpack first, because it may raise: the job then stays in flight until the host is dead
         failed = None if answer.failed is None else answer.failed.unpack()
         job = self._jobs.pop(answer.job_id, None)
         # only a malformed host answers a job that it does not have
@@ -140,8 +140,8 @@ class InFlight:
             num_bytes = answer.num_bytes
         else:
             self.queued_bytes -= job.num_bytes
-            # In proportion: the sizes of single blocks, which differ between groups, are not known
-            # here.
+            # Estimate in proportion to the keys: the sizes of single blocks differ between groups,
+            # and are not known here.
             num_keys = len(job.keys)
             num_stored = num_keys - len(failed)
             num_bytes = job.num_bytes * num_stored // max(1, num_keys)
@@ -189,7 +189,7 @@ class InFlight:
                 refused=True,
                 num_bytes=0,
                 seconds=now - job.begin,
-                # its read may hang, and may be why the host was killed
+                # a load counts as late: its read may hang, and may be why the host was killed
                 is_late=job.is_load,
             )
             self.outcomes.append(outcome)

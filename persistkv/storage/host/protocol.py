@@ -233,7 +233,8 @@ class OpenFailed(_Message):
         """
         if not isinstance(error, PersistKVError):
             error = ConfigurationError("store", None, "", str(error))
-        # as text: drivers may give their errors attributes that msgspec cannot encode
+        # encode attributes as text, because drivers may give their errors some that msgspec cannot
+        # encode
         attributes: dict[str, Any] = {}
         for name, value in vars(error).items():
             attributes[name] = None if value is None else str(value)
@@ -251,7 +252,7 @@ class OpenFailed(_Message):
         kind = _ERRORS.get(self.kind)
         if kind is None:
             raise ValueError(f"unknown error {self.kind}")
-        # without the constructor, whose parameters differ between the classes
+        # do not call the constructor, because its parameters differ between the classes
         error = kind.__new__(kind, self.text)
         vars(error).update(self.attributes)
         if isinstance(error, IdentityMismatchError):
@@ -264,7 +265,7 @@ class OpenFailed(_Message):
 def _known_class(error: PersistKVError) -> str:
     """Return the name of the nearest class of an error that both processes know."""
     known = (kind for kind in type(error).__mro__ if kind in _ERRORS.values())
-    nearest = next(known)  # ``PersistKVError`` at the latest
+    nearest = next(known)  # this finds ``PersistKVError`` at the latest
     return nearest.__name__
 
 

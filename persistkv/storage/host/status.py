@@ -15,7 +15,7 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.records import LoadReport, StoreCounters
 
-# an engine without an update for more than this many intervals counts as stopped
+# number of intervals without an update after which an engine counts as stopped
 _MISSED = 5
 _RECORD = b"status of an engine"
 
@@ -76,7 +76,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return now - self.time <= _MISSED * self.interval_s
 
 
-# made at import: two threads may be the first to use it
+# made at import, because two threads may use it first at the same time
 _DECODE = msgspec.json.Decoder(EngineStatus).decode
 
 
@@ -88,7 +88,7 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     """
     found = []
     seal = backend.seal
-    # a damaged row, or one that no key of this store has sealed, must not hide the others
+    # a status that is damaged, or sealed with another key, must not hide the others
     unreadable = (
         CorruptPackError,
         msgspec.DecodeError,

@@ -63,7 +63,8 @@ run for up to two minutes."""
 _START_S = 60
 KILL_S = 5.0  # seconds to wait for the exit of a killed host
 _NAP_S = 0.0005  # between polls while the engine waits for the host to release its rows
-# limit of the watchdog while a load is due: the request that waits for it could be computing
+# seconds of silence that the watchdog allows while a load is due: the request that waits for it
+# could be computing
 LOAD_PATIENCE_S = 2.0
 # longest time of one call of the medium, as a multiple of the watchdog's limit
 _CALL_PATIENCE = 10
@@ -126,7 +127,8 @@ class ProcessHost(Host):
 
     name = "process"
     restartable = True
-    # a poll is a system call: with cold caches about 25 us of an engine's step
+    # seconds between looks while nothing is expected: a poll is a system call, which takes about 25
+    # us of an engine's step with cold caches
     idle_look_s = 0.05
 
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
@@ -153,17 +155,18 @@ class ProcessHost(Host):
         self._forget_process()
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
-            # otherwise a sender would soon have to queue messages in its own memory
+            # with a small buffer, a sender would soon have to queue messages in its own memory
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         environment = dict(os.environ)
         # the host computes nothing with these libraries, whose threads would only take memory
         environment["OMP_NUM_THREADS"] = "1"
         environment["OPENBLAS_NUM_THREADS"] = "1"
-        # The engine keeps no copy of the host's end: the exit of the host then ends the connection.
+        # The engine keeps no copy of the host's end, so that the exit of the host ends the
+        # connection.
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             arguments = (self._region_bytes, *inherited)
-            # absolute: the host changes its directory, and imports modules later
+            # absolute paths, because the host changes its directory, and imports modules later
             path = [os.path.abspath(entry) for entry in sys.path]
             program = _PROGRAM.format(start_s=_START_S, path=path, arguments=arguments)
             try:
@@ -172,7 +175,8 @@ class ProcessHost(Host):
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=inherited,
-                    # ``killpg`` of the engine's group does not reach the host
+                    # a group of its own, so that ``killpg`` of the engine's group does not reach
+                    # the host
                     process_group=0,
                     env=environment,
                 )
@@ -201,9 +205,9 @@ class ProcessHost(Host):
         except BlockingIOError:
             return
         except OSError:
-            # a broken connection is treated like an end: no bytes have arrived
+            # treat a broken connection like an end: no bytes have arrived
             pid, pidfds = b"", []
-        # whatever arrives from now on are messages, which the connection receives
+        # from now on, only messages arrive, which the connection receives
         self._socket = None
         if pidfds:
             self.pid = int.from_bytes(pid, "little")
@@ -238,7 +242,7 @@ class ProcessHost(Host):
             statistics = Path(f"/proc/{self.pid}/schedstat").read_text()
             nanoseconds = statistics.split()[1]
         except (OSError, IndexError):
-            # the process has ended, or the kernel does not count
+            # the process has ended, or the kernel does not count CPU time
             return 0.0
         return int(nanoseconds) / 1e9
 
@@ -250,7 +254,7 @@ class ProcessHost(Host):
     def _forget_process(self) -> None:
         """Release what belongs to the last host process: its spawner and its pidfd."""
         self._reap_spawner()
-        # not closed here: the connection, which owns it, closes it
+        # not closed here, because the connection owns it, and closes it
         self._socket = None
         pidfd = self._pidfd
         self._pidfd = None
@@ -262,7 +266,8 @@ class ProcessHost(Host):
         spawner = self._spawner
         self._spawner = None
         if spawner is not None:
-            spawner.kill()  # has no effect once it has started the host process
+            # without effect once the spawner has started the host process
+            spawner.kill()
             spawner.wait()
 
 
@@ -307,7 +312,7 @@ class ThreadHost(Host):
 
     def release(self) -> None:
         self._buffer = None
-        self._thread = None  # it references the rows
+        self._thread = None  # drop the thread, which references the rows
 
 
 class Watchdog:
@@ -376,7 +381,7 @@ class Watchdog:
         if time.monotonic() <= deadline:
             return False
         now = self._host_time()
-        # a deadline that was not seen before: count its 2 s from now
+        # this deadline was not seen before: count its 2 s from now
         if deadline != self._late_deadline:
             self._late_deadline = deadline
             self._late_since = now
@@ -431,12 +436,13 @@ class _Event(enum.Enum):
 
 _NEXT_STATE = {
     (State.DOWN, _Event.STARTED): State.OPENING,
-    (State.DYING, _Event.STARTED): State.OPENING,  # its exit was waited for
+    # the exit of the previous host was waited for
+    (State.DYING, _Event.STARTED): State.OPENING,
     (State.OPENING, _Event.OPENED): State.OPEN,
     (State.OPENING, _Event.LOST): State.DYING,
     (State.OPEN, _Event.LOST): State.DYING,
     (State.DYING, _Event.LOST): State.DYING,
-    (State.DOWN, _Event.LOST): State.DYING,  # a start that failed is abandoned
+    (State.DOWN, _Event.LOST): State.DYING,  # the failed start is abandoned
     (State.DYING, _Event.EXITED): State.DOWN,
     **{(state, _Event.CLOSED): State.CLOSED for state in State},
 }
@@ -526,7 +532,7 @@ class Supervisor:
         self._enter(_Event.LOST)
         if self._opened_at is not None:
             open_s = time.monotonic() - self._opened_at
-            # it was sound: the next start has the shortest delay
+            # the host was open for long enough: the next start has the shortest delay
             if open_s >= HEALTHY_S:
                 self._backoff_s = _FIRST_BACKOFF_S
         self._opened_at = None
@@ -539,7 +545,7 @@ class Supervisor:
         self._enter(_Event.EXITED)
         self.uses_rows = False
         seconds = self.delay_start()
-        # the client itself reports a store that did not open
+        # not for a store that did not open, which the client reports itself
         if self.host.restartable and not self.open_failed:
             logger.warning(
                 "the host process of %s ended; lookups miss until another one is open, in %.1f s "
@@ -603,7 +609,7 @@ class Supervisor:
             self._end(exited=True)
             return True
         has_exited = False
-        # a host that has released the rows is not killed: it commits accepted work
+        # do not kill a host that has released the rows: it commits accepted work
         if self.uses_rows:
             self.host.kill()
             has_exited = self.host.wait(KILL_S)
@@ -613,7 +619,7 @@ class Supervisor:
     def _awaits_release(self) -> bool:
         """Receive messages, and clear ``uses_rows`` at ``Ended``. Return whether to wait longer for
         it: it has not arrived, and the connection has not ended."""
-        # a malformed message ends the connection, and with it the wait
+        # a malformed message ends the connection, and so the wait
         with suppress(HostError):
             messages = self.connection.receive()
             if any(isinstance(message, protocol.Ended) for message in messages):
@@ -642,10 +648,10 @@ class Supervisor:
             return False
         if self.connection.ended:
             return True
-        # a thread cannot be killed
+        # a thread cannot be killed, so its silence does not matter
         if not self.host.restartable:
             return False
-        # a host that has nothing to answer may be silent
+        # silence only counts while the host has something to answer
         must_answer = owes or self.state is State.OPENING
         if not must_answer:
             return False

@@ -57,7 +57,7 @@ class StoreHandle:
         self._read_only = read_only
         self._resources = ExitStack()
         """Closes the open backends."""
-        # opened for reading first: an absent store is not created, and most uses never write
+        # open for reading first: this creates no absent store, and most uses never write
         backend = open_backend(url, read_only=True)
         self._reader = self._resources.enter_context(closing(backend))
         self._writer: Backend | None = None
@@ -78,7 +78,7 @@ class StoreHandle:
             raise StoreError(
                 f"{self.url} is open read-only: open it with read_only=False"
             )
-        # the reader stays open: callers may hold it
+        # the reader stays open, because callers may hold it
         if self._writer is None:
             backend = open_backend(self.url)
             self._writer = self._resources.enter_context(closing(backend))
@@ -158,7 +158,7 @@ class StoreHandle:
         given = labels or {}
         relabel(self.writable(), found, given, set(remove))
         space = found.namespace.id.hex()
-        # the new row has another use: read it again
+        # read the request again, because the new row has another use
         changed = find_request(self.backend, found.manifest.id, space)
         return changed.view(self.backend)
 

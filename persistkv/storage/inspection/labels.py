@@ -11,7 +11,8 @@ from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.inspection.pack_tables import NamespacePacks
 from persistkv.storage.inspection.requests import FoundRequest, find_request
 
-_ATTEMPTS = 100  # a commit of an engine takes milliseconds, so a few are enough
+# maximum number of attempts; a commit of an engine takes milliseconds, so a few suffice
+_ATTEMPTS = 100
 
 
 def relabel(
@@ -31,7 +32,8 @@ def relabel(
     namespace = found.namespace.id
     request = found.manifest.id
     for _ in range(_ATTEMPTS):
-        # read before the request: if one of its packs is removed meanwhile, the commit is stale
+        # read the packs before the request: if one of its packs is removed in between, the commit
+        # is stale
         packs = NamespacePacks(backend, namespace)
         found = find_request(backend, request, namespace.hex())
         keys = found.keys(backend)
@@ -44,7 +46,7 @@ def relabel(
         held_packs = packs.in_order(keys)
         manifest = msgspec.structs.replace(found.manifest, labels=labels)
         write = ManifestWrite(manifest, keys, held_packs)
-        # read before the commit, which writes the request as a new one without hits
+        # read the use before the commit, which writes the request as a new one without hits
         (use,) = backend.catalogue(namespace).uses([request])
         was_hit = use is not None and use.reused
         batch = CommitBatch(manifests=[write], seen=packs.cursor)

@@ -87,7 +87,7 @@ def list_requests(
     by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
     total = 0
-    views: list[RequestView] = []  # of the requests that match
+    views: list[RequestView] = []  # views of the requests that match
     names: list[str] = []  # ids of all requests
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
@@ -145,7 +145,7 @@ def _with_uses_and_copies(
     uses = _uses_of(backend, groups)
     shown = []
     for group in groups:
-        first = group[0]  # the one that the order of the list puts first
+        first = group[0]  # the request that the order of the list puts first
         own_use = uses[first.namespace, first.id]
         view = first.with_use(own_use, ttl_s)
         # a hit counts for each copy that was stored before it, so the oldest one has all hits
@@ -170,7 +170,7 @@ def _uses_of(
         ids.add(first.id)
         ids.add(_oldest(group).id)
     uses: dict[tuple[str, str], RequestUse | None] = {}
-    # one call for each namespace: it reads the uses of many requests in a transaction
+    # one call for each namespace, which reads the uses of many requests in a transaction
     for namespace, ids in ids_by_namespace.items():
         ordered_ids = sorted(ids)
         catalogue = backend.catalogue(bytes.fromhex(namespace))

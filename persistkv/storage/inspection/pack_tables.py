@@ -10,7 +10,8 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackTable
 
-_REQUESTS_PER_CALL = 256  # their keys are in memory together
+# maximum number of requests in one call, whose keys are in memory together
+_REQUESTS_PER_CALL = 256
 
 
 class Packs:
@@ -76,7 +77,7 @@ class Packs:
 
         For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
         """
-        # block by block over all groups: an engine needs all groups of a prefix together
+        # go block by block over all groups, because an engine needs all groups of a prefix together
         groups = [group.unpack() for group in keys]
         chosen: dict[bytes, None] = {}  # an ordered set
         # groups with fewer blocks are filled with None, which no pack holds
@@ -111,7 +112,7 @@ class NamespacePacks(Packs):
         # a list, because ``remove`` changes the tables
         for pack in list(removed):
             self.remove(pack)
-        # after the removals: a pack that was removed and written again is in both
+        # add after the removals, because a pack that was removed and written again is in both
         for table in found.added:
             self.add(table)
         return has_changed

@@ -16,7 +16,7 @@ from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import RequestUse
 
-_NAMED_AT_MOST = 5  # ids in an error
+_NAMED_AT_MOST = 5  # maximum number of ids in an error
 _SHORT = 8  # characters of an id in tables
 _USES_PER_CALL = 256  # requests whose use is read with one call
 
@@ -28,7 +28,7 @@ class NotFoundError(PersistKVError):
 def short_ids(requests: Iterable[str]) -> dict[str, str]:
     """Return, for each of these ids, its shortest beginning that none of the others has, of at
     least 8 characters."""
-    # in this order, the id that shares the longest beginning with another one is next to it
+    # sorted: each id is then next to the one with which it shares the longest beginning
     ordered = sorted(set(requests))
     # before each id and after the last one, the number of characters that two neighbours share
     shared = [0]
@@ -161,7 +161,7 @@ class RequestView(msgspec.Struct, frozen=True):
         if use is None:
             return self
         stored = None
-        # without packs, which may be deleted, there is no ratio
+        # there is no ratio without packs, which may be deleted
         if use.packs_raw_bytes:
             ratio = use.packs_stored_bytes / use.packs_raw_bytes
             stored = round(self.raw_bytes * ratio)
@@ -235,7 +235,7 @@ def chosen_namespaces(
     found = sorted(backend.namespaces(), key=attrgetter("created", "id"))
     if wanted is None:
         return found
-    prefix = wanted.lower()  # ids are hexadecimal
+    prefix = wanted.lower()  # in lower case, because ids are hexadecimal
     matching = [space for space in found if space.id.hex().startswith(prefix)]
     if len(matching) > 1:
         raise _unknown_namespace(wanted, "is ambiguous", matching)
@@ -323,7 +323,7 @@ def chosen_requests(
 
     :raises NotFoundError: an id matches no request, or more than one.
     """
-    # by id, because two of the names may be beginnings of the same id
+    # use ids as keys, because two of the names may be beginnings of the same id
     named = {}
     for name in names:
         found = find_request(backend, name, namespace)

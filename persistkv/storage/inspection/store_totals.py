@@ -158,7 +158,7 @@ class _Histograms:
         """Count a request in its bin of ages, and in its bin of sizes."""
         age = self._now - manifest.created
         size = manifest.raw_bytes
-        # bounds are exclusive: a value that equals one belongs to the next bin
+        # the bounds are exclusive: a value that equals a bound belongs to the next bin
         age_place = bisect_right(_AGES, age, key=itemgetter(0))
         size_place = bisect_right(_SIZES, size, key=itemgetter(0))
         for chosen in (self.ages[age_place], self.sizes[size_place]):
@@ -233,7 +233,7 @@ def _namespace_totals(
     totals = NamespaceTotals(
         namespace.id.hex(), namespace.identity.model_name, namespace.created
     )
-    # heads only: totals need no keys, which are most of the bytes
+    # read the heads only: totals need no keys, which are most of the bytes
     for manifest in backend.catalogue(namespace.id).manifests():
         totals.requests += 1
         totals.referenced_blocks += manifest.blocks
@@ -272,7 +272,7 @@ def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:
         group.blocks += frame.block_count
         group.raw_bytes += frame.block_count * frame.block_bytes
         group.stored_bytes += frame.stored_length
-        # a frame that a codec does not make smaller is stored as it is
+        # a frame that the codec does not make smaller is stored raw
         codec = table.codec if frame.encoded else RawCodec.name
         if codec not in group.codecs:
             group.codecs.append(codec)

@@ -11,7 +11,7 @@ from typing import Any
 from persistkv.storage.host.connection import CONGESTED_BYTES, SocketConnection
 from persistkv.storage.host.protocol import Notice, ToEngine
 
-# bound on messages of other threads that are not sent yet; older ones are dropped
+# maximum number of messages of other threads that are not sent yet; older ones are dropped
 _MOST_POSTED = 1_000
 
 
@@ -56,8 +56,8 @@ class Channel:
     def send(self, message: ToEngine) -> None:
         """Send or queue a message. Never waits; drops the message after the end."""
         self._connection.send(message)
-        # Almost never: the socket takes hundreds of answers. The loop then calls ``_push`` whenever
-        # the socket accepts bytes again.
+        # If bytes are left, the loop calls ``_push`` when the socket accepts bytes again. This is
+        # rare, because the socket takes hundreds of answers.
         if self._connection.outbox_bytes:
             self._loop.add_writer(self._connection.fileno(), self._push)
 
@@ -65,7 +65,7 @@ class Channel:
         """Have the event loop send a message, from any thread. The oldest of more than 1,000 unsent
         messages are dropped."""
         self._posted.append(message)
-        # raised if the loop has ended
+        # RuntimeError means that the loop has ended
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._send_posted)
 
@@ -81,7 +81,7 @@ class Channel:
             raise self._error
         arrived = self._arrived
         self._arrived = []
-        # what the engine sent before its death is accepted work
+        # receive the rest: what the engine sent before its death is accepted work
         if self._engine_died:
             arrived += self._connection.receive_rest()
         return arrived
@@ -89,11 +89,11 @@ class Channel:
     def _receive(self) -> None:
         """Read messages from the connection. The event loop calls this while its socket is
         readable."""
-        # here and not in ``receive``: until the bytes are read, the loop would call this again
+        # read here and not in ``receive``: until the bytes are read, the loop would call this again
         try:
             self._arrived += self._connection.receive()
         except Exception as error:
-            # raised here, it would only reach the handler of the loop
+            # keep the error, because an exception here would only reach the handler of the loop
             self._error = error
         self._has_arrived.set()
 

@@ -25,12 +25,13 @@ from persistkv.storage.host.protocol import PID_BYTES, ToStore
 from persistkv.storage.host.server.channel import Channel, NoticeHandler
 from persistkv.storage.host.server.event_loop import Lifecycle, serve
 
-# 16 MiB: takes 2 ms, during which no other memory of this process can be mapped
+# 16 MiB: bytes that are mapped at once, in 2 ms. Meanwhile, no other memory of this process can be
+# mapped.
 _STEP_BYTES = 16 << 20
-_END_S = 20  # seconds to end in, if the medium is local
+_END_S = 20  # maximum seconds in which this process ends if the medium is local
 _REMOTE_END_S = 60
 _IGNORED = (
-    # these three are for the engine: this process commits and exits after it
+    # these three signals are for the engine: this process commits and exits after the engine
     signal.SIGINT,
     signal.SIGTERM,
     signal.SIGHUP,
@@ -67,7 +68,8 @@ def main(
     engine = socket.socket(fileno=socket_fd)
     own_pidfd = os.pidfd_open(os.getpid())
     own_pid = os.getpid().to_bytes(PID_BYTES, "little")
-    # The engine sends nothing before it has these. If it is gone, the event loop finds the end.
+    # The engine sends nothing before it has these descriptors. If it is gone, the event loop finds
+    # the end of the connection.
     with suppress(BrokenPipeError):
         socket.send_fds(engine, [own_pid], [own_pidfd])
     os.close(own_pidfd)
@@ -93,12 +95,13 @@ class _HostProcess(Lifecycle):
         thread.start()
 
     def connected(self, channel: Channel) -> None:
-        # the root logger: drivers log under their own names
+        # the root logger, because drivers log under their own names
         logging.getLogger().addHandler(NoticeHandler(channel))
         logging.getLogger("persistkv").setLevel(logging.INFO)
 
     def opened(self) -> None:
-        os.chdir("/")  # not before: the driver resolves a relative path when it opens
+        # only now, because the driver resolves a relative path when it opens
+        os.chdir("/")
         keep_out_of_collections()
 
     def ending(self, *, remote: bool) -> None:
@@ -107,7 +110,7 @@ class _HostProcess(Lifecycle):
         signal.alarm(_REMOTE_END_S if remote else _END_S)
 
     def released(self) -> None:
-        self._released.set()  # ends the mapping of pages early
+        self._released.set()  # ends the thread that maps pages
         libc.unmap(self._address, self._num_bytes)
 
     def _ready_rows(self) -> None:
@@ -124,9 +127,9 @@ class _HostProcess(Lifecycle):
                 return
             address = self._address + begin
             size = min(_STEP_BYTES, self._num_bytes - begin)
-            # this also makes pages of /dev/shm writable
+            # maps the pages, and makes those of /dev/shm writable
             failed = libc.madvise(address, size, libc.MADV_POPULATE_READ)
-            # a kernel before 5.14: there, the first use of each page maps it
+            # the kernel is older than 5.14: the first use of each page will map it
             if failed:
                 return
 
@@ -141,20 +144,20 @@ def _reset_inherited() -> None:
     """
     ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - ignored_by_python:
-        # the engine ignored it, and ``exec`` has kept that
+        # the engine ignored this signal, and ``exec`` has kept that
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # soft limits that were set for the engine, such as for its CPU time
+    # raise soft limits that were set for the engine, such as for its CPU time
     for limit in _RAISED_LIMITS:
         _, hard_limit = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard_limit, hard_limit))
-    # no core dumps: the rows are large
+    # write no core dumps, because the rows are large
     _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
     try:
-        # the kernel omits CPUs that are not allowed
+        # name all CPUs; the kernel omits those that are not allowed
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     except OSError as error:
@@ -170,7 +173,8 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
         would keep it.
     """
     own = []
-    # opened again: the engine's flock belongs to the inherited open files, not to new ones
+    # open them again, because the engine's flock belongs to the inherited open files, not to new
+    # ones
     for fd in region_fds:
         reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         own.append(reopened)

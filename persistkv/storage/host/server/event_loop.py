@@ -83,7 +83,7 @@ class _Server:
                 await self._end()
             is_sound = True
         finally:
-            # outside of the group: no task uses the store any more
+            # close outside of the task group: no task uses the store any more
             self._close(is_sound=is_sound)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
@@ -94,8 +94,8 @@ class _Server:
                     self._handle(message, tasks)
         except HostError:
             logger.exception("the engine sent a malformed message; ending")
-        # The end drops jobs that have not begun. One turn of the loop, so that store jobs that
-        # arrived together with the end begin: those whose blocks are copied are still committed.
+        # The end drops jobs that have not begun. Store jobs that arrived together with the end
+        # begin in one more turn of the loop: if their blocks are copied, they are still committed.
         await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:
@@ -110,7 +110,7 @@ class _Server:
                 self._is_ending = True
             case _ if self._session is not None:
                 self._session.handle(message)
-            case protocol.Job():  # engines send none before the store is open
+            case protocol.Job():  # engines send no jobs before the store is open
                 all_keys = None
                 answer = protocol.JobDone(message.job_id, failed=all_keys, num_bytes=0)
                 self._channel.send(answer)
@@ -141,11 +141,12 @@ class _Server:
         opener = ThreadPool(1, "persistkv-opener")
         self._opener = opener
         try:
-            # No variable for the future: the traceback of its error refers to this frame, so they
-            # would form a cycle that keeps the rows mapped.
+            # Use no variable for the future: the traceback of its error refers to this frame, so
+            # that they would form a cycle which keeps the rows mapped.
             store = await asyncio.wrap_future(opener.submit(self._open_store, hello))
         except (PersistKVError, ValueError) as error:
-            # the frames of its traceback reference the rows, which could not be unmapped
+            # clear the frames of the traceback, because they reference the rows, which could not be
+            # unmapped
             traceback.clear_frames(error.__traceback__)
             self._channel.send(protocol.OpenFailed.of(error))
             return
@@ -170,11 +171,12 @@ class _Server:
             opened.callback(backend.close)
             threads = start_threads(backend, options)
             opened.callback(threads.close)
-            # set on this thread: if the task that waits for it is cancelled, ``_close`` closes it
+            # set on this thread, so that ``_close`` finds the store even if the task that waits is
+            # cancelled
             self._store = Store(
                 backend, identity, rows, options, url=url, threads=threads
             )
-            # success: leave backend and threads open
+            # the opening succeeded: leave backend and threads open
             opened.pop_all()
         return self._store
 
@@ -183,7 +185,8 @@ class _Server:
     async def _end(self) -> None:
         """End the session, once a store that is being opened is open."""
         self._begin_end()
-        # the opener's thread may access the rows, and the store that it opens has to be closed
+        # wait for the opener's thread: it may access the rows, and the store that it opens must be
+        # closed
         if self._opening is not None:
             await self._opening
         if self._session is not None:
@@ -206,12 +209,13 @@ class _Server:
 
         :param is_sound: False: after an internal error, nothing more is written.
         """
-        # an error may have come before the end
+        # begin the end unless an error has begun it
         self._begin_end()
         try:
             if self._opener is not None:
                 self._opener.shutdown()
-            # read after the shutdown, which has waited for a thread that was opening the store
+            # read the attribute after the shutdown, which has waited for a thread that was opening
+            # the store
             store = self._store
             self._store = None
             self._session = None

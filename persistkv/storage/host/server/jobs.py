@@ -27,7 +27,7 @@ from persistkv.storage.store.store import Store, StoredJob
 
 logger = logging.getLogger(__name__)
 
-_REPORTS = 64  # of the requests that a status row lists
+_REPORTS = 64  # maximum number of requests that a status row lists
 
 
 class JobState(enum.Enum):
@@ -122,7 +122,8 @@ class Jobs:
                 self.num_loads += 1
                 self._tasks.create_task(self._load(_Job(message)))
             case protocol.Probe():
-                # without a slot: a medium whose loads hang must show when it is fast again
+                # probe without a slot, because a medium whose loads hang must show when it is fast
+                # again
                 self._tasks.create_task(self._probe(message))
             case protocol.Reported():
                 self.load_counts[message.report.reason] += 1
@@ -187,11 +188,11 @@ class Jobs:
                 message.request, keys, block_ids, depths, message.tenant
             )
         except (ValueError, CorruptPackError) as error:
-            # as text: a log record with the error would keep the rows mapped
+            # log the error as text, because a record with it would keep the rows mapped
             logger.error("store job %d is refused: %s", message.job_id, str(error))
             self._answer(job, None)
             return
-        # a commit still reads the rows; the next job begins meanwhile
+        # wait in another task while a commit reads the rows, so that the next job begins
         if accepted.writes:
             self._move(job, JobState.WRITING)
             self._tasks.create_task(self._finish_store(job, accepted))
@@ -211,7 +212,7 @@ class Jobs:
         except ValueError as error:
             why = str(error)
             logger.error("the end of request %s is refused: %s", end.request, why)
-            # the engine waits for the result of each end
+            # report the end as not whole, because the engine waits for the result of each end
             is_whole = False
             report = self._store.catalogue.report
             report.persisted.append((end.request, is_whole))
@@ -222,7 +223,7 @@ class Jobs:
         Repeated, because blocks of a failed transaction can be stored again from the rows of
         another job.
         """
-        # loads are not waited for: they change nothing
+        # wait for stores only: loads change nothing
         while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
             await self._store.flush()
             await self._wait_until_none(_WRITING)
@@ -236,7 +237,8 @@ class Jobs:
         message = job.message
         assert isinstance(message, protocol.LoadJob)
         try:
-            # the loads that have the slots may hang; without a deadline (None), wait for ever
+            # the loads that have the slots may hang: wait until the deadline; without one (None),
+            # for ever
             async with asyncio.timeout_at(message.deadline):
                 await self._load_slots.acquire()
         except TimeoutError:
@@ -253,7 +255,8 @@ class Jobs:
         if self._is_ending:
             self._move(job, JobState.DROPPED)
             return
-        # although nothing is read: an answer to a load follows only this state (``NEXT_STATES``)
+        # pass through this state although nothing is read, because only it may be followed by an
+        # answer
         self._move(job, JobState.READING)
         self._answer(job, None, is_late=True)
 
@@ -273,9 +276,9 @@ class Jobs:
             self._answer(job, None)
             return
         if outcome.failed:
-            # Before the answer, so that the engine stores the failed blocks again. The lookup table
-            # may not tell their keys from those of held blocks with equal fingerprints: the report
-            # names them.
+            # Send the report before the answer, so that the engine stores the failed blocks again.
+            # The lookup table may not tell their keys from those of held blocks with equal
+            # fingerprints, so the report names them.
             self._publisher.send_report()
         self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
 
@@ -310,7 +313,8 @@ class Jobs:
         packed = None if failed is None else PackedKeys.of(failed)
         job_id = job.message.job_id
         answer = protocol.JobDone(job_id, packed, num_bytes, is_late)
-        # before the state changes: ``end`` waits for that, and no answer may follow ``Ended``
+        # answer before the state changes: ``end`` waits for the change, and no answer may follow
+        # ``Ended``
         self._channel.send(answer)
         self._move(job, JobState.ANSWERED)
 
@@ -322,7 +326,8 @@ class Jobs:
         self._is_ending = True
         # wakes ``run``, which returns
         self._has_arrived.set()
-        # first, so that no commit begins to read the rows of jobs that get no answer
+        # refuse the rows first, so that no commit begins to read the rows of jobs that get no
+        # answer
         self._store.refuse_rows()
         for entry in self._queue:
             if isinstance(entry, RequestEnd):

@@ -12,7 +12,8 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.records import Choice
 
-_MANIFESTS_PER_CALL = 64  # bounds the memory and the time of one call of the backend
+# maximum number of manifests in one call of the backend, which bounds its memory and time
+_MANIFESTS_PER_CALL = 64
 
 
 def recent_contexts(
@@ -45,7 +46,7 @@ def recent_contexts(
         if promoted:
             taken.update(promoted)
             contexts.append(StoredContext(request.tenant, promoted))
-        # checked here, so that no keys of further requests are read
+        # stop here, so that no keys of further requests are read
         if len(taken) == max_blocks:
             break
     return contexts
@@ -66,7 +67,7 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
         ids = [head.id for head in batch]
-        # new queries for each batch: a shared store that is replaced ends those from before
+        # make new queries for each batch, because a shared store that is replaced ends earlier ones
         catalogue = backend.catalogue(namespace)
         uses = catalogue.uses(ids)
         for head, use in zip(batch, uses, strict=True):

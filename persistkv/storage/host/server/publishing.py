@@ -63,7 +63,7 @@ class ReportPublisher:
                 is_sent = False
         if self._has_report:
             self._channel.send(self._store.take_report())
-        # also after an error: ``wait_until_sent`` checks what is left to send
+        # wake the waiting task even after an error: ``wait_until_sent`` checks what is left to send
         self._sent.set()
         return is_sent
 
@@ -80,7 +80,7 @@ class ReportPublisher:
     def note_mapped(self) -> None:
         """Release replaced tables: the engine has mapped the last one that was sent."""
         self._is_mapping = False
-        # not before: the engine has read the replaced table until it sent this message
+        # release it only now: the engine has read the replaced table until it sent this message
         self._store.index.release_retired()
         # wakes the committer, which releases the memory of a large table in slices
         self._store.committer.has_work.set()
@@ -90,7 +90,7 @@ class ReportPublisher:
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
         self.send_report()
-        # the rest is sent by ``run``, some of it only after ``Mapped``
+        # ``run`` sends the rest, some of it only after ``Mapped``
         while self._has_new_table or self._has_report:
             self._sent.clear()
             await self._sent.wait()

@@ -34,7 +34,8 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
     try:
         return message.keys.unpack()
     except CorruptPackError as error:
-        # as text: a log record with the error would keep its frames, which refer to the rows
+        # log the error as text, because a record with it would keep its frames, which refer to the
+        # rows
         logger.error("the keys of a message are ignored: %s", str(error))
         return []
 
@@ -69,7 +70,7 @@ class Session:
         self._publisher = ReportPublisher(store, channel)
         self._jobs = Jobs(store, channel, self._publisher, tasks)
         self._status = StatusPublisher(store, self._jobs, hello.engine_pid)
-        # the first message about the open store: the engine sends jobs only after it
+        # send the table first, because the engine sends jobs only after this message
         table = self._publisher.share_table()
         opened = protocol.Opened(
             table,
@@ -83,7 +84,8 @@ class Session:
             self._jobs.run(),
             self._publisher.run(),
             self._status.run(),
-            # not a method: in a reference cycle, a closed session would keep the rows mapped
+            # a function instead of a method: in a reference cycle, a closed session would keep the
+            # rows mapped
             _record_savings(store.savings, store.catalogue),
         )
         self._running = [tasks.create_task(run) for run in endless]
@@ -96,7 +98,7 @@ class Session:
             case protocol.Touch():
                 self.store.touch(_keys_of(message))
             case protocol.Loaded():
-                # without keys, also if they are unreadable: any block may be loaded elsewhere
+                # no keys, or unreadable ones, mean that any block may have been loaded elsewhere
                 self.store.sources.loaded_elsewhere(_keys_of(message))
             case protocol.Saved():
                 self.store.savings.add(
@@ -186,12 +188,12 @@ class Session:
 
         :param released: called when no row is in use any more.
         """
-        # begun before the wait for jobs, which lasts as long as a read hangs
+        # begin to flush before the wait for jobs, which lasts as long as a read hangs
         flushing = self._tasks.create_task(self.store.flush())
         await self._jobs.end()
         released()
         await flushing
-        # jobs that ended meanwhile have added work: blocks that they stored, and uses of blocks
+        # jobs that have ended since have added work: blocks that they stored, and uses of blocks
         while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
         # These tasks may wait for calls on other threads, such as a refresh. Nothing needs their
@@ -199,8 +201,8 @@ class Session:
         for task in self._running:
             task.cancel()
         await self.store.catalogue.call(self.store.savings.write)
-        # After the cancellation: the writer's thread runs its calls in order, so it deletes the
-        # status row after a last write that the cancelled task has begun.
+        # Withdraw the status after the cancellation: the writer's thread runs its calls in order,
+        # so it deletes the status after a last write that the cancelled task has begun.
         await self._status.withdraw()
 
 

@@ -52,9 +52,11 @@ has larger segments."""
 _STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
 _LEAST_STEP_BYTES = 1 << 20  # 1 MiB
 _MOST_STEP_BYTES = 128 << 20  # 128 MiB
-_MOST_PAGES = (1 << 32) - 1  # of an extent: the size is recorded in 32 bits
-_UNBOUNDED = 1 << 32  # in place of a bound on a number of extents
-_HOLES_AT_ONCE = 64  # made by one transaction, in milliseconds
+# maximum number of pages of an extent, which is recorded in 32 bits
+_MOST_PAGES = (1 << 32) - 1
+_UNBOUNDED = 1 << 32  # stands for a bound on a number of extents: there is none
+# maximum number of holes that one transaction makes, in milliseconds
+_HOLES_AT_ONCE = 64
 # 16 MiB: from this size on, a pack makes the file grow by four times its size
 _LARGE_BYTES = 16 << 20
 
@@ -206,7 +208,7 @@ class Allocator:
             free = self._best(missing)
             num_taken = min(missing, free.pages)
             extent, rest = free.split(num_taken)
-            # the rest stays free; it may have no pages
+            # the rest, which may have no pages, stays free
             self._replace([free], rest)
             self.free -= num_taken
             taken.append(extent)
@@ -270,7 +272,7 @@ class Allocator:
         holes: list[Extent] = []
         left = pages
         while left > 0 and self.free and len(holes) < at_most:
-            # no extent is so large, so this is the largest one
+            # no extent is so large, so this finds the largest one
             free = self._best(_MOST_PAGES)
             num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
@@ -315,7 +317,7 @@ class Allocator:
             self._record_segment(segment.segment, segment.pages)
         for hole in holes:
             self._put_hole(hole)
-        # no page becomes free: all that are not in holes are those of packs
+        # no page becomes free, because all pages outside of holes are those of packs
         self.total += pages_of(segments) - pages_of(holes)
 
     def finish(self) -> None:
@@ -375,7 +377,7 @@ class Allocator:
         before = None
         after = None
         with self._rows.cursor(FREE) as cursor:
-            # to the first free extent after it; False: all are before it
+            # move to the first free extent after it; False if all are before it
             if cursor.set_range(extent.place):
                 after = _extent_at(cursor.item())
                 has_before = cursor.prev()
@@ -463,7 +465,7 @@ class ExtentPayloads:
         """
         if pages > self.allocator.largest():
             self._grow(pages)
-        # after growing, several smaller extents may be enough
+        # look again after growing, because several smaller extents may be enough
         if pages > self.allocator.free:
             free = self.allocator.free * PAGE_BYTES
             raise StoreFullError(
@@ -499,7 +501,7 @@ class ExtentPayloads:
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
-        # 0 or less at the limit: nothing grows
+        # at the limit, this is 0 or less, and nothing grows
         up_to_limit = self.limit // PAGE_BYTES - self.allocator.total
         wanted = max(self._step_pages(pages), pages)
         missing = min(wanted, up_to_limit)
@@ -509,7 +511,7 @@ class ExtentPayloads:
                 if space is None:
                     space = self._growing_end()
                 num_filled = min(missing, space.pages)
-                # the file first: if the disk has no space, nothing is recorded
+                # let the file grow first: if the disk has no space, nothing is recorded
                 self._files.allocate(space._replace(pages=num_filled))
                 self.allocator.fill(space, num_filled)
                 missing -= num_filled
@@ -529,7 +531,7 @@ class ExtentPayloads:
         most = _MOST_STEP_BYTES // PAGE_BYTES
         share_of_limit = self.limit // PAGE_BYTES // _STEPS
         step = max(self.allocator.total // _STEPS, least)
-        # packs after a large one are likely to be large, too
+        # grow by more after a large pack: the next packs are likely to be large, too
         is_large = pages * PAGE_BYTES >= _LARGE_BYTES
         if is_large:
             step = max(step, 4 * pages)

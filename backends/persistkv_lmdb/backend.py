@@ -94,7 +94,7 @@ from persistkv_lmdb.rebuild import rebuild
 
 logger = logging.getLogger(__name__)
 
-# how often one operation begins again because the store's files were replaced
+# maximum number of times that one operation begins again because the store's files were replaced
 _REPLACEMENTS = 4
 _STATUS_SUFFIX = ".json"
 # one day: age at which a status file is deleted, because killed engines leave theirs
@@ -223,7 +223,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         keys = KeyFile(path, options.store_key())
         read_only = read_only or options.read_only
-        # before anything is created there
+        # check before anything is created there
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
         if not read_only and files.is_on_read_only_file_system(path):
@@ -266,7 +266,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         _refuse_remote(path)
         keys = KeyFile(path, options.store_key())
-        # inline payloads cannot be rebuilt
+        # only this placement, because inline payloads cannot be rebuilt
         policy = replace(options.given, placement="extents")
         return rebuild(path, policy, keys, progress)
 
@@ -294,7 +294,8 @@ class LmdbBackend(Backend):
         """
         for _ in range(_REPLACEMENTS):
             environment = self._writable() if write else self.environment
-            # entered apart from the block, so that only errors of the beginning are caught
+            # enter the transaction apart from the block, so that only errors of its beginning are
+            # caught
             with ExitStack() as entered:
                 try:
                     transaction = entered.enter_context(
@@ -314,7 +315,7 @@ class LmdbBackend(Backend):
         :raises StoreError: it cannot be opened; the next transaction tries again.
         """
         with self._following:
-            # another thread has done it, or has closed this handle
+            # nothing is left to do: another thread has followed, or has closed this handle
             if self._shared is not replaced:
                 return
             # Another handle has closed the environment to open the same files again, for example
@@ -363,7 +364,7 @@ class LmdbBackend(Backend):
         with self.rows() as rows:
             for key, row in rows.range(NAMESPACES, b""):
                 namespace = decode_namespace(key, row)
-                # None: the row is damaged
+                # leave out None: the row is damaged
                 if namespace is not None:
                     namespaces.append(namespace)
         return iter(namespaces)
@@ -380,16 +381,16 @@ class LmdbBackend(Backend):
             has_content = rows.get(STATES, name) is not None
         namespace = recorded
         if namespace is None:
-            # opened before, and without content since
+            # the namespace was opened before, and has had no content since
             namespace = self.environment.opened.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # a commit writes the row only with the first content
+        # the row must exist, because the commit of the first content writes it
         has_lost_row = has_content and recorded is None
         if has_lost_row and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
-        # the commit that adds its first content writes the row from here
+        # remember it for the commit that adds the first content, which writes the row
         self.environment.opened[name] = namespace
         return namespace
 
@@ -402,7 +403,7 @@ class LmdbBackend(Backend):
             content = None if found is None else bytes(found)
         if content is None or not self.seal.encrypts:
             return content
-        # ``META`` is no sealed table, so notes are sealed and opened here
+        # the table ``META`` is not sealed, so open the note here
         try:
             return self.seal.opened(key, content)
         except CorruptPackError:
@@ -437,21 +438,21 @@ class LmdbBackend(Backend):
         committed to those that are there now."""
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
-            # in each attempt: a store in place of a replaced one has other keys
+            # check in each attempt, because a store that replaced another one has other keys
             check_batch(namespace, batch, environment.database.seal)
             try:
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
-                # The caller drops the content of these tenants that it has accepted so far. Its
-                # later content is refused only if they are forgotten again.
+                # The caller drops the content of these tenants that it has accepted so far. From
+                # now on, refuse content only of tenants that are forgotten again.
                 times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
                     self._forgotten[name] = times_forgotten.get(name, 0)
                 raise
             except ReplacedError:
                 self._follow(environment)
-                # the next attempt reads their payloads from the beginning
+                # the next attempt must read the payloads from the beginning
                 for pack in batch.packs:
                     pack.restart()
         raise self._keeps_changing()
@@ -496,7 +497,7 @@ class LmdbBackend(Backend):
             tenants = tenants_of(batch)
             environment.database.keys.refuse(tenants, self._forgotten)
             raise
-        # the caller reads the changes since ``seen``, also those of this commit's evictions
+        # the caller reads the changes since ``seen``, which include the evictions of this commit
         except StaleError:
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
@@ -504,7 +505,7 @@ class LmdbBackend(Backend):
                 raise
             # LMDB found no page although the driver expected free ones: a reader may hold them
             reader = environment.database.oldest_reader()
-            if reader is None:  # fragmented, or damaged
+            if reader is None:  # no reader: the database is fragmented, or damaged
                 environment.suspect()
                 raise
             raise environment.database.pinned_error(reader) from None
@@ -556,11 +557,12 @@ class LmdbBackend(Backend):
     def disk_bytes(self) -> int:
         """Return the bytes on disk of the segments and of the store's other files, without status
         files, saved indexes and quarantined directories."""
-        # in a transaction, which follows files that were replaced
+        # in a transaction, because a transaction follows files that were replaced
         with self._transaction() as (environment, _):
             total = sum(environment.files.lengths().values())
         for name in files.STORE_FILES:
-            with suppress(FileNotFoundError):  # no lock file on a read-only file system
+            # a read-only file system has no lock file
+            with suppress(FileNotFoundError):
                 status = (self._path / name).stat()
                 total += files.allocated_bytes(status)
         return total
@@ -590,7 +592,7 @@ class LmdbBackend(Backend):
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
             write_quotas(transaction, policy.quotas)
-        # evicts what exceeds a lower capacity or quota
+        # evict what exceeds a lower capacity or quota
         fit_policy(self.environment)
 
     def delete_quarantined(self) -> int:
@@ -651,7 +653,7 @@ class LmdbBackend(Backend):
 
     def close(self) -> None:
         """Release the environment, which the last handle of the process closes; idempotent."""
-        # first: a handle counts as closed even if closing the environment fails
+        # drop the reference first: a handle counts as closed even if closing the environment fails
         shared = self._shared
         self._shared = None
         if shared is not None:
@@ -667,7 +669,7 @@ def _delete_old_statuses(directory: Path) -> None:
     """Delete the status files that killed engines left over a day ago."""
     oldest = time.time() - _STATUS_FORGOTTEN_S
     for path in directory.iterdir():
-        # another engine may delete it at the same time
+        # another engine may delete the file at the same time
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < oldest:
                 path.unlink()

@@ -77,14 +77,15 @@ from persistkv_lmdb.layout import (
 from persistkv_lmdb.room import Room, bound_pages
 from persistkv_lmdb.segments import Extent
 
-# packs and manifests that one transaction evicts or deletes, in about 3 ms: other engines wait
+# maximum number of packs and manifests that one transaction evicts or deletes. This takes about 3
+# ms, during which other engines wait.
 _EVICTED_AT_ONCE = 32
 _DROPPED_AT_ONCE = 128
 """Manifests of a shared pack that one transaction deletes. With 32, the deletion takes twice as
 long; with 512, other engines wait twice as long (``benchmarks.maintenance``)."""
-# packs and manifests that a transaction may evict for each one that it adds, if that is more
+# a transaction may evict more: so many packs and manifests for each one that it adds
 _EVICTED_PER_ADDED = 2
-# packs whose use one transaction records, in about 2 ms
+# maximum number of packs whose use one transaction records, in about 2 ms
 _TOUCHED_AT_ONCE = 128
 _TRANSACTIONS = 128
 """Maximum number of transactions that evict for one batch and one entry of ``_EXTRA_MULTIPLES``."""
@@ -92,11 +93,12 @@ _EXTRA_MULTIPLES = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity
 requires. Others: additionally this multiple of the batch's bytes, because free pages may be too
 fragmented."""
-_TURN_S = 0.001  # pause between two transactions (``_let_others_run``)
-# wait of a commit for readers that still see evicted packs; a read takes about 20 ms
+_TURN_S = 0.001  # seconds of pause between two transactions (``_let_others_run``)
+# seconds for which a commit waits for readers that still see evicted packs; a read takes about 20
+# ms
 _PATIENCE_S = 0.5
-# Attempts to write the packs of a batch and commit them. An attempt fails if another process,
-# between the writing and the commit, deletes a pack that was held, or releases the reservation.
+# Maximum number of attempts to write the packs of a batch and commit them. An attempt fails if
+# another process deletes a pack that was held, or releases the reservation, before the commit.
 _ATTEMPTS = 4
 _NO_LIMIT = 1 << 62
 # namespace of a transaction that only evicts, in all namespaces: no identity has this digest
@@ -166,7 +168,7 @@ class BatchCommit:
         self._lacking: list[NewPack] = []
         """Packs of the batch that the store lacked in the last transaction."""
 
-        # of the present attempt to write the packs and commit them
+        # state of the present attempt to write the packs and commit them
         self._reserved: list[Extent] = []
         """Extents that were reserved for this process when the present attempt began to write."""
         self._placed: dict[bytes, list[Extent]] = {}
@@ -232,15 +234,15 @@ class BatchCommit:
         self._placed.clear()
         environment = self._environment
         with environment.transaction() as rows:
-            # these checks are repeated in the write transaction; here they save useless writing
+            # the write transaction repeats these checks; here, they save useless writing
             state = read_state(rows, self._namespace)
             self._check_seen(rows, state.cursor)
-            # the packs will name it, so that a rebuild knows which erasures precede them
+            # the packs will name this number, so that a rebuild knows which erasures precede them
             self._last_erasure = read_last_erasure(rows)
             self._reserved = self._read_reserved(rows)
             self._lacking = self._find_lacking(rows)
             self._check_quotas(rows, bytes_by_tenant(self._lacking))
-        # usually the commit before has reserved enough
+        # usually, the previous commit has reserved enough
         needed_pages = bound_pages(self._lacking)
         if needed_pages > pages_of(self._reserved):
             self._reserve()
@@ -260,16 +262,16 @@ class BatchCommit:
         environment = self._environment
         with self._step() as (commit, room):
             environment.release_reserved(room.transaction, include_own=True)
-            # After the release: the number may be that of a dead process, whose extents must be
-            # free before this one reserves under it.
+            # Claim the number after the release: it may be that of a dead process, whose extents
+            # must be free before this process reserves any under it.
             writer = environment.claim_writer(room.transaction)
-            # Used packs are evicted last: the uses are recorded first, so that eviction spares the
-            # packs that the batch uses as long as there are others.
+            # Record the uses first: used packs are evicted last, so that eviction spares the packs
+            # that the batch uses as long as there are others.
             commit.touch(self._batch.touches)
-            # nothing is evicted for a batch that cannot fit
+            # evict nothing for a batch that cannot fit
             if not room.fits_when_empty():
                 raise room.full()
-            # with at most this much in use, the batch fits in addition
+            # the batch fits if at most this much is in use
             most_in_use = room.limit.minus(room.need)
             end = commit.evict(
                 lambda: room.fits(most_in_use), at_most=self._most_evicted
@@ -307,10 +309,10 @@ class BatchCommit:
                 placed[self._namespace + pack.pack_id] = extents
             files.sync()
         except BaseException:
-            # no write may run on: the next attempt uses the same extents
+            # end the writes, because the next attempt uses the same extents
             files.abandon()
             raise
-        # only now: nothing counts as written before the sync
+        # set only now, because nothing counts as written before the sync
         self._placed = placed
 
     def _stream_with_tail(
@@ -329,7 +331,7 @@ class BatchCommit:
         yield from pack.stream()
         # the table is complete only after the stream
         encoded = self._environment.database.seal.encode_table(pack.table)
-        # the extents that this pack takes, which its trailer names: the size is known now
+        # the size is known now: choose the extents that this pack takes, which its trailer names
         pack_bytes = pack.table.payload_length + len(tail)
         own_extents, _rest = split(extents, pages_for(pack_bytes))
         encode_tail(tail, encoded, own_extents, self._last_erasure)
@@ -354,7 +356,7 @@ class BatchCommit:
             # the bound on each attempt ends this: at last, the batch's own transaction, which
             # excludes other writers, may evict all that the quota requires.
             self._most_evicted *= 2
-            # the transaction that was rolled back has read the payloads: they begin again
+            # the transaction that was rolled back has read the payloads: restart them
             if self._environment.database.shares.inline:
                 self._restart_packs()
 
@@ -378,19 +380,19 @@ class BatchCommit:
             room.payloads.placed = self._placed
             room.check()
 
-            # first the deletions, so that a pack that is rewritten is added like a new one
+            # delete first, so that a pack that is written again is added like a new one
             commit.remove(batch)
             if self._packs_to_delete:
                 names = self._deleted_names(commit)
                 environment.erase(transaction, names)
             commit.add(batch)
-            # after the uses of this batch, which keep content from expiring
+            # expire after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), at_most=self._most_evicted)
             self._fit_quotas(commit)
-            # the batch that follows one with new content is expected to add some, too
+            # after a batch with new content, the next batch is expected to add some, too
             if commit.grew:
                 self._prepare_next(commit, room)
-            # the last rows: only now is it known how many pages all of them take
+            # write the last rows: only now is it known how many pages all rows take
             commit.finish()
 
             # the estimates of ``room.check`` were too low: roll back, and evict first
@@ -398,8 +400,8 @@ class BatchCommit:
                 raise room.full()
             if room.payloads.published:
                 self._describe_namespace(transaction, commit)
-            # Last, because a user may remove a segment file until then: its packs must not count
-            # as held, or the next attempt would not write them.
+            # Check this last, because a user may remove a segment file at any time: its packs must
+            # not count as held, or the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._after_commit(commit)
@@ -430,7 +432,7 @@ class BatchCommit:
         """Return the names of the packs that the batch deletes and does not add again, after
         ``commit`` has deleted them. A rebuild must not find these."""
         deleted = _names_of(commit.evicted)
-        # packs with damaged tables are not in ``evicted``
+        # add packs with damaged tables, which are not in ``evicted``
         for pack_id in self._packs_to_delete:
             deleted.add(self._namespace + pack_id)
         added = {self._namespace + pack.pack_id for pack in self._lacking}
@@ -444,8 +446,8 @@ class BatchCommit:
         :raises _TenantAboveError: too much must be evicted for one transaction.
         """
         quotas = commit.quotas
-        # A batch that only replaces packs by smaller ones makes its tenant no larger: it is
-        # accepted even above the quota.
+        # Check only tenants that grow: a batch that replaces packs by smaller ones is accepted even
+        # above the quota.
         for digest, num_bytes in quotas.grown():
             end = commit.fit_quota(digest, at_most=self._most_evicted)
             totals = quotas.at(digest)
@@ -469,7 +471,7 @@ class BatchCommit:
 
         goal = room.low_watermark()
         commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
-        # The segments return space until they have no more than the catalogue leaves them. After
+        # Shrink the segments until they have no more than the catalogue leaves them. This follows
         # the eviction, because only the space of free pages can be returned.
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
@@ -482,7 +484,7 @@ class BatchCommit:
         num_written = sum(map(pages_of, self._placed.values()))
         _written, unused = split(self._reserved, num_written)
         for name, extents in self._placed.items():
-            # another process has stored the same pack meanwhile
+            # another process has stored this pack meanwhile, so its extents are unused
             if name not in payloads.published:
                 unused += extents
         num_taken = pages_of(self._reserved) - pages_of(unused)
@@ -501,7 +503,7 @@ class BatchCommit:
     def _read_reserved(self, rows: TableRows) -> list[Extent]:
         """Return the extents that are reserved for this process, as LMDB records them."""
         writer = self._environment.writer
-        # this process has never reserved any
+        # without a number, this process has never reserved any extent
         if writer is None:
             return []
         return read_reserved(rows, writer)
@@ -509,7 +511,7 @@ class BatchCommit:
     def _find_lacking(self, rows: TableRows) -> list[NewPack]:
         """Return the packs that the batch adds to the store: those not held, or that it deletes
         first."""
-        # by id, because a batch may contain a pack twice
+        # keyed by id, because a batch may contain a pack twice
         added: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
             if pack.pack_id in added:
@@ -540,8 +542,8 @@ class BatchCommit:
         """
         environment = self._environment
         database = environment.database
-        database.clear_readers()  # those of dead processes keep pages, too
-        self._placed.clear()  # evictions release the reservation
+        database.clear_readers()  # the entries of dead readers keep pages, too
+        self._placed.clear()  # the evictions below release the reservation
         if not self._batch.packs and not self._batch.manifests:
             return self._write_deletions()
         for multiple in _EXTRA_MULTIPLES:
@@ -559,8 +561,8 @@ class BatchCommit:
             try:
                 return self.write()
             except StoreFullError:
-                # not reusable: a stopped reader still sees the evicted packs, and would also keep
-                # the pages of more evicted ones
+                # The pages are not reusable: a stopped reader still sees the evicted packs. It
+                # would keep the pages of further evicted packs, too, so evict no more.
                 is_last = multiple == _EXTRA_MULTIPLES[-1]
                 if is_last or not are_reusable:
                     raise
@@ -591,7 +593,7 @@ class BatchCommit:
         :param most_transactions: maximum number of transactions.
         :raises StoreFullError: not even one deletion fits.
         """
-        at_most = at_once  # deletions of the next transaction
+        at_most = at_once  # maximum number of deletions in the next transaction
         for _ in range(most_transactions):
             try:
                 if not step(at_most):
@@ -607,7 +609,7 @@ class BatchCommit:
                 at_most = 1
                 self._environment.commit_nothing()
             else:
-                # after a success with fewer, carefully return to ``at_once``
+                # after a success with fewer deletions, return to ``at_once`` in steps
                 at_most = min(4 * at_most, at_once)
             _let_others_run()
 
@@ -643,8 +645,8 @@ class BatchCommit:
         :raises QuotaExceededError: its packs cannot fit the quota of their tenant.
         """
         tenants = tenants_of(self._batch)
-        # first those that were forgotten since the content was accepted, then those that a process
-        # is forgetting now: it would not find what this commit adds
+        # first refuse tenants that were forgotten since the content was accepted, then those that a
+        # process is forgetting now, because it would not find what this commit adds
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, without_growth=without_growth)
@@ -656,7 +658,7 @@ class BatchCommit:
         self._lacking = self._find_lacking(transaction)
         sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
-        # announced, so that evictions begin with packs of tenants that this batch makes exceed
+        # announce the sizes, so that evictions begin with tenants that this batch makes exceed
         # their quotas
         commit.quotas.expect(sizes)
         rows_bytes = rows_bound(self._lacking, self._batch.manifests)
@@ -674,7 +676,7 @@ class BatchCommit:
         :param sizes: upper bounds of the packs' bytes, which the codec has not encoded yet, by
             tenant.
         """
-        # packs that replace others may need no additional room
+        # a batch with deletions may need no additional room
         if self._packs_to_delete:
             return
         quotas = Quotas(rows)
@@ -727,12 +729,12 @@ class BatchCommit:
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the ids of the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
-        # without packs, there is no transaction
+        # without packs, no transaction is needed
         if not pack_ids:
             return shared
         with self._environment.transaction() as rows:
             for pack_id in pack_ids:
-                # one row for each manifest that names the pack; the iteration stops early
+                # each row is a manifest that names the pack: read only one more than allowed
                 links = rows.starting_with(LINKS, self._namespace + pack_id)
                 first_beyond = next(islice(links, shared_by, None), None)
                 if first_beyond is not None:
@@ -750,7 +752,7 @@ class BatchCommit:
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
-            # with the manifests, their later packs may have been deleted
+            # also erase later packs of the manifests, which may have been deleted with them
             names = _names_of(commit.evicted)
             self._environment.erase(room.transaction, names)
         return more

@@ -48,21 +48,23 @@ STORE_FILES = (
 )
 _STORE_DIRECTORIES = (SEGMENT_DIRECTORY, STATUS_DIRECTORY)
 
-# for the writer lock, whose holder may be checking the store's integrity
+# seconds to wait for the writer lock, whose holder may be checking the store's integrity
 OPENING_PATIENCE_S = 30.0
-# for the writer lock: several times as long as a commit of 128 MiB to a slow disk
+# seconds to wait for the writer lock: several times the duration of a commit of 128 MiB to a slow
+# disk
 WRITING_PATIENCE_S = 10.0
-_SHORT_PATIENCE_S = 0.2  # for the writer lock, after a wait that timed out
+# seconds to wait for the writer lock after a wait that timed out
+_SHORT_PATIENCE_S = 0.2
 # content of the file of the writer lock (``WriterLock.mark``)
 _BEGUN = b"+"
 _ENDED = b"-"
-_ROOT = 0  # user id
+_ROOT = 0  # user id of root
 
 # integers in LMDB's pages, in the byte order of the machine
 _U32 = struct.Struct("=I")
 _U64 = struct.Struct("=Q")
 _META_MAGIC = 0xBEEFC0DE
-_PAGE_HEADERS = (16, 24)  # bytes, of LMDB 0.9 and 1.0
+_PAGE_HEADERS = (16, 24)  # lengths in bytes, in LMDB 0.9 and 1.0
 # offsets within a meta page, after its header
 _PAGE_BYTES_AT = 24
 _LAST_PAGE_AT = 120
@@ -164,7 +166,7 @@ def map_is_full(error: StoreFullError) -> bool:
 
 def _reason(error: lmdb.Error) -> str:
     """Return the message of an error."""
-    # without a code, the error is py-lmdb's own and has no reason
+    # an error without a code is py-lmdb's own, and has no reason
     return error.reason if error.code else str(error)
 
 
@@ -239,7 +241,7 @@ def file_id(path: Path | str | int) -> FileId | None:
     cannot be read."""
     try:
         status = os.stat(path)
-    except OSError:  # opening it reports the reason
+    except OSError:  # opening the store will report the reason
         return None
     return status.st_dev, status.st_ino
 
@@ -332,7 +334,7 @@ def is_on_read_only_file_system(store: Path) -> bool:
     """Return whether a store exists on a file system that is mounted read-only, as in an image."""
     try:
         return bool(os.statvfs(store).f_flag & os.ST_RDONLY)
-    except OSError:  # opening it reports the reason
+    except OSError:  # opening the store will report the reason
         return False
 
 
@@ -372,13 +374,14 @@ def is_cut_short(directory: Path) -> bool:
         with (directory / DATA_FILE).open("rb") as file:
             first = _read_meta(file.read(_META_BYTES))
             second = None
-            # the first page names the size of pages, and so the place of the second one
+            # the first meta page names the size of pages, and so the place of the second one
             if first is not None:
                 file.seek(first.page_bytes)
                 second = _read_meta(file.read(_META_BYTES))
-            # last: the file may grow meanwhile, before a meta page lists its new pages
+            # read the size last: the file may grow meanwhile, before a meta page lists its new
+            # pages
             size = os.fstat(file.fileno()).st_size
-    except OSError:  # opening it reports the reason
+    except OSError:  # opening the store will report the reason
         return False
     metas = [meta for meta in (first, second) if meta is not None]
     # LMDB may use the snapshot of either page
@@ -394,7 +397,7 @@ def rewrite_meta_pages(directory: Path) -> None:
 
     :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
-    # stays empty without a valid meta page: then only the sync remains
+    # this stays empty without a valid meta page: then there is only the sync to do
     both_pages = b""
     with (directory / DATA_FILE).open("rb") as file:
         meta = _read_meta(file.read(_META_BYTES))
@@ -529,7 +532,7 @@ class WriterLock:
 
     def _lock(self, deadline: float, patience_s: float) -> None:
         """Take the flock; raise StoreBusyError at the deadline."""
-        # usually one attempt; again if a wait ends without the lock before the deadline
+        # usually, one attempt is enough; try again if a wait ends early without the lock
         while not self._try_lock(deadline):
             if time.monotonic() >= deadline:
                 self._timed_out = True
@@ -572,7 +575,7 @@ class WriterLock:
         # fields of a line: number, FLOCK, ADVISORY, WRITE, process, device and inode, range
         pattern = rf"^\d+: FLOCK +\w+ +WRITE +(-?\d+) +{place} "
         found = re.search(pattern, locks, re.MULTILINE)
-        # 0 or less: in another PID namespace
+        # the number is 0 or less for a process in another PID namespace
         if found is None or int(found[1]) <= 0:
             return "another process"
         return f"process {found[1]}"

@@ -41,10 +41,10 @@ from persistkv_lmdb.commit import release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
 
-# duration of the deletions in one transaction: other engines wait meanwhile
+# seconds of deletions in one transaction, during which other engines wait
 _DELETIONS_S = 0.003
-_ROWS_AT_ONCE = 4_096  # per read transaction
-# pause between transactions: other threads and processes get the lock
+_ROWS_AT_ONCE = 4_096  # number of rows in one read transaction
+# seconds of pause between transactions, in which other threads and processes get the lock
 _TURN_S = 0.001
 
 
@@ -56,7 +56,7 @@ class LmdbForgetting:
         self._keys = environment.database.keys
         self._has_key = environment.database.seal.encrypts
         self._tenant = tenant
-        # numbers of the deletions so far, for the report
+        # numbers of deletions so far, for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
@@ -72,15 +72,15 @@ class LmdbForgetting:
             # rows whose manifest is damaged.
             for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
                 self._delete_all(table)
-            # After the deletions, which add entries to the log. Without a key, an entry does not
-            # show its tenant, so all are deleted: only if the tenant had packs.
+            # Delete entries of the log last, because the deletions add some. Without a key, an
+            # entry does not show its tenant, so all entries are deleted, if the tenant had packs.
             may_have_entries = self._has_key or self._packs > 0
             if may_have_entries:
                 self._delete_all(LOG)
-            # the transaction writes no row: it holds the writer lock
+            # the transaction writes no row, but holds the writer lock
             with environment.transaction(write=True):
                 key_ids = self._keys.destroy(self._tenant)
-        # saved indexes: engines write new ones
+        # delete saved indexes; engines write new ones
         for file in environment.path.glob(f"{INDEX_PREFIX}*"):
             file.unlink(missing_ok=True)
         if not self._has_key:
@@ -111,7 +111,7 @@ class LmdbForgetting:
 
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
-        # all first, because the deletions change the table that is searched
+        # collect all names first, because the deletions change the table that is searched
         names = list(self._names(table))
         next_names = iter(names)
         while self._delete_some(table, next_names):
@@ -131,7 +131,7 @@ class LmdbForgetting:
                 deleted.append(name)
                 if time.monotonic() > deadline:
                     break
-            # a rebuild must not find these packs in the segments
+            # erase the packs, so that a rebuild does not find them in the segments
             if table == PACKS:
                 environment.erase(rows, set(deleted))
         environment.forget_namespaces(ended_namespaces)
@@ -156,7 +156,7 @@ class LmdbForgetting:
         opened = self._environment.opened
         change = CatalogTransaction(rows, payloads, namespace, opened=opened)
         if table == PACKS:
-            # only the pack: the tenant's manifests that name it are deleted already
+            # delete the pack only: manifests of the tenant that name it are deleted already
             change.discard(name[ID_BYTES:])
         else:
             change.drop_manifest(name)
@@ -177,7 +177,7 @@ class LmdbForgetting:
             with self._environment.transaction() as rows:
                 following = self._rows(rows, table, start)
                 page = list(islice(following, _ROWS_AT_ONCE))
-            # after the transaction, which holds no snapshot while the caller deletes
+            # yield after the transaction, so that no snapshot is held while the caller deletes
             for key, is_own in page:
                 if is_own:
                     yield key
@@ -195,9 +195,9 @@ class LmdbForgetting:
     ) -> Iterator[tuple[bytes, bool]]:
         """Yield the keys of a table from ``start`` on, and whether each row belongs to the
         tenant."""
-        # None: the store has no key, and the rows themselves name the tenant
+        # None if the store has no key: then the rows themselves name the tenant
         own_keys = self._keys.ids_of(self._tenant) if self._has_key else None
-        # a cursor, because ``TableRows.range`` opens sealed rows, which is not needed here
+        # use a cursor: ``TableRows.range`` would open sealed rows, which is not needed here
         with rows.cursor(table) as cursor:
             if not cursor.set_range(start):
                 return
@@ -205,7 +205,7 @@ class LmdbForgetting:
                 if own_keys is None:
                     is_own = _is_of(self._tenant, table, row)
                 else:
-                    # a sealed row begins with the id of its key, which also a damaged one shows
+                    # a sealed row begins with the id of its key, which a damaged row shows, too
                     is_own = bytes(row[:KEY_ID_BYTES]) in own_keys
                 yield bytes(key), is_own
 

@@ -54,7 +54,7 @@ from persistkv_lmdb.segments import Extent
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 1200.0  # 20 minutes
+PATIENCE_S = 1200.0  # 20 minutes: minimum patience with a check
 # For each so many bytes of the file, the patience is one second longer. The check is much faster,
 # because it reads a part of each MiB.
 _BYTES_A_SECOND = 2_500_000
@@ -70,7 +70,7 @@ _DEATHS_BY_DAMAGE = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-# of ``prctl``: sets the signal that this process gets when its parent dies
+# operation of ``prctl``: sets the signal that this process gets when its parent dies
 _PR_SET_PDEATHSIG = 1
 
 
@@ -117,7 +117,7 @@ def inspect(directory: Path) -> Finding:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(CheckResult.UNKNOWN, str(error))
-    # bounded, because the writers of the store wait meanwhile
+    # bounded, because the writers of the store wait during the check
     patience_s = PATIENCE_S + size // _BYTES_A_SECOND
     try:
         child = _start(directory)
@@ -183,12 +183,12 @@ def main(directory: str, parent: int) -> NoReturn:
     """Check the environment in the child of the process ``parent``: write one line, exit with the
     verdict's value."""
     end_with(parent)
-    # damage may crash this process, which then leaves no core file
+    # leave no core file if damage crashes this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     verdict, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
     sys.stdout.flush()
-    # skips LMDB's own cleanup, which may hit damage that the check did not
+    # skip LMDB's own cleanup, which may hit damage that the check did not
     os._exit(verdict.value)
 
 
@@ -197,7 +197,7 @@ def end_with(parent: int) -> None:
     is killed and restarted while it opens a store would run two checks at once.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         os._exit(CheckResult.UNKNOWN.value)
 
 
@@ -206,7 +206,7 @@ def examine(directory: Path) -> Finding:
     data = directory / DATA_FILE
     if not data.exists() or not data.stat().st_size:
         return Finding(CheckResult.FINE, "it is empty")
-    # first without LMDB, which would crash on damaged pages
+    # check first without LMDB, which would crash on damaged pages
     try:
         problems: list[str] = verify.verify(str(data))  # type: ignore[no-untyped-call]
     except verify.VerifyError as error:
@@ -215,7 +215,7 @@ def examine(directory: Path) -> Finding:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return Finding(CheckResult.DAMAGED, f"{problems[0]}{more}")
     try:
-        # without LMDB's locks, because no process writes meanwhile
+        # without LMDB's locks, because no process writes during the check
         with lmdb.open(
             str(directory),
             readonly=True,
@@ -294,7 +294,7 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     for one, other in pairwise(free):
         if one.touches(other):
             yield f"{one} and {other} touch"
-    # pages with disk space
+    # number of pages with disk space
     total = sum(segments.values()) - pages_of(holes)
     counted = (total, pages_of(free), pages_of(reserved))
     recorded = (allocator.total, allocator.free, allocator.reserved)

@@ -45,9 +45,9 @@ from persistkv_lmdb.files import (
 )
 from persistkv_lmdb.opening import quarantined
 
-_MOST_BYTES = 16 << 20  # 16 MiB: limit of the file, written and read
-_READS = 5  # attempts to read the file, if others replace it meanwhile
-_ID_BYTES = 8  # of a keyring
+_MOST_BYTES = 16 << 20  # 16 MiB: maximum size of the file, when it is written and read
+_READS = 5  # maximum number of attempts to read the file, if other processes replace it
+_ID_BYTES = 8  # length of the id of a keyring
 # the options of a URL with which a user gives a key
 _HINT = "key_file, key_env or key_command"
 
@@ -72,9 +72,8 @@ class KeyFile:
         self._version: tuple[int, int] | None = None
         """Inode and time of modification (ns) of the file that ``refresh`` read last; None: it has
         not read any."""
-        # Held while the file is read, too. Otherwise, a thread that read the file before another
-        # one made a key could take this key for a destroyed one, or add one that was destroyed
-        # meanwhile.
+        # Also held while the file is read. Otherwise, a thread that read the file before another
+        # one made a key could take this key for destroyed, or add a key that was destroyed since.
         self._lock = threading.RLock()
         self._seal = KeySeal(self._known, self._reload)
         """Seal of the store, which ``seal`` returns: it reads the file again if it meets an unknown
@@ -93,7 +92,7 @@ class KeyFile:
             key for a rebuild, and there are no data keys.
         """
         stored = self._read()
-        # the file is there: the creation was interrupted before, or the catalogue is lost
+        # the file exists because the creation was interrupted, or because the catalogue is lost
         if stored.wrapped:
             return self._unwrapped(stored).id
         if self._key is None:
@@ -102,7 +101,7 @@ class KeyFile:
             raise ConfigurationError(
                 "key", self._key.id, f"no key: there is no {self._path}"
             )
-        # a random id: the file of another store with the same key of the user has another one
+        # a random id, so that stores with the same key of the user have different ids
         keyring_id = os.urandom(_ID_BYTES).hex()
         keyring = Keyring(keyring_id, [DataKey.new(STORE)])
         content = self._wrapped(self._key, keyring, tenants=())
@@ -154,7 +153,7 @@ class KeyFile:
         # lost when the own file is put back.
         stored = self._read()
         self._check_is_of_store(stored)
-        # first those that other processes have made
+        # first add the keys that other processes have made
         self._add(stored.tenants)
         added: list[TenantKey] = []
         for tenant in self._known().lacking(tenants):
@@ -184,8 +183,8 @@ class KeyFile:
         try:
             status = self._path.stat()
         except OSError:
-            return  # the store was deleted: the transaction reports it
-        # each change replaces the file
+            return  # the store was deleted, which the transaction will report
+        # these differ after each change, which replaces the file
         version = (status.st_ino, status.st_mtime_ns)
         if self._version == version:
             return
@@ -197,9 +196,9 @@ class KeyFile:
             self._add(stored.tenants)
             stored_ids = {key.id for key in stored.tenants}
             known_ids = {key.id for key in self._known().of_tenants()}
-            # destroyed by another process
+            # drop keys that another process has destroyed
             self._drop(known_ids - stored_ids)
-        # also after an error: the file is read again when it changes
+        # set even after an error: the file is read again when it changes
         self._version = version
 
     def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
@@ -223,7 +222,7 @@ class KeyFile:
             return []
         self._check_is_of_store(self._read())
         destroyed: set[bytes] = set()
-        # This store comes last: as long as it has the key, a repeated command knows whose rows to
+        # Take this store last: as long as it has the key, a repeated command knows whose rows to
         # delete, and destroys the copies that are left.
         for directory in (*quarantined(self._store), self._store):
             destroyed |= self._destroy_in(directory / KEY_FILE, tenant)
@@ -302,7 +301,7 @@ class KeyFile:
         stored = self._read()
         if not stored.wrapped:
             raise ConfigurationError("store", str(self._store), "a store with a key")
-        # first the check that the user has the present key, which wraps all entries
+        # this checks that the user has the present key, which wraps all entries
         keyring = self._unwrapped(stored)
         present_id = stored.wrapped[0].store_key
         if key.id == present_id:
@@ -328,7 +327,8 @@ class KeyFile:
         :raises ConfigurationError: the URL names no key, or another one.
         :raises CorruptStoreError: the file is damaged.
         """
-        given = stored.wrapped[0].store_key  # id of the user's key that wrapped it
+        # id of the user's key that wrapped the entry
+        given = stored.wrapped[0].store_key
         if self._key is None:
             raise ConfigurationError(
                 "key", "none", f"the key {given} of {self._store}: name it with {_HINT}"
@@ -394,7 +394,7 @@ class KeyFile:
                 f"{path} has data keys of {num_present} tenants, and no room for more"
             )
         with ExitStack() as opened:
-            # opened first: after the rename, no name leads to it
+            # open the old file first, because no name leads to it after the rename
             before = None
             with suppress(FileNotFoundError):
                 before = open_regular(path, os.O_WRONLY)
@@ -406,7 +406,8 @@ class KeyFile:
                 file.flush()
                 os.fsync(file.fileno())
             part.rename(path)
-            # before the overwriting: a power loss must leave the old file or the new one
+            # sync before the old file is overwritten: a power loss must leave the old file or the
+            # new one
             sync_directory(path.parent)
             if before is not None:
                 _overwrite(before)

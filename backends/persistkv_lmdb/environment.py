@@ -75,7 +75,8 @@ from persistkv_lmdb.segments import SegmentFiles
 
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20
-_BEGIN_ATTEMPTS = 8  # of a transaction: each one may have to remap or reopen LMDB first
+# maximum number of attempts to begin a transaction: each may have to remap or reopen LMDB first
+_BEGIN_ATTEMPTS = 8
 _NO_DAMAGE = (
     StoreBusyError,
     StoreFullError,
@@ -85,12 +86,12 @@ _NO_DAMAGE = (
 )
 """Errors that do not mean possible damage: after any other one, the store is checked at its next
 opening."""
-# wait for the writer lock when a namespace has ended
+# seconds to wait for the writer lock when a namespace has ended
 _FORGET_PATIENCE_S = 0.2
 # Number of commits whose sizes are remembered. With varying sizes, one commit in so many exceeds
-# those before it, and must reserve space in a transaction of its own.
+# all remembered ones, and must reserve space in a transaction of its own.
 _COMMITS = 16
-# remaps or reopens LMDB, and takes the map lock exclusively for that
+# a call that remaps or reopens LMDB, and holds the map lock exclusively for that
 _Repair = Callable[[], None]
 
 
@@ -137,10 +138,11 @@ class Environment:
         self._guard = None if read_only else Guard(path)
         """Writer lock and guard file of the store; None: it is open read-only."""
         self.database = Database(path, policy, keys)
-        with ExitStack() as on_failure:  # undoes each step if a later one fails
+        with ExitStack() as on_failure:  # undoes all steps so far if one fails
             if self._guard is not None:
                 on_failure.callback(self._guard.close)
-            # registered later, so LMDB closes before the guard, which then records a clean end
+            # registered after the guard, so that LMDB closes first, and the guard records a clean
+            # end
             on_failure.callback(self.database.close)
             open_database = partial(self.database.open, read_only=read_only)
             if self._guard is None:
@@ -175,9 +177,9 @@ class Environment:
         guard = self._guard if write else None
         locked: AbstractContextManager[None] = nullcontext()
         if guard is not None:
-            # before the writer lock, whose file must not be created among other files
+            # check before the writer lock, whose file must not be created among other files
             self._check_current()
-            # recovers first if a process was killed during its commit, or the commit failed
+            # this recovers first if a process was killed during its commit, or the commit failed
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
             # another process may have made keys that seal rows, or destroyed some
@@ -185,7 +187,8 @@ class Environment:
                 self.database.keys.refresh()
             for _ in range(_BEGIN_ATTEMPTS):
                 with self.database.map_lock.shared():
-                    # again: another process may have replaced them during the waits
+                    # check again, because another process may have replaced the files during the
+                    # waits
                     self._check_current()
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
@@ -219,19 +222,20 @@ class Environment:
         :raises ReplacedError: the commit went into files that are no longer at the path.
         """
         payloads: ExtentPayloads | None = None
-        # commits durably when it is left
+        # leaving this block commits durably
         with begun:
             try:
                 yield
                 payloads = self._payloads
                 if payloads is not None:
                     payloads.allocator.finish()
-                    # before the rows that count on this space are durable
+                    # sync the growth before the rows that count on this space are durable
                     self.files.sync_growth()
                 guard.lock.mark(begun=True)
             finally:
                 self._payloads = None
-        # only now: until the commit is durable, the catalogue on disk lists other content there
+        # write only now: until the commit is durable, the catalogue on disk lists other content
+        # there
         if payloads is not None:
             self.files.punch(payloads.holes)
         # if the mark cannot be removed, the next transaction syncs again, which is harmless
@@ -297,7 +301,7 @@ class Environment:
     def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
         """Refuse content of a tenant in all processes, as long as this one lives; return the key of
         the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
-        # before ``claim_writer``, which may return the number of a dead process
+        # release before ``claim_writer``, which may return the number of a dead process
         self.release_reserved(transaction)
         own_number = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():
@@ -348,8 +352,8 @@ class Environment:
         """
         segments = allocator.segments()
         disk_bytes = self.files.fit(segments)
-        # Punching all holes again takes time: only if the files take much more than is recorded.
-        # The lengths of segments include holes, the recorded total does not.
+        # Punch all holes again only if the files take much more than is recorded, because it takes
+        # time. The lengths of segments include holes, the recorded total does not.
         has_holes = sum(segments.values()) > allocator.total
         expected_bytes = allocator.total * PAGE_BYTES
         is_too_large = disk_bytes > expected_bytes + _UNPUNCHED_BYTES
@@ -363,10 +367,11 @@ class Environment:
         catalogue = self.database.file_bytes()
         segments = read_space(transaction).total * PAGE_BYTES
         free = files.free_disk_bytes(self.path)
-        disk = catalogue + segments + free  # what the store could take of the disk
+        # bytes of the disk that the store could take
+        disk = catalogue + segments + free
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
-        # Other files have filled the disk, except for the space reserved for root. The catalogue
-        # cannot grow then, even if segments return space: that goes to the reserve first.
+        # Other files have filled the disk, except for the space that is reserved for root. The
+        # catalogue cannot grow, even if segments return space, which goes to the reserve first.
         if files.has_only_reserved_space(self.path):
             return max(0, available - catalogue)
         # the memory map bounds the catalogue, too
@@ -380,11 +385,11 @@ class Environment:
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be recorded durably.
         """
-        # with inline payloads, there is no rebuild
+        # not with inline payloads, for which there is no rebuild
         if names and not self.database.shares.inline:
             number = read_last_erasure(transaction) + 1
-            # The file first: if the transaction fails, the record covers packs that are still held,
-            # so a rebuild may lose them, but never finds deleted ones.
+            # Write the file first: if the transaction fails, the record covers packs that are still
+            # held. A rebuild may then lose them, but it never finds deleted ones.
             self.recovery.erase(names, number)
             write_last_erasure(transaction, number)
 
@@ -412,7 +417,7 @@ class Environment:
 
     def serves(self, *, read_only: bool) -> bool:
         """Return whether another handle can share this environment."""
-        # a handle that writes needs one that is open for writing
+        # a handle that writes needs an environment that is open for writing
         is_enough = read_only or not self.read_only
         return is_enough and self.is_current()
 
@@ -434,7 +439,7 @@ class Environment:
         if not namespaces or self._guard is None:
             return
         with suppress(StoreError, OSError), self._guard.lock.held(_FORGET_PATIENCE_S):
-            # with the writer lock, none of them can begin again until its files are deleted
+            # with the writer lock held, no namespace can begin again until its files are deleted
             ended: list[bytes] = []
             with self.transaction() as rows:
                 for name in namespaces:
@@ -501,7 +506,7 @@ class Environment:
             # refuses all further transactions
             return self._revive
         except OtherTransactionError:
-            # a commit failed and could not be undone, or files of two stores were mixed
+            # a failed commit could not be undone, or files of two stores were mixed
             return partial(self._revive, recovers=True)
 
     def _revive(self, *, recovers: bool = False) -> None:
@@ -542,7 +547,7 @@ class Environments:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of ``_slots``; never held during I/O
+        self._lock = threading.Lock()  # protects ``_slots``; never held during I/O
         self._slots: dict[tuple[int, int], _Slot] = {}
         """By device and inode of the store's directory, so that all paths to it share one."""
         os.register_at_fork(after_in_child=self._forget)
@@ -570,7 +575,7 @@ class Environments:
             )
         try:
             shared = slot.environment
-            # It is closed before the next one is opened, because LMDB opens a file once per
+            # Close it before the next one is opened, because LMDB opens a file only once per
             # process. Handles that still use it find it closed, and acquire the next one
             # (``LmdbBackend._follow``).
             if shared is not None and not shared.serves(read_only=read_only):
@@ -581,7 +586,8 @@ class Environments:
                 shared = Environment(path, policy, keys, read_only=read_only)
                 slot.environment = shared
             else:
-                # check the key of this handle: those before may have been opened with another one
+                # check the key of this handle, because earlier handles may have been opened with
+                # another key
                 with shared.transaction() as rows:
                     keys.seal(read_keyring(rows))
             shared.handles += 1
@@ -593,7 +599,8 @@ class Environments:
         """Release one use of an environment that ``acquire`` returned; the release of the last use
         closes it."""
         slot = self._slot_of(environment)
-        # after a fork, or after ``acquire`` has closed it to open the next one
+        # there is no slot after a fork, or after ``acquire`` has closed it to open the next
+        # environment
         if slot is None:
             return
         with slot.lock:
@@ -601,7 +608,8 @@ class Environments:
             if environment.handles:
                 return
             environment.close()
-            # before this thread got the lock, ``acquire`` may have put the next one in its place
+            # compare, because ``acquire`` may have put the next environment in its place before
+            # this thread got the lock
             if slot.environment is environment:
                 slot.environment = None
 

@@ -66,28 +66,31 @@ _BYTES = struct.Struct("<Q")  # capacity in bytes, or number of the last erasure
 _TTL_ROW = b"ttl"
 _TTL = struct.Struct("<d")  # seconds
 _PLACEMENT_ROW = b"placement"
-INLINE = "inline"  # placement of payloads in LMDB, as values
-# the other one: in segment files; LMDB holds the extents (page ranges)
+INLINE = "inline"  # placement of payloads as values in LMDB
+# both placements; the other one is in segment files, of which LMDB holds the extents (page ranges)
 PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
 _KEYRING_ROW = b"keyring"
-# prefix; then the digest of a tenant's name and random bytes → number of the writer that forgets it
+# prefix of keys; the digest of a tenant's name and random bytes follow → number of the writer that
+# forgets the tenant
 _REFUSED = b"refused"
-# numbers of pages of the segment files: with disk space, of these free, and reserved
+# key of three numbers of pages in the segment files: with disk space, free ones of these, and
+# reserved ones
 SPACE_ROW = b"space"
 
 
-# random bytes, because two commands may forget the same tenant at once
+# number of random bytes in the key, because two commands may forget the same tenant at once
 _REFUSAL_BYTES = 8
 WRITER = struct.Struct(">I")
 """Number of a writer, that is, of a process that reserves extents (``Guard.claim``)."""
-# of a trailer: segment, first page and pages of the last extent, number of extents, last erasure
+# fields of a trailer: segment, first page and pages of the last extent, number of extents, last
+# erasure
 _FIELDS = struct.Struct("<IIIIQ")
-# of a trailer: checksum, ``_PACK_TRAILER_MAGIC``
+# end of a trailer: checksum, ``_PACK_TRAILER_MAGIC``
 _END = struct.Struct("<Q8s")
 _PACK_TRAILER_MAGIC = b"PKVXTNT1"
 _PACK_TRAILER_BYTES = _FIELDS.size + _END.size
-# 8-byte words of a page; the last one may be a trailer's magic number
+# number of 8-byte words in a page; the last word may be a trailer's magic number
 _PAGE_WORDS = PAGE_BYTES // 8
 
 
@@ -114,7 +117,8 @@ def create_databases(
     transaction = TableRows(txn, databases)
     transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
     write_policy(transaction, policy)
-    # here, and not in ``write_policy``, which may replace the policy later: the placement stays
+    # written here, and not in ``write_policy``, which may replace the policy later: the placement
+    # stays
     transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
     return databases
 
@@ -130,7 +134,7 @@ def open_databases(
     """
     databases = {}
     try:
-        # the format first: another one may have other databases
+        # check the format first, because another one may have other databases
         meta = env.open_db(META.encode(), txn=txn, create=False)
         if txn is None:
             with env.begin(buffers=True) as reading:
@@ -298,7 +302,7 @@ def encode_tail(
     """
     last_extent = extents[-1]
     fields = _FIELDS.pack(*last_extent, len(extents), last_erasure)
-    # the trailer's checksum covers the table's one, so it is valid for this table only
+    # the trailer's checksum covers that of the table, so it is valid for this table only
     table_trailer = encoded[-TABLE_TRAILER_BYTES:]
     checksum = _trailer_checksum(table_trailer, fields)
     content = encoded + fields + _END.pack(checksum, _PACK_TRAILER_MAGIC)
@@ -309,7 +313,7 @@ def encode_tail(
 def find_trailers(pages: memoryview) -> list[int]:
     """Return the indices of the pages that end with the magic number of a trailer. ``pages`` are
     whole pages."""
-    # compares the last word of each page only: a rebuild searches all pages of a store
+    # compare the last word of each page only, because a rebuild searches all pages of a store
     last_words = pages.cast("Q")[_PAGE_WORDS - 1 :: _PAGE_WORDS]
     magic = int.from_bytes(_PACK_TRAILER_MAGIC, sys.byteorder)
     return [number for number, word in enumerate(last_words) if word == magic]
@@ -336,9 +340,9 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
         fields
     )
     extent = Extent(own_segment, first_page, num_pages)
-    # a copy of a trailer, at another place, is not valid
+    # a copy of a trailer is not valid at another place
     is_here = extent.segment == segment and extent.end == number + 1
-    # the checksum proves no origin: a payload may contain any bytes
+    # check the fields, too, because a payload may contain any bytes, even with a valid checksum
     is_possible = num_extents > 0 and 0 < extent.pages <= extent.end
     if not is_here or not is_possible:
         return None

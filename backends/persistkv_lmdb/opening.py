@@ -53,15 +53,17 @@ from persistkv_lmdb.layout import DATABASES
 
 logger = logging.getLogger(__name__)
 
-# for another process that closes: it holds the guard for microseconds, or for three syncs
+# seconds to wait for another process that closes the store: it holds the guard for microseconds, or
+# for the time of three syncs
 CLOSING_PATIENCE_S = 5.0
 _CLOSING_NAP_S = 0.001
 _ROW_BYTES = 32  # content of the guard file: a state, padded with spaces
 _QUARANTINE_PREFIX = "damaged-"
-_MOST_QUARANTINED_AT_ONCE = 99  # within a second
-_MAX_READERS = 512  # slots in LMDB's table of readers
-_CLEARING_PATIENCE_S = 30.0  # for the child that clears stale readers
-_CLAIMS_AT = 1 << 20  # byte offset in the guard file: its content ends before
+_MOST_QUARANTINED_AT_ONCE = 99  # maximum number of quarantined stores within a second
+_MAX_READERS = 512  # number of slots in LMDB's table of readers
+_CLEARING_PATIENCE_S = 30.0  # seconds to wait for the child that clears stale readers
+# offset in the guard file, behind its content, of the bytes that are locked for claims
+_CLAIMS_AT = 1 << 20
 # the C struct ``flock``: type, whence, start, length, process
 _LOCK_REQUEST = struct.Struct("hhqqi4x")
 _CLEARING_PROGRAM = """
@@ -129,10 +131,11 @@ class Guard:
             is_alone = self._locked(fcntl.LOCK_EX)
             if is_alone:
                 self._open_alone(open_environment)
-                # the opening has made an interrupted commit durable, or quarantined its catalogue
+                # remove the mark: the opening has made an interrupted commit durable, or
+                # quarantined its catalogue
                 self.lock.mark(begun=False)
             else:
-                # no check: others have it open, and may write meanwhile
+                # no check is possible, because other processes have the store open, and may write
                 if self.lock.interrupted:
                     self.recover()
                 open_environment()
@@ -162,7 +165,7 @@ class Guard:
 
         :raises StoreError: the disk refuses the write.
         """
-        # not StoreFullError, which would cause evictions: they would not help
+        # not as StoreFullError, which would cause evictions that do not help
         with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()
         self.lock.mark(begun=False)
@@ -216,15 +219,15 @@ class Guard:
         The last process that has the store open for writing records a clean shutdown, unless the
         store is suspect or an interrupted commit cannot be made durable.
         """
-        # after a failed ``open``, the recorded state stays
+        # after a failed ``open``, leave the recorded state as it is
         is_open = self._joined and self._fd >= 0
-        # the exclusive lock is granted to the last process only
+        # the exclusive lock shows that this is the last process that has the store open
         if is_open and self._locked(fcntl.LOCK_EX):
             # after an error, the recorded state is not clean, and the next opening runs the check
             with suppress(OSError, StoreError):
                 if self.lock.interrupted:
                     self.recover()
-                # not if it is suspect
+                # leave the state SUSPECT as it is
                 if self._read() is _State.OPEN:
                     self._write(_State.CLEAN)
         self.forget()
@@ -242,7 +245,7 @@ class Guard:
         """Open the environment while this process excludes other writers: check it after an unclean
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
-        before = self._read()  # None: persistkv never opened a store here
+        before = self._read()  # None: persistkv has never opened a store here
         exists = (self._directory / files.DATA_FILE).exists()
         if exists and before is None:
             # Another program's environment, or the guard file was removed. ``open_environment``
@@ -252,7 +255,8 @@ class Guard:
         was_unclean = before in (_State.OPEN, _State.SUSPECT)
         is_usable = self._quarantine_unusable(exists=exists, was_unclean=was_unclean)
         try:
-            # before the environment is opened: a process that is killed meanwhile causes a check
+            # record it before the environment is opened: if this process is killed, the next one
+            # checks the store
             self._write(_State.OPEN)
             is_open = is_usable and self._open_existing(open_environment)
             if not is_open:
@@ -270,7 +274,8 @@ class Guard:
         """
         if exists and was_unclean and not self._check():
             return False
-        # Segment files whose catalogue is lost: a new one would let their packs be overwritten.
+        # The segment files have lost their catalogue. A new one would let their packs be
+        # overwritten.
         if _lacks_catalogue(self._directory):
             self._quarantine(f"its {files.DATA_FILE} is missing or empty")
             return False
@@ -327,7 +332,7 @@ class Guard:
         # program's.
         os.fsync(self._fd)
         files.sync_directory(self._directory)
-        # their creator may have been killed before it synced them
+        # sync the parents, too: their creator may have been killed before it did
         for directory in self._directory.parents:
             with suppress(OSError):
                 files.sync_directory(directory)
@@ -385,7 +390,7 @@ class Guard:
     def _share(self) -> None:
         """Take a shared lock on the guard file, for as long as the store is open, and record there
         that it is open."""
-        # a process that closes the store holds the exclusive lock for a short time
+        # wait for a process that closes the store, and holds the exclusive lock for a short time
         deadline = time.monotonic() + CLOSING_PATIENCE_S
         while not self._locked(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
@@ -395,7 +400,8 @@ class Guard:
                 )
             time.sleep(_CLOSING_NAP_S)
         self._joined = True
-        # again: a process that closed the store meanwhile has recorded a clean shutdown
+        # read again, because a process that closed the store meanwhile has recorded a clean
+        # shutdown
         is_recorded = self._read() in (_State.OPEN, _State.SUSPECT)
         if not is_recorded:
             self._write(_State.OPEN)
@@ -441,7 +447,7 @@ def _lock_request(number: int) -> bytes:
     """
     offset = _CLAIMS_AT + number
     length = 1
-    process = 0  # required for locks of open files
+    process = 0  # 0 is required for locks of open files
     return _LOCK_REQUEST.pack(fcntl.F_WRLCK, os.SEEK_SET, offset, length, process)
 
 
@@ -479,7 +485,7 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
 def _has_reader_slot(env: lmdb.Environment) -> bool:
     """Return whether LMDB's reader table has a slot with the PID of this process, which has just
     opened the environment and not read yet."""
-    lines = env.readers().splitlines()[1:]  # without the header
+    lines = env.readers().splitlines()[1:]  # leave out the header
     for line in lines:
         pid, *_ = line.split()
         if int(pid) == os.getpid():
@@ -492,17 +498,18 @@ def _opened(path: Path, read_only: bool) -> lmdb.Environment:
     try:
         return lmdb.open(
             str(path),
-            map_size=0,  # as the file records it; ``Database.remap`` sets the bound
+            # 0: the size that the file records; ``Database.remap`` sets the bound
+            map_size=0,
             readonly=read_only,
             mode=0o600,
             create=False,
             max_dbs=len(DATABASES),
             max_readers=_MAX_READERS,
-            # a spare transaction keeps its reader slot, even across a fork
+            # no spare transactions, which keep their reader slots, even across a fork
             max_spare_txns=0,
         )
     except lmdb.LockError as error:
-        # EAGAIN: another process has the lock of this PID
+        # EAGAIN means that another process has the lock of this PID
         if error.code != errno.EAGAIN:
             raise
         raise ProcessIdInUseError(
@@ -549,7 +556,7 @@ def quarantine_directory(store: Path) -> Path:
     name = f"{_QUARANTINE_PREFIX}{now}"
     target = store / name
     number = 1
-    # a number for each further one within the same second
+    # append a number to further names within the same second
     while target.exists() and number < _MOST_QUARANTINED_AT_ONCE:
         number += 1
         target = store / f"{name}-{number}"

@@ -48,7 +48,8 @@ _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
 # a day: a writer that is paused for longer writes its blob again
 _DEAD_AFTER_S = 24 * 3600.0
-_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")  # no valid name: lists do not show it
+# not a valid name of a blob, so that lists do not show it
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 _REMEDIES = {
     "list": "let the user of the engines read and search the directory",
@@ -60,8 +61,8 @@ _REMEDIES = {
 }
 
 _SAFE = os.O_NOFOLLOW | os.O_CLOEXEC
-# How a directory is opened. The client of a network file system answers from its cache for the
-# first, and compares its cache with the server for the second.
+# Flags to open a directory with. The client of a network file system answers from its cache with
+# the first flag, and asks the server with the second.
 _LOOK_UP = os.O_PATH
 _REVALIDATE = os.O_RDONLY
 
@@ -74,7 +75,7 @@ _REFUSED = frozenset(
         errno.EPERM,
         errno.EROFS,
         errno.ENAMETOOLONG,
-        # a file where the name needs a directory, or the reverse
+        # there is a file where the name needs a directory, or the reverse
         errno.EISDIR,
         errno.ENOTDIR,
         errno.ENOTEMPTY,
@@ -191,10 +192,10 @@ class DirBlobs(Blobs):
                 while rest:
                     position = offset + num_read
                     is_first = num_read == 0
-                    # only around the read: errors of the iterable pass unchanged
+                    # only around the read, so that errors of the iterable pass unchanged
                     with self._translated(name):
                         done = self._read_some(blob, rest, position, is_first=is_first)
-                    # the blob ends
+                    # 0 bytes mean that the blob ends
                     if done == 0:
                         return num_read
                     num_read += done
@@ -208,17 +209,17 @@ class DirBlobs(Blobs):
         for name in names:
             check_name(name)
         self._check_writable()
-        # sorted: ``groupby`` finds neighbours only, and each directory is opened once
+        # sorted, because ``groupby`` finds neighbours only: each directory is opened once
         places = sorted(map(_Place.of, names))
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
-            # all directories are tried: one that is forbidden does not concern the others
+            # try all directories, even if one is forbidden
             failures += self._unlink(directories, neighbours)
         if failures:
             raise failures[0]
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
-        # here, because the body of a generator begins at its first ``next``
+        # check here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)
         self._check_open()
         return self._list(prefix, after)
@@ -287,7 +288,7 @@ class DirBlobs(Blobs):
         with ExitStack() as opened:
             descriptor = opened.enter_context(_closing(self._open_root(access)))
             for directory in directories:
-                # one by one: O_NOFOLLOW concerns the last part of a path only
+                # open one after the other, because O_NOFOLLOW concerns the last part of a path only
                 descriptor = opened.enter_context(
                     _directory_in(descriptor, directory, access)
                 )
@@ -308,7 +309,7 @@ class DirBlobs(Blobs):
             for name in directories:
                 with suppress(FileExistsError):
                     os.mkdir(name, _DIRECTORY_MODE, dir_fd=parent)
-                # also if it exists: the process that created it may not have synced it yet
+                # sync even if it exists: the process that created it may not have synced it yet
                 os.fsync(parent)
                 child = opened.enter_context(_directory_in(parent, name, _REVALIDATE))
                 # writes of blobs in this directory need not sync its path again
@@ -335,7 +336,8 @@ class DirBlobs(Blobs):
                     parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                 )
             except PermissionError:
-                continue  # another user's: that user created the entries in it
+                # the directory is another user's, who created the entries in it
+                continue
             with _closing(descriptor):
                 os.fsync(descriptor)
 
@@ -348,17 +350,17 @@ class DirBlobs(Blobs):
         :raises UnavailableError: the blob is at its place, but it may not be durable.
         """
         with self._directory(place.directories, _REVALIDATE) as directory:
-            # it exists, but the entries on its path may not be synced yet
+            # the directory exists, but the entries on its path may not be synced yet
             if _identity(directory) not in self._durable:
                 self._create(place.directories)
             modified = _write_and_rename(directory, place.file, pieces)
             try:
                 os.fsync(directory)
-                # the time of the rename; that of the file is older if the process was stopped
-                # between the two
+                # the time of the rename: that of the file is older if the process was stopped in
+                # between
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
-                # not an OSError, which means that nothing was written
+                # not as OSError, which would mean that nothing was written
                 raise UnavailableError(
                     f"{self.root / str(place)}: {_reason(error)}"
                 ) from error
@@ -376,7 +378,7 @@ class DirBlobs(Blobs):
             self._translated("/".join(directories)),
             _if_exists(self._directory(directories, _REVALIDATE)) as directory,
         ):
-            # without the directory, all of its blobs are deleted already
+            # if the directory is gone, all of its blobs are deleted already
             if directory is None:
                 return failures
             for place in places:
@@ -391,13 +393,13 @@ class DirBlobs(Blobs):
 
         :raises BlobMissingError: there is no regular file at its path.
         """
-        # the usual case: no request to the server for each directory on the path
+        # usually, this works, without a request to the server for each directory on the path
         try:
             return self._open_file(place, _LOOK_UP)
         except OSError as error:
             if error.errno not in _CHANGED | _NO_BLOB:
                 raise
-        # the client of a network file system may have answered from its cache
+        # try again, because the client of a network file system may have answered from its cache
         try:
             return self._open_file(place, _REVALIDATE)
         except OSError as error:
@@ -475,7 +477,7 @@ class DirBlobs(Blobs):
 
         :param directory: its descriptor; None: it does not exist.
         """
-        # longer names are not those of blobs; this also bounds the depth of the recursion
+        # no blob has a longer name; this also bounds the depth of the recursion
         if directory is None or len(prefix) >= MAX_NAME:
             return
         for entry in self._entries(directory):
@@ -520,9 +522,10 @@ class DirBlobs(Blobs):
         status = _status_of_file(directory, temporary)
         if status is None:
             return
-        # by the server's clock, which has set the time of the file
+        # compare with the server's clock, which has set the time of the file
         if status.st_mtime < self._server_time.now() - _DEAD_AFTER_S:
-            with suppress(OSError):  # removed by another process, or not allowed
+            # another process has removed it, or it is not allowed
+            with suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
 
 
@@ -554,7 +557,7 @@ def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
     number = 0
     while number < len(rest):
         num_written = os.writev(file, rest[number : number + _MOST_BUFFERS])
-        # pass the pieces that are complete, empty ones among them
+        # pass the pieces that are complete, including empty ones
         while number < len(rest) and num_written >= len(rest[number]):
             num_written -= len(rest[number])
             number += 1
@@ -608,7 +611,7 @@ def _if_exists(directory: AbstractContextManager[int]) -> Iterator[int | None]:
     """Open a directory; the ``with`` statement receives None instead if it does not exist."""
     with ExitStack() as opened:
         descriptor = None
-        # only around the opening: errors of the ``with`` statement's body pass
+        # only around the opening, so that errors of the ``with`` statement's body pass
         try:
             descriptor = opened.enter_context(directory)
         except OSError as error:

@@ -40,27 +40,31 @@ from persistkv_lmdb.opening import open_lmdb
 if TYPE_CHECKING:
     from lmdb import _Database
 
-# 64 KiB: upper bound for lock.mdb (512 readers) and the guard file, which count as used capacity
+# 64 KiB: bound of the size of lock.mdb (512 readers) and the guard file, which count as used
+# capacity
 LOCK_FILE_BYTES = 64 << 10
-MIN_CATALOGUE = 1 << 20  # 1 MiB: twice the pages of a few transactions
-# 2 MiB: pages that a commit rewrites, and those of the last two, not reusable yet
+# 1 MiB: minimum of the catalogue, twice the pages of a few transactions
+MIN_CATALOGUE = 1 << 20
+# 2 MiB: pages that a commit rewrites, and those of the last two commits, which are not reusable yet
 CATALOGUE_AHEAD = 2 << 20
-_CATALOGUE_SHARE = 4  # ``data.mdb`` takes at most 1/4 of the capacity
-# One transaction lets ``data.mdb`` grow by at most 1/256 of the capacity: by no more than 64 MiB,
-# but by 1 MiB in a store of less than 256 MiB, and by 1/32 in one of less than 32 MiB.
+_CATALOGUE_SHARE = 4  # 1/4: maximum share of the capacity that ``data.mdb`` takes
+# 1/256: maximum share of the capacity by which ``data.mdb`` grows in one transaction. The maximum
+# is 64 MiB in a large store, 1 MiB in a store of less than 256 MiB, and 1/32 in one of less than 32
+# MiB.
 _GROWTH_SHARE = 256
 _SMALL_GROWTH_SHARE = 32
 _LEAST_GROWTH = 1 << 20  # 1 MiB
 _MOST_GROWTH = 64 << 20  # 64 MiB
-# Bytes by which a stopped reader may let ``data.mdb`` grow: 1/16 of the capacity, at most 64 MiB.
+# 1/16: share of the capacity, at most 64 MiB, by which a stopped reader may let ``data.mdb`` grow
 _PINNED_SHARE = 16
 _MOST_PINNED = 64 << 20  # 64 MiB
-# a reader whose snapshot is older by so many transactions counts as stopped: reads take 20 ms
+# number of transactions after which a reader with an older snapshot counts as stopped: reads take
+# 20 ms
 _PINNED_TRANSACTIONS = 100
 # bounds of the reserve for deletions (``_headroom_bytes``)
 _MIN_HEADROOM = 256 << 10  # 256 KiB
 _MAX_HEADROOM = 64 << 20  # 64 MiB
-_POLL_S = 0.002  # between two reads of the table of readers
+_POLL_S = 0.002  # seconds between two reads of the table of readers
 _COURTESY_S = 0.05
 """Maximum wait, in seconds, of new transactions for a pending remap, which overlapping transactions
 could otherwise delay for ever. Bounded: a thread inside a transaction may begin another one while
@@ -92,7 +96,8 @@ def _read_shares(rows: TableRows) -> Shares:
     inline = read_placement(rows) == INLINE
     share = capacity
     if not inline:
-        # the usual share of a small store is too little; its segments keep a quarter at least
+        # the usual share of a small store is too little: take more, but leave a quarter to the
+        # segments
         three_quarters = capacity // 4 * 3
         least_share = min(MIN_CATALOGUE, three_quarters)
         share = max(capacity // _CATALOGUE_SHARE, least_share)
@@ -211,14 +216,14 @@ class Database:
                 env.close()
                 env = self._open_with_new_lock_file()
             try:
-                env.reader_check()  # removes readers of dead processes
+                env.reader_check()  # remove the readers of dead processes
                 self._file_ids = self._ids_at_path()
                 if read_only:
                     self._databases = open_databases(env)
                 else:
                     self._create_databases(env)
                 self._load_keys(env)
-                # makes the names of the new files durable
+                # make the names of the new files durable
                 if not exists:
                     files.sync_directory(self._path)
             except BaseException:
@@ -251,7 +256,7 @@ class Database:
             is_new = not txn.stat()["entries"]
             self._databases = create_databases(env, txn, self._policy)
             if is_new:
-                # durable before the row: without the keys, the store could never be read
+                # make the keys durable before the row: without them, the store could never be read
                 keyring_id = self.keys.prepare(create=True)
                 write_keyring(TableRows(txn, self._databases), keyring_id)
 
@@ -300,7 +305,8 @@ class Database:
             if _read_shares(self.rows(begun)) != self.shares:
                 raise lmdb.MapResizedError("the capacity has changed")
         except BaseException:
-            begun.abort()  # not left to garbage collection: it holds LMDB's write lock
+            # not left to garbage collection, because it holds LMDB's write lock
+            begun.abort()
             raise
         return begun
 
@@ -318,7 +324,7 @@ class Database:
         because the capacity was lowered, set it to the file's size plus a reserve for deletions.
         The caller excludes transactions of this process.
         """
-        self._env.set_mapsize(0)  # adopts the size that other processes have written
+        self._env.set_mapsize(0)  # 0 adopts the size that other processes have written
         with self._env.begin(buffers=True) as txn:
             shares = _read_shares(self.rows(txn))
         self.map_bytes = shares.catalogue_bytes
@@ -358,16 +364,16 @@ class Database:
         """
         allowance = min(self.shares.capacity // _PINNED_SHARE, _MOST_PINNED)
         file_bytes = self.file_bytes()
-        # small, whatever its content is: the usual case, without the time to count the content
+        # usually, the file is small, whatever it holds: do not spend time on counting the content
         if file_bytes <= allowance:
             return
-        # evictions leave free pages, which later commits use: up to half of the file is usual
+        # evictions leave free pages, which later commits use: usually up to half of the file
         usual_bytes = 2 * transaction.used_bytes()
         if file_bytes <= allowance + usual_bytes:
             return
         least_recent = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()
-        # a reader with a recent snapshot will soon end: the growth has another cause then
+        # a reader with a recent snapshot will soon end, so the growth has another cause
         if reader is not None and reader.number < least_recent:
             raise self.pinned_error(reader)
 
@@ -382,10 +388,10 @@ class Database:
         reads."""
         self.clear_readers()
         found: list[Reader] = []
-        lines = self._env.readers().splitlines()[1:]  # without the header
+        lines = self._env.readers().splitlines()[1:]  # leave out the header
         for line in lines:
             process, _, number = line.split()  # the second field is the thread
-            if number.isdecimal():  # ``-``: an idle one
+            if number.isdecimal():  # ``-`` stands for an idle reader
                 found.append(Reader(int(number), int(process)))
         return min(found, default=None)
 

@@ -72,14 +72,15 @@ OVERLAPPING = "overlapping"
 COPY = "another copy"
 UNREADABLE = "unreadable parts of the files"
 
-_PART_FILE = "data.mdb.rebuild"  # the new catalogue until it is complete
-_READ_BYTES = 8 << 20  # 8 MiB, read at once
-_PACKS_AT_ONCE = 512  # added by one transaction
-# 4 KiB: rows of a pack besides its table, in pages that are half full
+_PART_FILE = "data.mdb.rebuild"  # name of the new catalogue until it is complete
+_READ_BYTES = 8 << 20  # 8 MiB: bytes that are read at once
+_PACKS_AT_ONCE = 512  # number of packs that one transaction adds
+# 4 KiB: bytes of the rows of a pack besides its table, in pages that are half full
 _ROWS_BYTES = 4 << 10
-_TABLE_SHARE = 4  # bytes of the map for each byte of a table, which takes whole pages
+# bytes of the map for each byte of a table, because tables take whole pages
+_TABLE_SHARE = 4
 _FIRST_MAP_BYTES = 64 << 20  # 64 MiB: map of the new catalogue, without what packs take
-_GROWTH_BYTES = 128 << 20  # 128 MiB, which the next commits need
+_GROWTH_BYTES = 128 << 20  # 128 MiB: space that the next commits need
 
 
 class _Window(NamedTuple):
@@ -128,7 +129,7 @@ def rebuild(
             f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}"
         )
     files.prepare_directory(path, read_only=False)
-    # the whole rebuild excludes other writers, and those that want to open the store
+    # exclude other writers, and processes that want to open the store, during the whole rebuild
     with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
         if not _is_lost(path):
             return None
@@ -178,7 +179,7 @@ class _Rebuild:
     def close(self) -> None:
         """Close the segment files."""
         for segment in self._segments.values():
-            # leaves the page cache to other files
+            # leave the page cache to other files
             os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(segment.fd)
 
@@ -190,7 +191,7 @@ class _Rebuild:
             return self._report(num_namespaces=0, capacity=0, damaged=None)
         namespaces = {pack.name[:ID_BYTES] for pack in found}
         part = self._path / _PART_FILE
-        part.unlink(missing_ok=True)  # of a rebuild that was killed
+        part.unlink(missing_ok=True)  # remove the file of a rebuild that was killed
         try:
             with files.translated(self._path):
                 capacity = self._build(part, found)
@@ -246,7 +247,7 @@ class _Rebuild:
                 num_pages = min(pages_at_once, segment.pages - first_page)
                 content = memory[: num_pages * PAGE_BYTES]
                 num_read = 0
-                with suppress(OSError):  # a bad sector
+                with suppress(OSError):  # OSError means a bad sector
                     num_read = os.preadv(segment.fd, [content], first_page * PAGE_BYTES)
                 if num_read == len(content):
                     yield _Window(segment.fd, number, first_page, content)
@@ -267,19 +268,19 @@ class _Rebuild:
         if trailer is None:
             self._skipped[INVALID] += 1
             return None
-        # the trailer names the last extent only
+        # a trailer names the last extent only
         if trailer.num_extents > 1:
             self._skipped[SPLIT] += 1
             return None
         try:
             table = read_table(window.fd, trailer, self._seal)
             name = table.namespace + table.pack_id
-            # before the payload, whose verification takes most of the time
+            # check this before the payload, whose verification takes most of the time
             if self._erasures.covers(name, trailer.last_erasure):
                 self._skipped[DELETED] += 1
                 return None
             verify_payload(window.fd, trailer.extent, table, self._seal)
-        except (CorruptPackError, OSError):  # the second one: a bad sector
+        except (CorruptPackError, OSError):  # OSError means a bad sector
             self._skipped[INVALID] += 1
             return None
         return ScannedPack(
@@ -321,8 +322,8 @@ class _Rebuild:
 
     def _last_copies(self, packs: list[ScannedPack]) -> list[ScannedPack]:
         """Return the copy of each pack that was written last, ordered by name."""
-        # The copy that names the latest erasure was written last. Copies that name the same one
-        # were evicted and stored again: any of them will do, and the order by extent chooses one.
+        # The copy that names the latest erasure was written last. Copies that name the same erasure
+        # were evicted and stored again: any of them is right, and the order by extent chooses one.
         packs.sort(key=lambda pack: (pack.last_erasure, pack.extent))
         last: dict[bytes, ScannedPack] = {}
         for pack in packs:
@@ -337,15 +338,15 @@ class _Rebuild:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
         All packs count as used at one moment, because their last uses are lost."""
         table_bytes = sum(pack.tail_length for pack in packs)
-        # a generous bound: the map takes address space, not memory
+        # a generous bound, because the map takes address space, not memory
         map_bytes = (
             _FIRST_MAP_BYTES + _TABLE_SHARE * table_bytes + _ROWS_BYTES * len(packs)
         )
         with lmdb.open(
             str(file),
             subdir=False,
-            lock=False,  # no other process knows the file
-            sync=False,  # one sync at the end
+            lock=False,  # no locks, because no other process knows the file
+            sync=False,  # no syncs, because one at the end is enough
             map_size=align(map_bytes),
             max_dbs=len(DATABASES),
             mode=0o600,
@@ -356,7 +357,7 @@ class _Rebuild:
                 databases = create_databases(env, txn, policy)
                 rows = TableRows(txn, databases, self._seal)
                 used_bytes = self._write_first_rows(rows, packs)
-            # several transactions: one would hold all new pages in memory
+            # use several transactions, because one would hold all new pages in memory
             for namespace, group in _groups_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
                     rows = TableRows(txn, databases, self._seal)
@@ -384,7 +385,7 @@ class _Rebuild:
     def _write_last_rows(self, rows: TableRows, capacity: int) -> None:
         """Record the moment at which the packs count as used, and the policy."""
         # No transaction above counted as a use, so all packs got the moment after the recorded one.
-        # It is over now: the first use is a later one.
+        # Record this moment, so that the first use gets a later one.
         moment, clock = read_clock(rows)
         write_clock(rows, moment + 1, clock)
         write_policy(rows, replace(self._policy, capacity=capacity))
@@ -425,10 +426,10 @@ class _Rebuild:
             segment = self._segments[pack.extent.segment]
             table = read_table(segment.fd, pack, self._seal)
             self._totals.count(table, 1)
-            # adds the rows only: the payload is in its place
+            # this adds the rows only, because the payload is in its place
             placed.append(PlacedPack(table))
             allocator.publish(pack.name, [pack.extent])
-        # the first packs of a namespace add its own rows, too
+        # describe the namespace, because its first packs also add its own rows
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, None, namespace.id, opened=opened)
         commit.add(CommitBatch(placed))
@@ -455,7 +456,8 @@ class _Rebuild:
             damaged = quarantine_directory(self._path)
             data.rename(damaged / files.DATA_FILE)
             files.sync_directory(damaged)
-        # LMDB's lock file names transactions of the damaged catalogue; LMDB makes a new one
+        # remove LMDB's lock file, which names transactions of the damaged catalogue; LMDB makes a
+        # new one
         (self._path / files.LOCK_FILE).unlink(missing_ok=True)
         part.rename(data)
         files.sync_directory(self._path)
@@ -475,7 +477,7 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
     found: dict[int, OpenSegment] = {}
     for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
         number = segment_number(file.name)
-        # the directory has other files, too
+        # skip other files of the directory
         if number is None:
             continue
         fd = files.open_regular(file, os.O_RDONLY)
@@ -525,7 +527,7 @@ def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> Non
         frame = placed.frame
         start = extent.offset + frame.offset
         stored = _read(fd, start, align(frame.stored_length))
-        # a copy that may be changed: frames are decrypted in place
+        # a copy, because frames are decrypted in place
         content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]
         frame_seal.open(placed, [memoryview(content)])

@@ -40,11 +40,12 @@ _IDENTITY_SUFFIX = ".identity"
 _ERASED = "erased"
 # number of an erasure, checksum of a pack's name or ``_ALL``
 _RECORD = struct.Struct("<QQ")
-_ALL = 0  # in place of a name's checksum: the erasure covers all packs
+_ALL = 0  # stands for the checksum of a name: the erasure covers all packs
 # First record of the file, which covers nothing. It takes space on disk in advance: on a full disk,
-# an erasure that covers all packs is written in its place.
+# an erasure of all packs replaces it.
 _NO_ERASURE = _RECORD.pack(0, _ALL)
-_END_OF_NUMBERS = 1 << 62  # larger ones are damage: a store never deletes so often
+# numbers from here on are damage: a store never deletes so often
+_END_OF_NUMBERS = 1 << 62
 _MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
 _MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
 
@@ -96,14 +97,14 @@ class RecoveryFiles:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
-            # reserves the space for an erasure while the disk has some
+            # reserve the space for an erasure while the disk has some
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
             held = _content(path, _MOST_IDENTITY_BYTES)
             # a killed process may have written a part
             if held != row:
                 _write(path, row)
-            # also if the file was there: its creator may have been killed before the sync
+            # sync even if the file exists: its creator may have been killed before the sync
             sync_directory(self._directory)
             self._described[namespace] = generation
 
@@ -142,7 +143,7 @@ class RecoveryFiles:
             try:
                 is_recorded = self._append(records)
             except OSError:
-                # most likely a full disk
+                # most likely, the disk is full
                 is_recorded = False
             if not is_recorded:
                 self._erase_all(number)
@@ -155,7 +156,7 @@ class RecoveryFiles:
         """
         record = _RECORD.pack(number, _ALL)
         write_durably(self._erased, record, offset=0)
-        # it covers all that the other records cover
+        # the first record now covers all that the others cover
         os.truncate(self._erased, _RECORD.size)
 
     def erasures(self) -> Erasures:
@@ -170,7 +171,8 @@ class RecoveryFiles:
         last_of: dict[int, int] = {}
         # ``name`` is a checksum or ``_ALL``
         for number, name in _RECORD.iter_unpack(records):
-            # a larger number is damage: it would cover all packs of the name that are ever written
+            # leave out a larger number, which is damage: it would cover all packs that ever get the
+            # name
             if number < _END_OF_NUMBERS:
                 before = last_of.get(name, 0)
                 last_of[name] = max(before, number)

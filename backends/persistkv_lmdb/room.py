@@ -21,19 +21,21 @@ from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
 
-_CATALOGUE_RESERVE_SHARE = 16  # 1/16 of the catalogue stays unused, for later commits
+# 1/16: share of the catalogue that stays unused, for later commits
+_CATALOGUE_RESERVE_SHARE = 16
 # 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
 _MAX_AHEAD = 256 << 20  # maximum of that reserve
-# 128 KiB: pages of the catalogue that each commit may rewrite, besides those of its packs
+# 128 KiB: pages of the catalogue that each commit may rewrite, besides the pages of its packs
 _GROWN_BYTES = 128 << 10
-_MAX_RESERVED = 64 << 20  # 64 MiB: reserved for the next commit of a process
-# at most 1/16 of the segments, reserved for the next commit of a process
+# 64 MiB: maximum that is reserved for the next commit of a process
+_MAX_RESERVED = 64 << 20
+# 1/16: maximum share of the segments that is reserved for the next commit of a process
 _RESERVED_SHARE = 16
-_ALL_RESERVED_SHARE = 8  # at most 1/8, reserved for all processes
-# Most extents of a reservation ahead: they take a millisecond, in which other engines wait. If free
-# space is in smaller pieces, the commit that needs it reserves the rest.
+_ALL_RESERVED_SHARE = 8  # 1/8: maximum share that is reserved for all processes
+# Maximum number of extents that are reserved for the next commit: they take a millisecond, in which
+# other engines wait. If free space is in smaller pieces, that commit reserves the rest itself.
 _MOST_EXTENTS = 32
-# In place of the limit of the segments, in bytes, where payloads are inline: these count in the
+# Stands for the limit of the segments in bytes if payloads are inline, because these count in the
 # catalogue.
 _NO_LIMIT = 1 << 62
 
@@ -149,18 +151,18 @@ class Room:
             transactions, which also return disk space, and tries again. Or a stopped reader keeps
             the catalogue from reusing its pages (``check_growth``).
         """
-        # deletions alone, which use the reserve
+        # only deletions, which use the reserve
         if not any(self.need):
             return
         allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
-        # The capacity: with at most this much in use, the batch fits in addition.
+        # Check the capacity: the batch fits if at most this much is in use.
         most_in_use = self.limit.minus(self.need)
         if not self.fits(most_in_use):
             raise self.full()
-        # The disk: segments that grew while the catalogue was small may have more space than the
-        # catalogue leaves them now, which it may need. The transactions that evict return the space
-        # of free pages, if the file system supports holes.
+        # Check the disk: segments that grew while the catalogue was small may have space that the
+        # catalogue needs now. Transactions that evict can return this space if it is in free pages,
+        # and if the file system supports holes.
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
         if has_free_excess and self._environment.files.punches:
@@ -174,7 +176,7 @@ class Room:
         place = f"a capacity of {exact_size(capacity)}"
         status = os.statvfs(path)
         free_bytes = status.f_bavail * status.f_frsize
-        # a full disk, which other files have filled, is no question of the capacity
+        # the capacity would be enough, but other files have filled the disk
         if free_bytes < needed <= capacity:
             place = f"the disk, which has {free_bytes} free bytes"
         return StoreFullError(f"{path}: {needed} bytes do not fit {place}")
@@ -182,7 +184,7 @@ class Room:
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
         commits, which cannot use the pages of the catalogue that they free themselves."""
-        # If the catalogue grows, the limit of the segments falls by as much: evict for that now.
+        # If the catalogue grows, the limit of the segments falls by as much, so evict for that now.
         # The next batch is expected to be like this one, in pages that may be half full.
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
@@ -211,7 +213,7 @@ class Room:
         wanted = self._ahead_bytes() // PAGE_BYTES
         pages = min(wanted, allocator.free + growth)
         if pages > 0:
-            # the disk is full: the next commit reserves, and evicts for it
+            # if the disk is full, the next commit reserves what it needs, and evicts for that
             with suppress(StoreFullError):
                 taken = self.payloads.take(pages, _MOST_EXTENTS)
                 allocator.reserve(writer, taken)
@@ -225,7 +227,7 @@ class Room:
         left_for_all = segments // _ALL_RESERVED_SHARE - reserved
         largest_commit = max(self._environment.taken, default=0)
         ahead = min(largest_commit, share_of_process, left_for_all)
-        # negative: others have reserved more than the share
+        # a negative result means that other processes have reserved more than the share
         return max(0, ahead)
 
 

@@ -52,13 +52,14 @@ logger = logging.getLogger(__name__)
 
 # errors of a file system that refuses O_DIRECT, or of buffers that are not aligned for it
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_WRITES_AT_ONCE = 3  # threads that write: the disk has the next writes when one ends
+# number of threads that write, so that the disk has further writes when one ends
+_WRITES_AT_ONCE = 3
 # 1 MiB: a shorter write ends before another thread would have started it
 _THREAD_BYTES = 1 << 20
-_MOST_BUFFERS = 1024  # per call: IOV_MAX
-# 4 MiB: of one write. The disk writes it while the next bytes are gathered and hashed
+_MOST_BUFFERS = 1024  # maximum number of buffers in one call: IOV_MAX
+# 4 MiB: bytes of one write. The disk writes them while the next bytes are gathered and hashed
 _BATCH_BYTES = 4 << 20
-PLACE = struct.Struct(">II")  # of an extent: segment, first page
+PLACE = struct.Struct(">II")  # place of an extent: segment, first page
 
 
 class Extent(NamedTuple):
@@ -173,7 +174,8 @@ class SegmentFiles:
                 self.punch([extent])
                 raise
             self._grown.add(extent.segment)
-            # the first pages of a file: the process that created it may not have synced its name
+            # sync the name of a file with its first pages: the process that created it may not have
+            # done it
             if not old_bytes:
                 self._has_new_names = True
 
@@ -192,7 +194,7 @@ class SegmentFiles:
             # without any file, the answer is False until the store is opened again
             first_segment = min(self._existing(), default=0)
             fd = self._descriptors(first_segment).buffered
-            # after the end of the file, where there is nothing to lose
+            # try after the end of the file, where there is nothing to lose
             end = os.fstat(fd).st_size
             punch_hole(fd, end, PAGE_BYTES)
         except OSError as error:
@@ -215,7 +217,7 @@ class SegmentFiles:
         """
         on_disk = 0
         with translated_io(self._path):
-            # files that are not recorded are truncated to nothing: an aborted transaction made them
+            # truncate unrecorded files to nothing: an aborted transaction made them
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
                 on_disk += self._fit_one(segment, expected)
@@ -232,7 +234,7 @@ class SegmentFiles:
         if held > expected:
             os.ftruncate(fd, expected)
         else:
-            # with disk space, so that later writes do not fail
+            # allocate disk space, so that later writes do not fail
             os.posix_fallocate(fd, held, expected - held)
         return allocated_bytes(os.fstat(fd))
 
@@ -254,8 +256,8 @@ class SegmentFiles:
             if room < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
-            # A short write takes less time here than handing it to another thread. While others
-            # are running, this thread would wait for the disk behind them.
+            # A short write takes less time here than handing it to another thread. But while other
+            # writes are running, this thread would wait for the disk behind them.
             is_short = length < _THREAD_BYTES
             if is_short and not self._writes:
                 self._write_runs(runs, buffers)
@@ -276,11 +278,11 @@ class SegmentFiles:
             begun.set()
             self._write_runs(runs, buffers)
 
-        # known before it is queued: an interrupt may come between
+        # record the write before it is queued, because an interrupt may come in between
         self._writes.append(write)
         self._pool.begin(write, run)
-        # If a thread is idle, wait until it runs: it might otherwise wait up to 5 ms for the GIL
-        # while this one continues. If none is, the write stays queued.
+        # If a thread is idle, wait until it runs the write: it might otherwise wait up to 5 ms for
+        # the GIL. If no thread is idle, the write stays queued.
         if num_running < _WRITES_AT_ONCE:
             begun.wait()
 
@@ -290,7 +292,7 @@ class SegmentFiles:
         """
         wait(self._writes)
         try:
-            # a failed future that is kept would keep its buffers, through its traceback
+            # remove each future, because a failed one keeps its buffers through its traceback
             while self._writes:
                 write = self._writes.pop(0)
                 write.result()
@@ -302,7 +304,7 @@ class SegmentFiles:
 
         Ctrl-C does not end the wait: the next commit writes into the same extents.
         """
-        # Ctrl-C raises within the wait, before the list is cleared: then the loop waits again
+        # Ctrl-C raises within the wait, before the list is cleared: the loop then waits again
         while self._writes:
             with suppress(BaseException):
                 running = [write for write in self._writes if not write.cancel()]
@@ -353,7 +355,7 @@ class SegmentFiles:
         if not self._has_new_names:
             return
         with translated_io(self._path):
-            # first the name of ``segments``, then the names of the files in it
+            # sync the name of ``segments``, then the names of the files in it
             os.fsync(self._store_fd)
             with self._lock:
                 directory = self._directory()
@@ -387,7 +389,7 @@ class SegmentFiles:
                 if not self._read(run, run_buffers, direct):
                     return False
             missing -= run.length
-        # otherwise the extents end too early
+        # if bytes are missing, the extents end too early
         return missing == 0
 
     def lengths(self) -> dict[int, int]:
@@ -406,7 +408,7 @@ class SegmentFiles:
         if self._lacks_file:
             return False
         held = self._segments_id
-        # text: joining paths takes three times as long as the system call
+        # as text, because joining paths takes three times as long as the system call
         return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
     def close(self) -> None:

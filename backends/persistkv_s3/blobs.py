@@ -36,7 +36,7 @@ from persistkv_s3.client.bucket import Breaker, Bucket
 from persistkv_s3.options import BucketPlace, S3Options
 from persistkv_s3.settings import check_settings
 
-_DATE_S = 1.0  # a ``Date`` header is rounded down to a second
+_DATE_S = 1.0  # seconds to which a ``Date`` header is rounded down
 _ERRORS: Sequence[tuple[type[client.S3Error], type[StoreError]]] = (
     (client.ObjectMissingError, BlobMissingError),
     (client.RequestRefusedError, RefusedError),
@@ -109,9 +109,9 @@ class S3Blobs(Blobs):
         with self._calling():
             if length:
                 return self._bucket.read(self._key(name), offset, length, buffers)
-            # HTTP has no range without bytes: only find out whether the blob exists
+            # HTTP has no range of 0 bytes: only find out whether the blob exists
             self._bucket.head(self._key(name))
-        # exhausted as after any other read
+        # exhaust the iterable, as after any other read
         for _ in buffers:
             pass
         return 0
@@ -128,7 +128,8 @@ class S3Blobs(Blobs):
         """See ``Blobs.erase``: also of a bucket whose versioning is suspended."""
         check_prefix(prefix)
         left: list[str] = []
-        # first the objects: in a versioned bucket, this adds markers, which are deleted below
+        # delete the objects first: in a versioned bucket, this adds markers, which are deleted
+        # below
         try:
             self.delete(list(names))
         except RefusedError as error:
@@ -144,7 +145,7 @@ class S3Blobs(Blobs):
 
     def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
         """See ``Blobs.list``. Objects whose keys are not names of blobs are skipped."""
-        # here, because the body of a generator begins at its first ``next``
+        # check here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)
         self._check_open()
         return self._listed(prefix, after)
@@ -154,13 +155,13 @@ class S3Blobs(Blobs):
         key_after = f"{self._place.prefix}{after}" if after else ""
         objects = self._bucket.list(f"{self._place.prefix}{prefix}", key_after)
         while True:
-            # only around the request, not around the code of the iteration's user
+            # only around the request, not around the code of whoever iterates
             with self._calling():
                 found = next(objects, None)
             if found is None:
                 return
             name = found.key.removeprefix(self._place.prefix)
-            # checked again: a server may ignore the start of a listing
+            # check again, because a server may ignore the start of a listing
             if name > after and is_name(name):
                 yield BlobInfo(name, found.size, found.modified)
 

@@ -17,7 +17,8 @@ from persistkv.storage.shared.options import SHARED_NAMES
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.\-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9!_.*'()\-/]*")
 _MAX_PREFIX = 256
-_INVALID_PARTS = frozenset({"", ".", ".."})  # of a prefix, between slashes
+# parts that a prefix must not have between slashes
+_INVALID_PARTS = frozenset({"", ".", ".."})
 _ACCOUNT = re.compile(r"[0-9]{12}")
 _CREDENTIAL = re.compile(
     "key|secret|token|password|credential|signature", re.IGNORECASE
@@ -138,11 +139,11 @@ def _place(location: str) -> BucketPlace:
 def _check_endpoint(endpoint: str) -> None:
     """Raise ConfigurationError unless this is an http or https URL of a host, which contains no
     credentials."""
-    # the errors do not show an endpoint that may contain a password
+    # replace the errors, which show the endpoint: it may contain a password
     try:
         parts = urlsplit(endpoint)
         host = parts.hostname
-        _ = parts.port  # the access checks it
+        _ = parts.port  # accessing the port checks it
     except ValueError:
         raise ConfigurationError("s3 option endpoint_url", "…", _ENDPOINT) from None
     if "@" in parts.netloc:

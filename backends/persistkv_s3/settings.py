@@ -39,7 +39,7 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
 
     :param prefix: start of the keys of all objects of the store.
     """
-    # read first: whether versioning is a problem depends on the lifecycle rules
+    # read the lifecycle rules first, which decide whether versioning is a problem
     lifecycle = _Setting(
         bucket,
         "lifecycle",
@@ -52,7 +52,7 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
     )
     yield from versioning.outcomes(lambda found: _versioning(found, rules, prefix))
     yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
-    # a permission that is not needed is not asked for: no rule moves objects to this class
+    # ask for this setting only if a rule moves objects to this class, because it takes a permission
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
         tiering = _Setting(
             bucket,
@@ -134,10 +134,10 @@ def _versioning(
     """Yield whether the bucket keeps old versions of deleted objects for ever."""
     status = found.get("Status", "")
     if status != "Enabled":
-        # The versions that a suspended bucket already has are few: nothing adds to them.
+        # A suspended bucket has only the versions from before, to which nothing is added.
         yield _Effect(Level.OK, status.lower() or "off")
         return
-    # such a rule helps only if it applies to all objects of the store
+    # only rules that apply to all objects of the store help
     expiring = [rule for rule in rules if "NoncurrentVersionExpiration" in rule.content]
     whole = [rule for rule in expiring if prefix.startswith(rule.prefix)]
     if whole:
@@ -168,11 +168,11 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[_Effect]:
     """Yield the effect of a rule that expires objects of the store."""
     expiration = rule.content.get("Expiration", {})
     when = expiration.get("Days", expiration.get("Date"))
-    # a rule without a time expires markers of deletions at most, which no store reads
+    # a rule without a time only expires markers of deletions, which no store reads
     if when is None:
         return
     after = f"after {when} days" if "Days" in expiration else f"on {when}"
-    # expired packs are misses; a rule for other objects expires those of the index, too
+    # expired packs are only misses, but a rule for other objects also expires those of the index
     if "/packs/" in rule.prefix.removeprefix(prefix):
         yield _Effect(
             Level.NOTE,
@@ -271,11 +271,11 @@ def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
         has_tags = bool(conditions.get("Tag") or conditions.get("Tags"))
         old_prefix = content.get("Prefix", "")
         start = str(conditions.get("Prefix", old_prefix))
-        # one prefix contains the other: the rule applies to all of the store or to a part of it
+        # if one prefix contains the other, the rule applies to the store or to a part of it
         overlaps = start.startswith(prefix) or prefix.startswith(start)
         is_enabled = content.get("Status") == "Enabled"
         if is_enabled and overlaps and not has_tags:
-            # rules of Intelligent-Tiering spell it ``Id``
+            # rules of Intelligent-Tiering spell this field ``Id``
             name = content.get("ID", content.get("Id", ""))
             rules.append(Rule(str(name), start, content))
     return rules

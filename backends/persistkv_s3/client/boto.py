@@ -53,13 +53,13 @@ from persistkv_s3.options import BucketPlace, S3Options
 
 logger = logging.getLogger(__name__)
 
-# 256 KiB: longer reads cause page faults, shorter ones more calls
+# 256 KiB: bytes of one read. Longer reads cause page faults, shorter reads more calls.
 _READ_BYTES = 256 << 10
-_CALLERS = 16  # threads of callers, which make a single request themselves
-_MOST_CAUSES = 10  # of an error, one after the other
+_CALLERS = 16  # number of callers' threads that make a single request themselves
+_MOST_CAUSES = 10  # maximum length of a chain of causes of an error
 _CONNECT_S = 5.0
 _MOST_S = 30.0  # longest pause that a ``Retry-After`` header can request
-# Codes of errors, by their meaning: see ``_new_error``. Answers without a body, such as those to
+# Codes of errors by their meaning, for ``_new_error``. Answers without a body, such as those to
 # HEAD, have the status in place of the code.
 _THROTTLES = frozenset(
     {
@@ -72,7 +72,7 @@ _THROTTLES = frozenset(
     }
 )
 _MISSING = frozenset({"NoSuchKey", "404", "NotFound"})
-# a setting of the bucket that was never set
+# codes for a setting of the bucket that was never set
 _NOT_SET = frozenset(
     {"NoSuchLifecycleConfiguration", "ObjectLockConfigurationNotFoundError"}
 )
@@ -110,7 +110,7 @@ class BotoClient(Transport):
         """Requests sent so far, by HTTP method."""
         self._client.meta.events.register("before-send.s3", self._count_one)
         server = urlsplit(self._client.meta.endpoint_url)
-        # for errors, so without the user and password that an endpoint may contain
+        # shown in errors, so without the user and password that an endpoint may contain
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
         """Whether the warning about old versions was logged."""
@@ -138,7 +138,7 @@ class BotoClient(Transport):
             answer = self._client.put_object(
                 Body=body, ContentLength=len(body), **target
             )
-        # the bucket is versioned
+        # an answer with a version shows that the bucket is versioned
         if "VersionId" in answer and not self._versions_reported:
             self._versions_reported = True
             logger.warning(
@@ -147,7 +147,8 @@ class BotoClient(Transport):
                 "expires noncurrent versions (docs/s3.md)",
                 self._where,
             )
-        # such as a page of a proxy with status 200, which does not prove that anything was written
+        # an answer without ETag, such as a page of a proxy with status 200, does not prove that
+        # anything was written
         if "ETag" not in answer:
             raise BrokenError(
                 f"{self._where}: PUT {key}: the answer is not that of an S3 server: it has no ETag"
@@ -179,7 +180,7 @@ class BotoClient(Transport):
     def _check_range(self, answer: Any, key: str, start: int, stop: int) -> None:
         """Raise ``BrokenError`` unless the server sends the requested range, or its part before the
         end of the object: a proxy may ignore the range and send the whole object."""
-        # such as "bytes 0-1023/5000": the last number is the size of the object
+        # for example "bytes 0-1023/5000", in which the last number is the size of the object
         found = answer.get("ContentRange", "")
         size = found.rpartition("/")[2]
         if not size.isdigit():
@@ -251,7 +252,7 @@ class BotoClient(Transport):
                 self._client.delete_object(**self._target, Key=keys[0])
             return
         objects = [{"Key": key} for key in keys]
-        # quiet: the answer lists only the failures
+        # quiet, so that the answer lists only the failures
         wanted = {"Objects": objects, "Quiet": True}
         what = f"{keys[0]} and {len(keys) - 1} more"
         with self._request("DELETE", what, deadline):
@@ -358,7 +359,7 @@ class BotoClient(Transport):
         try:
             yield
         except StoreError:
-            # such as that of a body whose upload is late: it is an ``S3Error`` already
+            # an error such as that of a body whose upload is late is an ``S3Error`` already
             raise
         except Exception as error:
             raise _as_s3_error(error, what, deadline) from None
@@ -423,7 +424,7 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
     """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
     unchanged."""
     while len(room := sink.room()):
-        # only around the read: the sink's own exceptions are not those of the request
+        # only around the read, because the sink's own exceptions are not those of the request
         try:
             count = body.readinto(room[:_READ_BYTES])
         except Exception as error:
@@ -450,7 +451,7 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
     arrives slowly."""
 
     def cut() -> None:
-        with suppress(Exception):  # it has just ended
+        with suppress(Exception):  # the connection may have just ended
             body._raw_stream.shutdown()
 
     watchdog = threading.Timer(max(0.0, deadline.remaining), cut)
@@ -471,7 +472,8 @@ def _as_s3_error(error: Exception, what: str, deadline: Deadline) -> S3Error:
     if isinstance(error, boto.ClientError):
         return _error_of(error.response, what)
     if deadline.remaining <= 0:
-        # whatever went wrong after the deadline, such as a connection that ``_cut_off`` shut down
+        # the deadline explains any error after it, such as that of a connection that ``_cut_off``
+        # shut down
         return LateError(f"{what} took longer than {deadline.seconds:g} s")
     without_credentials = (
         boto.NoCredentialsError,
@@ -527,7 +529,7 @@ def _error_of(answer: Any, what: str) -> S3Error:
     """
     code = str(answer.get("Error", {}).get("Code", ""))
     error = _new_error(answer, what, code)
-    # for callers that tell errors of one class apart, such as ``setting``
+    # kept for callers that tell errors of one class apart, such as ``setting``
     error.code = code
     return error
 
@@ -553,7 +555,7 @@ def _new_error(answer: Any, what: str, code: str) -> S3Error:
         return throttled
     if status >= 500 or code in _BROKEN or status in (408, 409):
         broken = BrokenError(text)
-        # 409: another request on this object is in progress, so the server works
+        # 409 means that another request on this object is in progress, so the server works
         broken.healthy = status == 409
         return broken
     return RequestRefusedError(text)
@@ -619,13 +621,14 @@ def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
         "payload_signing_enabled": not unsigned,
         "addressing_style": "path" if path_style else "auto",
     }
-    # for the threads of reads, as many of a commit at the same time, and callers' own requests
+    # enough for the threads of reads, for as many of a commit at the same time, and for callers'
+    # own requests
     num_connections = 2 * options.connections + _CALLERS
     return {
         "signature_version": "s3v4",
         "max_pool_connections": num_connections,
         "request_checksum_calculation": upload_checksum,
-        # downloads need none: persistkv has checksums of its own
+        # downloads need no checksums, because persistkv has its own
         "response_checksum_validation": "when_required",
         "s3": s3,
     }
@@ -639,12 +642,12 @@ def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:
 
     timeouts = Config(
         connect_timeout=min(_CONNECT_S, options.deadline_s),
-        # a hang costs a third of the deadline, not all of it
+        # a third of the deadline, so that a hang does not cost all of it
         read_timeout=max(1.0, options.deadline_s / 3),
         retries={"total_max_attempts": 1},
     )
     core = botocore.session.get_session()
-    # also of the clients that exchange tokens at STS
+    # set as the default, so that the timeouts also hold for the clients that exchange tokens at STS
     core.set_default_client_config(timeouts)
     credentials = DeferredCredentials(
         core.get_component("credential_provider").load_credentials

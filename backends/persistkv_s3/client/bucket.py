@@ -63,13 +63,14 @@ State = Literal["closed", "open", "half-open"]
 
 logger = logging.getLogger(__name__)
 
-MOST_ATTEMPTS = 8  # bounds the requests to a server that fails fast
-# bound of the random pause after the first attempt, and its largest value after doublings
+MOST_ATTEMPTS = 8  # maximum number of attempts, for a server that fails fast
+# maximum seconds of the random pause after the first attempt, and after any later one
 _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
-# single deletions in a row that are refused before the others are not tried
+# number of refused single deletions in a row after which the rest are not tried
 _REFUSALS = 8
-# of the breaker: bad answers in a row that open it, and number of answers of which half may be bad
+# for the breaker: number of bad answers in a row that open it, and number of answers of which half
+# may be bad
 _IN_A_ROW = 5
 _WINDOW = 20
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
@@ -112,9 +113,10 @@ class Breaker:
             now = self._clock.monotonic()
             if now < self._wait_until:
                 return False
-            # this request is the probe: no other passes until it has ended
+            # this request is the probe: no other request passes until it has ended
             self._state = "half-open"
-            # if it never ends, because its thread died, another one passes after this time
+            # if the probe never ends, because its thread died, another request passes after this
+            # time
             self._wait_until = now + LONGEST_PAUSE_S
             return True
 
@@ -129,12 +131,12 @@ class Breaker:
         bad = is_slow or not well
         with self._lock:
             self._recent.append(bad)
-            # the request was sent before the breaker opened, so its answer says nothing new
+            # an open breaker ignores the answer: the request was sent before it opened
             if self._state == "open":
                 return
             if self._state == "half-open":
                 self._end_half_open(bad=bad)
-            # a good answer never opens the breaker, whatever those before it were
+            # a good answer never opens the breaker, whatever the earlier answers were
             elif bad and self._is_failing():
                 logger.warning(
                     "%s fails or is slow: requests are held back until it answers again",
@@ -145,7 +147,7 @@ class Breaker:
     def forget(self) -> None:
         """Record that an admitted request has ended without a good or bad answer."""
         with self._lock:
-            # it may have been the probe: let the next request be one
+            # this request may have been the probe: let the next request be one
             if self._state == "half-open":
                 self._wait_until = self._clock.monotonic()
 
@@ -170,7 +172,8 @@ class Breaker:
 
     def _open(self) -> None:
         """Hold requests back for a pause, and double the next one. The lock is held."""
-        # half of it to all of it, at random, so that engines do not probe the server all at once
+        # between half and all of the pause, at random, so that engines do not all probe the server
+        # at once
         part = 0.5 + 0.5 * self._clock.random.random()
         self._wait_until = self._clock.monotonic() + part * self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -210,7 +213,7 @@ class Bucket:
         succeeded."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
 
-        # a new body for each attempt: an earlier one may be read in part
+        # a new body for each attempt, because an earlier one may have been read in part
         def attempt(deadline: Deadline) -> float:
             return self._transport.put(key, Body(pieces, deadline), deadline)
 
@@ -237,10 +240,11 @@ class Bucket:
                     key, start + sink.position, start + length, sink, deadline
                 )
             except RangeError as error:
-                # an earlier attempt got bytes of this range, so that object was longer
+                # an earlier attempt got bytes of this range, so the object has been replaced by a
+                # shorter one
                 if sink.begun:
                     raise ObjectReplacedError(str(error)) from None
-                # the object ends before the range: nothing is to be read
+                # the object ends before the range, so there is nothing to read
                 sink.end()
 
         self._run(attempt, transferred=lambda: sink.position)
@@ -266,7 +270,7 @@ class Bucket:
         :raises RequestRefusedError: the server refuses to delete some of them. The others are
             deleted, unless it refuses all.
         """
-        # raised at the end, so that one locked object does not keep the others
+        # raised at the end, so that one locked object does not protect the others
         refusal: RequestRefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
             batch = keys[start : start + MOST_DELETED]
@@ -275,7 +279,8 @@ class Bucket:
             except KeysRefusedError as error:
                 refusal = error
             except RequestRefusedError as error:
-                # not healthy: no request was made, because there are no credentials
+                # an error that is not healthy means that no request was made, because there are no
+                # credentials
                 is_final = len(batch) == 1 or not error.healthy
                 if is_final:
                     raise
@@ -300,12 +305,12 @@ class Bucket:
             try:
                 page = self._run(partial(self._transport.versions, prefix, after))
             except RequestRefusedError as error:
-                # it is not known whether there are versions
+                # report it, because it is not known whether there are versions
                 return str(error)
             found = [version for version in page.versions if version.key in wanted]
             for start in range(0, len(found), MOST_DELETED):
                 batch = found[start : start + MOST_DELETED]
-                # the others are deleted, even if the server refuses these
+                # go on with other versions if the server refuses to delete these
                 try:
                     self._run(partial(self._transport.delete_versions, batch))
                 except RequestRefusedError as error:
@@ -349,13 +354,13 @@ class Bucket:
             allows time for them.
         """
         deadline = Deadline(self._deadline_s, self._clock)
-        most_jitter_s = _FIRST_BOUND_S  # of the next pause
+        most_jitter_s = _FIRST_BOUND_S  # maximum of the next random pause
         earlier_failure: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
                 return self._attempt(attempt, deadline, transferred)
             except LateError as error:
-                # the attempt before has left little time, so the error names its failure, too
+                # the previous attempt has left little time, so the error also names its failure
                 if earlier_failure is None:
                     raise
                 raise LateError(
@@ -365,7 +370,7 @@ class Bucket:
                 earlier_failure = error
                 jitter_s = self._clock.random.uniform(0, most_jitter_s)
                 pause_s = error.pause_s + jitter_s
-                # a pause beyond the deadline is not begun: the caller learns the error now
+                # do not begin a pause beyond the deadline, so that the caller learns the error now
                 has_time = pause_s < deadline.remaining
                 can_retry = error.retryable and attempts_left > 0 and has_time
                 if not can_retry:
@@ -407,7 +412,7 @@ class Bucket:
                 self._last_failure = f"the last failure: {error}"
             record(well=error.healthy)
             raise
-        except BaseException:  # of the sink's owner, or an interrupt
+        except BaseException:  # an error of the sink's owner, or an interrupt
             self.breaker.forget()
             raise
         record(well=True)

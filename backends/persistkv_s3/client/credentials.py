@@ -20,11 +20,13 @@ from persistkv_s3.client.transport import Deadline, LateError, NoCredentialsErro
 
 logger = logging.getLogger(__name__)
 
-# remaining validity below which credentials are renewed, as in botocore
+# remaining seconds of validity below which credentials are renewed, as in botocore
 _RENEW_S = 15 * 60
-_VALID_S = 60  # remaining validity below which a request waits for new ones
-_PAUSE_S = 60  # between two searches while the credentials are valid
-_ABANDON_S = 60  # age of a search that has not ended, after which another one starts
+# remaining seconds of validity below which a request waits for new credentials
+_VALID_S = 60
+_PAUSE_S = 60  # seconds between two searches while the credentials are valid
+# seconds after which another search starts although the last one has not ended
+_ABANDON_S = 60
 
 
 class DeferredCredentials:
@@ -35,7 +37,7 @@ class DeferredCredentials:
         most once per minute while it does not return.
     """
 
-    method = "persistkv"  # name of their source, which botocore reads
+    method = "persistkv"  # name of the credentials' source, which botocore reads
 
     def __init__(self, find: Callable[[], Any]) -> None:
         self._find = find
@@ -64,7 +66,7 @@ class DeferredCredentials:
             raise LateError(
                 f"{what}: the source of credentials does not answer within {deadline.seconds:g} s"
             )
-        # raises the error of a search that failed
+        # this raises the error of a search that failed
         search.result()
 
     def _pending_search(self, what: str) -> Future[None] | None:

@@ -14,7 +14,7 @@ from persistkv.errors import StoreUnavailableError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.shared import Clock
 
-# 1 MiB: maximum of one write to a socket, so that a stalled upload is detected
+# 1 MiB: maximum bytes of one write to a socket, so that a stalled upload is detected
 _PIECE_BYTES = 1 << 20
 
 MOST_DELETED = 1000
@@ -156,7 +156,7 @@ class Body:
         :raises LateError: the upload is late.
         """
         target = buffer.cast("B")
-        start = self._start  # in the piece that is read here
+        start = self._start  # position in the piece that is read here
         rest = memoryview(self.read())
         count = min(len(rest), len(target))
         target[:count] = rest[:count]
@@ -225,12 +225,12 @@ class Sink:
         :raises ObjectReplacedError: this is not the object of the earlier attempts.
         """
         if not self.begun:
-            # no attempt has delivered a byte yet, so any object will do
+            # no attempt has delivered a byte yet, so any version of the object will do
             self._etag = etag
             self.length = min(self._range, length)
         elif etag != self._etag:
             raise ObjectReplacedError("the object was replaced while it was downloaded")
-        # a first answer with more than the range, or a later one with another length
+        # refuse a first answer with more than the range, and a later answer with another length
         missing = self.length - self.position
         if length != missing:
             raise BrokenError(f"the server sends {length} bytes instead of {missing}")
@@ -250,7 +250,7 @@ class Sink:
 
         :raises ValueError: there is none.
         """
-        # one iteration at most
+        # this loop has one iteration at most
         for buffer in self._next_buffers:
             return buffer.cast("B")
         raise ValueError("the buffers hold fewer bytes than the range has")
@@ -270,7 +270,7 @@ class Sink:
         if self.position < self._range:
             return
         excess = len(self._room)
-        # usually this resumes the iterator once, and it ends
+        # usually, this resumes the iterator once, and it ends
         for buffer in self._next_buffers:
             excess += buffer.nbytes
         if excess:

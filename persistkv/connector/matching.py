@@ -105,7 +105,7 @@ def longest_match(
     searches = []
     for group in groups:
         if group.geometry.spec.sliding_window is None:
-            # at once: its length bounds the lookups of all groups after it
+            # match it at once, because its length bounds the lookups of all later groups
             served = _full_attention_match(group, start, length)
             length = round_down(min(length, served), unit)
         else:
@@ -136,10 +136,10 @@ def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int
     :param searches: for each window group, a function that returns the longest prefix, of at most
         so many tokens, that it can serve.
     """
-    num_accepted = 0  # groups that can serve ``length``
+    num_accepted = 0  # number of groups that can serve ``length``
     for longest in cycle(searches):
         served = longest(length)
-        # shorter: the other groups are asked again
+        # the match is shorter: ask the other groups again
         if served < length:
             length = served
             num_accepted = 0
@@ -195,7 +195,8 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
     def longest(length: int) -> int:
         while length > start:
             needed = geometry.offloaded_blocks(length, start)
-            # from the end: the last missing block decides how far the length must shrink
+            # search from the end, because the last missing block decides how far the length must
+            # shrink
             missing = (block for block in reversed(needed) if not is_found(block))
             last_missing = next(missing, None)
             if last_missing is None:

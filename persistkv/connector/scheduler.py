@@ -188,7 +188,7 @@ class _ScheduledRequest:
             end = max(first, num_filled)
             filled = range(first, end)
             self.next_store[group] = end
-            # one test for all blocks: only sliding windows lack any
+            # test all blocks at once, because only sliding windows lack any
             device_blocks = table[first * factor : end * factor]
             if None in device_blocks:
                 offer = _present_blocks(keys, table, factor, filled)
@@ -221,7 +221,7 @@ class _ScheduledRequest:
         num_lost = 0
         for group, refused in enumerate(self.refused):
             offered = set(offers[group].values())
-            # where the new offer ends: later blocks may still be offered
+            # the new offer ends here; later blocks may still be offered
             end = self.next_store[group]
             for index in refused:
                 if index < end and index not in offered:
@@ -324,7 +324,7 @@ class _Lookups:
     def _prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the keys, from the first on without a gap, have blocks that can be
         loaded, now or in a later step."""
-        # one answer for each of these blocks; the first miss has none
+        # there is one answer for each of these blocks; the first miss has none
         answers = self._manager.lookup_prefix(keys, self._request.context)
         for key, answer in zip(keys, answers, strict=False):
             if answer is None:
@@ -459,7 +459,7 @@ class OffloadingConnectorScheduler:
                 self._key_bytes = len(keys[0])
         tenant = request.context.tenant
         stored_keys = keys
-        # all tiers, the primary one too, know the blocks by the tenant's keys alone
+        # all tiers, including the primary one, know the blocks by the tenant's keys only
         if tenant is not None:
             stored_keys = [tenant_key(tenant, key) for key in keys]
         description = request.description
@@ -490,7 +490,7 @@ class OffloadingConnectorScheduler:
             start=num_computed_tokens,
             limit=self._match_limit(request),
         )
-        # nothing to wait for either: blocks to wait for count as available in the match
+        # there is nothing to wait for either: blocks to wait for count as available in the match
         if not matched:
             return 0
         waiting = lookups.waiting
@@ -536,7 +536,7 @@ class OffloadingConnectorScheduler:
         blocks that can be loaded now, and never return None.
         """
         request = self._requests[req_id]
-        # each request counts once
+        # count each request once
         self.stats.late_lookups += not request.gave_up_waiting
         request.gave_up_waiting = True
 
@@ -562,7 +562,7 @@ class OffloadingConnectorScheduler:
             # them: then its tokens that were on the device already do not count.
             first_token = loaded.start * geometry.offloaded_tokens
             num_tokens += first_token - request.num_local_tokens
-        # the load may end within the last block
+        # not more than these, because the load may end within the last block
         return min(num_tokens, request.num_external_tokens)
 
     def _first_full_attention(self) -> int:
@@ -620,7 +620,7 @@ class OffloadingConnectorScheduler:
         """
         request = self._requests[req_id]
         request.check_tables(device_block_ids, num_computed_tokens)
-        # copies: the engine changes its tables before stores are planned
+        # copies, because the engine changes its tables before stores are planned
         request.block_tables = [list(table) for table in device_block_ids]
         request.num_computed_tokens = num_computed_tokens
         self._to_plan[req_id] = request
@@ -673,7 +673,7 @@ class OffloadingConnectorScheduler:
             else:
                 self._end_store(transfer, result)
             self._release_if_done(request)
-        # also those that ``build_connector_meta`` released, which has no output for them
+        # include what ``build_connector_meta`` released, which has no output for it
         output.released = self._released
         self._released = []
         return output
@@ -684,7 +684,7 @@ class OffloadingConnectorScheduler:
         called once per engine step."""
         events = list(self.manager.take_events())
         key_bytes = self._key_bytes
-        # no request had keys yet: their length is needed to find the tenant's part
+        # no request had keys yet, whose length is needed to find the tenant's part
         if key_bytes is None:
             return events
         shown = []
@@ -708,7 +708,8 @@ class OffloadingConnectorScheduler:
         if not request.context.store:
             return None
         filled = request.take_filled_blocks()
-        # refused blocks that have left the sliding window since are in no offer any more
+        # count refused blocks that have left the sliding window since: they are in no offer any
+        # more
         self.stats.dropped_blocks += request.num_lost(filled)
         request.refused = []
 

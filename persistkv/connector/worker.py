@@ -45,7 +45,7 @@ class OffloadingConnectorWorker:
         :raises KeyError: a transfer's direction has no handler; no transfer was started.
         """
         jobs = (*metadata.loads, *metadata.stores)
-        # all handlers are found before the first transfer starts: a KeyError must leave none begun
+        # find all handlers before the first transfer starts: after a KeyError, none must have begun
         handlers = []
         for job in jobs:
             source, target = job.spec
@@ -55,7 +55,7 @@ class OffloadingConnectorWorker:
             started = self._isolations[handler].attempt(
                 "transfer_async",
                 "the transfer failed",
-                False,  # the result if the handler raises
+                False,  # the answer if the handler raises
                 handler.transfer_async,
                 job.job_id,
                 job.spec,

@@ -55,7 +55,7 @@ class CpuGpuOffloadingHandlers:
         if mmap_region is not None:
             _prepare_region(mmap_region, num_cpu_blocks, device)
         if head_sharded:
-            # all rows of the region, without which it raises
+            # memory of all rows of the region; raises without a region
             memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
         else:
             memory = _plain_memory(

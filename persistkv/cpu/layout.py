@@ -126,7 +126,7 @@ def heads_of_tensors(kv_caches: CanonicalKVCaches) -> list[HeadSharding]:
     :raises ConfigurationError: a tensor does not state them, they do not fit its pages, or a group
         uses only parts of pages.
     """
-    stated = []  # by tensor
+    stated = []  # heads of each tensor
     for index, tensor in enumerate(kv_caches.tensors):
         where = f"kv_caches.tensors[{index}].heads"
         stated.append(_checked_heads(where, tensor))
@@ -175,7 +175,7 @@ def group_layouts(
     :param head_sharded: see ``WorkerGeometry``.
     """
     if head_sharded:
-        heads_of_tensors(kv_caches)  # raises if the caches cannot be head-sharded
+        heads_of_tensors(kv_caches)  # this raises if the caches cannot be head-sharded
         # The heads of all workers follow each other, so the ranges are those of one worker whose
         # pages are so many times as long.
         num_cells = 1
@@ -284,7 +284,7 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the ranges (offset, length) in ascending order, with adjacent and overlapping ones
     merged."""
     merged: list[tuple[int, int]] = []
-    last_end = -1  # before every offset: nothing adjoins the first range
+    last_end = -1  # less than every offset: nothing adjoins the first range
     for offset, length in sorted(ranges):
         end = offset + length
         if offset > last_end:
@@ -368,12 +368,12 @@ def plan_copies(
         raise ValueError(
             f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}"
         )
-    # before any address is computed from a number
+    # check the numbers before any address is computed from one
     rows = np.asarray(cpu.block_ids, np.int64)
     num_cpu_blocks = memory.rows[0].shape[0]
     _check_bounds("row", rows, num_cpu_blocks)
     pairs_by_group = _pair_blocks(gpu, rows, memory.block_size_factor)
-    # by the pages to copy, so that groups that share them are copied together
+    # keyed by the pages to copy, so that groups that share pages are copied together
     pairs_by_pages: dict[_Pages, list[BlockPairs]] = {}
     for refs, pairs in zip(groups, pairs_by_group, strict=True):
         if not len(pairs.blocks):
@@ -406,7 +406,7 @@ def _pair_blocks(
     blocks = np.asarray(gpu.block_ids, np.int64)
     positions = np.arange(factor)
     pairs_by_group = []
-    blocks_before = 0  # of earlier groups
+    blocks_before = 0  # number of blocks of earlier groups
     rows_before = 0
     groups = zip(gpu.group_sizes, gpu.block_indices, strict=True)
     for num_blocks, first_index in groups:

@@ -32,7 +32,7 @@ from persistkv.errors import ConfigurationError
 if TYPE_CHECKING:
     from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
-_BEING_WRITTEN = -1  # in place of a number of readers
+_BEING_WRITTEN = -1  # stands for a number of readers
 
 Keys = Sequence[OffloadKey]
 
@@ -83,7 +83,7 @@ class CPUOffloadingManager(OffloadingManager):
         # plain numbers: a million objects would slow down each full garbage collection
         self._refs: list[int] = [0] * num_blocks
         """By row, the number of its readers, or ``_BEING_WRITTEN``."""
-        # descending, because rows are allocated from the end: the first ones first
+        # descending, because rows are taken from the end of the list: the first rows come first
         descending = reversed(range(num_blocks))
         self._free: list[int] = list(descending)
         """Rows that hold no block."""
@@ -143,7 +143,7 @@ class CPUOffloadingManager(OffloadingManager):
         """Add a reader to the row of each block, so that it is not evicted; return the rows."""
         refs = self._refs
         rows = self._rows_of(keys)
-        # all are checked before any is referenced, so that an error changes nothing
+        # check all blocks before any is referenced, so that an error changes nothing
         for key, row in zip(keys, rows, strict=True):
             if refs[row] < 0:
                 raise KeyError(f"block {key.hex()} is still being written")
@@ -163,8 +163,8 @@ class CPUOffloadingManager(OffloadingManager):
         rows = self._rows_of(keys, accept_before_reset=True)
         for position, row in enumerate(rows):
             if refs[row] <= 0:
-                # A key may occur twice, so the counts cannot be checked beforehand: those that were
-                # lowered are restored.
+                # A key may occur twice, so the counts cannot be checked beforehand: restore those
+                # that were lowered.
                 for released_row in rows[:position]:
                     refs[released_row] += 1
                 raise KeyError(f"block {keys[position].hex()} is not being read")
@@ -202,7 +202,7 @@ class CPUOffloadingManager(OffloadingManager):
             # never evicted. One loop without calls: this runs for each store of an engine.
             refs = self._refs
             spared = [key for key in distinct if key in rows and not refs[rows[key]]]
-            # refused before anything changes
+            # refuse before anything changes
             if num_rows_to_free > self._num_evictable - len(spared):
                 return None
             evicted = self._evict(num_rows_to_free, spared)
@@ -241,8 +241,8 @@ class CPUOffloadingManager(OffloadingManager):
                 being_written.append(key)
             else:
                 others.append(key)
-        # Others are readable, and stay so, or not held, which is an error. It is raised before
-        # anything changes.
+        # Other blocks are readable, and stay so, or are not held, which is an error. Raise it
+        # before anything changes.
         if others:
             self._rows_of(others)
         for key in being_written:
@@ -292,7 +292,7 @@ class CPUOffloadingManager(OffloadingManager):
         :param accept_before_reset: whether blocks from before the last ``reset_cache`` count as
             held.
         """
-        # usually there are none
+        # usually, there are no blocks from before a reset
         if self._before_reset and not accept_before_reset:
             for key in keys:
                 if key in self._before_reset:
@@ -328,7 +328,7 @@ class CPUOffloadingManager(OffloadingManager):
         victims = self._policy.evict(count)
         for row in spared_rows:
             refs[row] = 0
-        # the policy may have skipped them as blocks in use: now it may evict them again
+        # the policy may have skipped these blocks as blocks in use: now it may evict them again
         self._policy.release(spared)
         self._num_evictable -= len(victims)
         evicted = [key for key, _ in victims]
@@ -387,8 +387,8 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
         view = self._kv_memoryview
         self._kv_memoryview = None
         if view is not None:
-            # An array over the view prevents its release. Then the region logs a warning and its
-            # memory stays mapped.
+            # An array over the view prevents its release. If there is one, the region logs a
+            # warning, and its memory stays mapped.
             with contextlib.suppress(BufferError):
                 view.release()
         self.mmap_region.cleanup()

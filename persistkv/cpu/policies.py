@@ -96,7 +96,7 @@ class LRUCachePolicy(CachePolicy):
         self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
         """``_released``, the least recently used block first. A block that leaves ``_released``
         leaves a stale entry here, which the eviction that reaches it drops."""
-        self._last_place = 0  # of the block that was parked last
+        self._last_place = 0  # place of the block that was parked last
 
     def __len__(self) -> int:
         num_parked = len(self._parked) + len(self._released)
@@ -119,13 +119,13 @@ class LRUCachePolicy(CachePolicy):
                 rows.move_to_end(key)
                 continue
             row = self._unpark(key)
-            # None: the block is unknown
+            # None means that the block is unknown
             if row is not None:
                 rows[key] = row
 
     def release(self, keys: Keys) -> None:
         """Make those of these blocks that are parked candidates for the next eviction."""
-        # the usual case: no eviction has met a block in use
+        # usually, no eviction has met a block in use
         if not self._parked:
             return
         for key in keys:
@@ -148,7 +148,7 @@ class LRUCachePolicy(CachePolicy):
 
     def evict(self, count: int) -> list[Victim]:
         """Evict the least recently used blocks, and park those of them whose rows are in use."""
-        # released blocks first: they were least recently used before they were parked
+        # evict released blocks first: they were the least recently used when they were parked
         victims = self._evict_released(count)
         while self._rows and len(victims) < count:
             key, row = self._rows.popitem(last=False)
@@ -173,7 +173,8 @@ class LRUCachePolicy(CachePolicy):
             del self._released[key]
             is_in_use = self._refs[block.row] != 0
             if is_in_use:
-                # in use again without ``touch``, so it keeps its place in the order of use
+                # the block is in use again without ``touch``, so it keeps its place in the order of
+                # use
                 self._parked[key] = block
             else:
                 victims.append((key, block.row))

@@ -29,8 +29,8 @@ SHARED_MEMORY_DIRECTORY = "/dev/shm"
 
 _PREFIX = "persistkv_offload_"
 _SUFFIX = ".mmap"
-_POLL_SECONDS = 0.01  # between attempts to open a file, and to allocate it
-# the host process of an engine that was killed maps its memory for at most 20 s
+_POLL_SECONDS = 0.01  # seconds between attempts to open a file, and to allocate it
+# seconds to wait for the host process of a killed engine, which maps the memory for at most 20 s
 _PREDECESSOR_S = 25.0
 _OPEN_FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -121,7 +121,7 @@ class RegionFile:
         lock_fd = _create(path)
         if lock_fd is not None:
             return cls._use(lock_fd, path, size, created=True)
-        # before its size is compared: a leftover of another geometry would never fit
+        # first remove a leftover: one of another geometry would never have the right size
         if _remove_leftover(path):
             return None
         lock_fd = _open_existing(path)
@@ -143,13 +143,13 @@ class RegionFile:
         file = None
         try:
             _check_private(lock_fd, path)
-            # its creator has not allocated it yet
+            # the creator of the file has not allocated it yet
             if not created and os.fstat(lock_fd).st_size != size:
                 return None
-            # another process is about to remove it
+            # another process is about to remove the file
             if not _lock(lock_fd, fcntl.LOCK_SH):
                 return None
-            # another process removed it before it was locked
+            # another process removed the file before it was locked
             if not _is_at(lock_fd, path):
                 return None
             if created:
@@ -206,7 +206,7 @@ def _allocate(fd: int, path: str, size: int) -> None:
                 )
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
-        # after the deadline, one last attempt, whose error is raised
+        # make one last attempt after the deadline, whose error is raised
         while time.monotonic() <= deadline:
             if shutil.disk_usage(directory).free >= size:
                 break

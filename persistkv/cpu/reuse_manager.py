@@ -17,7 +17,7 @@ from persistkv.base import (
 )
 from persistkv.errors import ConfigurationError
 
-MAX_TRACKER_SIZE = 64_000  # blocks: about 10 MiB
+MAX_TRACKER_SIZE = 64_000  # maximum number of blocks: about 10 MiB
 
 Keys = Sequence[OffloadKey]
 
@@ -72,7 +72,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         ``backing``."""
         num_lookups = self._num_lookups
         for block in self._to_count(key, req_context):
-            # removed and added again, so that the least recently counted are first
+            # remove the block and add it again, so that the least recently counted are first
             num_before = num_lookups.pop(block, 0)
             num_lookups[block] = num_before + 1
         while len(num_lookups) > self.max_tracker_size:
@@ -88,13 +88,13 @@ class FilterReusedOffloadingManager(OffloadingManager):
         if description is None:
             return [key]
         counted = self._counted.setdefault(req_context.req_id, set())
-        # an earlier lookup counted for all blocks that the request had then
+        # skip keys for which an earlier lookup of the request has counted
         if key in counted:
             return []
         new: list[OffloadKey] = []
         for keys in description.group_keys:
             new += [block for block in keys if block not in counted]
-        # the description may not have this block (yet); it is counted, too, as one at depth 0
+        # count a block that the description lacks (yet), too, as a block at depth 0
         if description.depth(key) is None:
             new.append(key)
         depths = {block: description.depth(block) or 0 for block in new}

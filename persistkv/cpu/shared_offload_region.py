@@ -69,7 +69,7 @@ class SharedOffloadRegion:
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
-    # 1 GiB: drivers refuse or stall on hundreds of GiB at once
+    # 1 GiB: bytes that are registered at once; drivers refuse or stall on hundreds of GiB
     registration_bytes: ClassVar[int] = 1 << 30
 
     def __init__(
@@ -134,7 +134,7 @@ class SharedOffloadRegion:
         exported = memoryview(self._mmap)
         flat = torch.frombuffer(exported, dtype=torch.int8)
         self._rows = flat.view(self.num_blocks, self.row_stride)
-        # the scheduler uses all cells, a worker its own
+        # the scheduler uses all cells of a row, a worker its own cell
         first = 0
         length = self.row_stride
         if self.rank is not None:
@@ -232,7 +232,7 @@ class SharedOffloadRegion:
                 "%s is still in use at cleanup; its memory is freed when that ends",
                 self.mmap_path,
             )
-        # last: without its lock, another engine may remove the file
+        # close the file last: without its lock, another engine may remove the file
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -279,14 +279,14 @@ def pin_mmap_region(
         if not torch.cuda.is_available():
             return False
         runtime = cast(CudaRuntime, torch.cuda.cudart())  # type: ignore[no-untyped-call]
-    region._cuda = runtime  # ``_unpin`` needs it
+    region._cuda = runtime  # set for ``_unpin``
     step = region.rows_per_registration * region.row_stride
     for offset in range(0, region.total_size_bytes, step):
         address = region.address + offset
         size = min(step, region.total_size_bytes - offset)
         code = int(runtime.cudaHostRegister(address, size, _PORTABLE))
         if code:
-            # all or nothing: batched copies need the whole mapping pinned
+            # pin all or nothing, because batched copies need the whole mapping pinned
             region._unpin()
             _clear_cuda_error()
             where = f"{size} bytes at offset {offset} of {region.mmap_path}"

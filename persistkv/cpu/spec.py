@@ -107,7 +107,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             expected = f"a positive multiple of {gpu_block_size}, the GPU's block size"
             raise ConfigurationError("block_size", block_size, expected)
         self.block_size_factor = block_size // gpu_block_size
-        # raises if there is no such policy, before memory is allocated
+        # this raises if there is no such policy, before memory is allocated
         CACHE_POLICIES.get(options.eviction_policy)
         size = parse_size(options.cpu_bytes_to_use, name="cpu_bytes_to_use")
         self.num_blocks = size // self.row_stride
@@ -148,7 +148,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             except ConfigurationError as error:
                 if error.field != "total_size_bytes":
                     raise
-                # the user has set this size under another name
+                # name the option as the user did, who has set this size under another name
                 raise ConfigurationError(
                     "cpu_bytes_to_use", error.value, error.expected
                 ) from error

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
 
-# 64 MiB: with less, packs would be too small to be read fast
+# 64 MiB: minimum, because smaller packs could not be read fast
 MIN_STAGING_BYTES = 64 << 20
-# the budget must hold this many blocks of the largest size, so that each share holds some
+# number of blocks of the largest size that the budget must hold, so that each share holds some
 BLOCKS_STAGED = 32
-MAX_IO_THREADS = 8  # most threads that read, verify and decode
+MAX_IO_THREADS = 8  # maximum number of threads that read, verify and decode
 
-_MANY_CORES = 8  # from which on more threads are the default
+_MANY_CORES = 8  # number of cores from which on more threads are the default
 
 _PART_BYTES = 2 << 20
 """Maximum of ``MemoryShares.part``, 2 MiB: bytes of this size stay in the CPU cache from their read
@@ -45,11 +45,11 @@ class MemoryShares(NamedTuple):
     @classmethod
     def of(cls, bound: int) -> MemoryShares:
         """Return the limits for a budget of ``bound`` bytes, the value of ``staging_bytes``."""
-        # the medium's copy of the data that a transaction writes
+        # share for the medium's copy of the data that a transaction writes
         transaction = bound // 4
-        # the blocks of one transaction are written while those of the next one arrive
+        # share for two transactions: the blocks of one are written while those of the next arrive
         staged = bound // 2
-        # of all reading threads together
+        # share of all reading threads together
         buffers = bound // 8
         return cls(
             staged=staged,

@@ -22,9 +22,9 @@ from persistkv.rounding import round_up
 
 HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
 
-_STEP_BYTES = 16 << 20  # 16 MiB: 10 ms
+_STEP_BYTES = 16 << 20  # 16 MiB: size of a step, which takes 10 ms
 _MAX_THREADS = 8
-_PREFAULT_BYTES = 64 << 20  # 64 MiB in one call
+_PREFAULT_BYTES = 64 << 20  # 64 MiB: bytes that one call maps
 _MAX_PREFAULT_THREADS = 16
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
     :returns: as ``collapse``; also False if the files cannot be mapped.
     """
-    # without a last part that is smaller than a huge page
+    # leave out a last part that is smaller than a huge page
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     if not whole:
         return True
@@ -97,7 +97,7 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
         then.
     """
     files = []
-    missing = num_bytes  # bytes that the files so far do not have
+    missing = num_bytes  # bytes that are not in the files so far
     for fd in fds:
         file_bytes = os.fstat(fd).st_size
         size = min(file_bytes, missing)
@@ -130,7 +130,7 @@ def huge_memory(num_bytes: int) -> mmap.mmap:
     whole_pages = round_up(least, HUGE_PAGE_BYTES)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     memory = mmap.mmap(-1, whole_pages, flags=private)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # the kernel may lack huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -219,7 +219,7 @@ def _page_spans(
         end = min(end, size)
         if spans:
             last_begin, last_end = spans[-1]
-            # they share a page, or are adjacent: one span
+            # they share a page, or are adjacent, so they become one span
             if begin <= last_end:
                 spans[-1] = (last_begin, end)
                 continue

@@ -7,8 +7,8 @@ import threading
 
 from persistkv.memory.pages import HUGE_PAGE_BYTES, huge_memory
 
-_KEPT_BYTES = 128 << 20  # 128 MiB of free buffers at most
-_MOST_WASTE = 4  # a buffer is not lent for less than a quarter of its size
+_KEPT_BYTES = 128 << 20  # 128 MiB: maximum size of the free buffers that are kept
+_MOST_WASTE = 4  # a buffer is lent for at least a quarter of its size
 
 
 class BufferPool:

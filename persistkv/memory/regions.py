@@ -7,7 +7,7 @@ from collections.abc import Sequence
 Regions = Sequence[memoryview]
 """The bytes of one block: contiguous views of bytes, one after the other."""
 
-# views and not NumPy, which releases the GIL for each copy: 32 KiB take 3.3 instead of 4.6 µs
+# Views instead of NumPy, which releases the GIL for each copy: 32 KiB take 3.3 instead of 4.6 µs.
 
 
 def copy_in(regions: Regions, block: memoryview) -> None:

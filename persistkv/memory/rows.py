@@ -124,7 +124,7 @@ class Rows(BlockMemory):
             stop = offset + size
             part: ByteArray = self.array[ids, offset:stop]
             parts.append(part)
-        # without a copy of the only part
+        # return the only part without a copy
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts, axis=1)
@@ -132,7 +132,8 @@ class Rows(BlockMemory):
     def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
         """Copy each block into the byte ranges of its row; the other bytes of the row stay."""
         ids = np.asarray(block_ids)
-        start = 0  # within a block of ``blocks``, which has no gaps between its ranges
+        # offset within a block of ``blocks``, which has no gaps between its ranges
+        start = 0
         for offset, size in self.layout.groups[group].ranges:
             stop = start + size
             part = blocks[:, start:stop]
@@ -183,7 +184,7 @@ class StagedBlocks:
 
     def gather(self, start: int, stop: int) -> ByteArray:
         parts = self._parts(start, stop)
-        # without a copy of the only part
+        # return the only part without a copy
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts)

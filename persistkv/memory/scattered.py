@@ -60,7 +60,7 @@ class ScatteredBlocks(BlockMemory):
         piece."""
         numbers = self._new_numbers(len(blocks))
         run = _BlockRun(blocks, numbers.start)
-        # no object for each block: hundreds of them make the garbage collector run
+        # one object for all blocks of a run: hundreds of objects make the garbage collector run
         placed = dict.fromkeys(numbers, run)
         self._places.update(placed)
         return numbers
@@ -87,7 +87,7 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
-        # a call has consecutive numbers, so all between two of its blocks are of it, too
+        # a call has consecutive numbers, so all numbers between two of its blocks are its own, too
         are_of_one_call = place is self._places[last]
         if isinstance(place, _BlockRun) and are_of_one_call:
             adjacent = range(first, last + 1)

@@ -85,7 +85,7 @@ class BlocksToStore(TimedBlocks):
         """Copy a block from the caller's memory into the pool's. The lock must be held."""
         if self._caller_blocks is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
-        # not ``part`` of this class, which copies
+        # the method of the superclass, because that of this class copies
         target = super().part(number, 1)
         copy_in(self._caller_blocks[number], target)
         self._is_copied[number] = True

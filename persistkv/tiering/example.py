@@ -70,7 +70,8 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return completed
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        for key in reversed(keys):  # the first block of a prefix is evicted last
+        # reversed, so that the first block of a prefix is evicted last
+        for key in reversed(keys):
             if key in self.blocks:
                 self.blocks.move_to_end(key)
 
@@ -79,7 +80,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
 
     def reset_cache(self, weights_changed: bool) -> None:
         if weights_changed:
-            # first the pending stores: run later, they would add blocks of the old weights
+            # run the pending stores first: later, they would add blocks of the old weights
             self._run_pending()
             self.blocks.clear()
 
@@ -93,7 +94,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self.pending_jobs.clear()
         self.blocks.clear()
-        # the owner of the rows cannot unmap them before
+        # release the view, without which the owner of the rows could not unmap them
         self._flat.release()
 
     def _submit(self, job: JobMetadata) -> None:
@@ -153,7 +154,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
                 failed.append(key)
                 continue
             self.blocks.move_to_end(key)
-            start = 0  # within the block, which has no gaps between its ranges
+            start = 0  # offset within the block, which has no gaps between its ranges
             for view in self._ranges(key, row):
                 end = start + len(view)
                 view[:] = block[start:end]

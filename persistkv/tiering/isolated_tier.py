@@ -147,7 +147,7 @@ class IsolatedTier:
         finished: list[JobResult] = []
         consequence = "its jobs fail, and it gets no others until a poll succeeds"
         with self._isolation.guard("get_finished_jobs", consequence) as guarded:
-            # keeps the results of an iterator that raises
+            # ``extend`` keeps the results of an iterator that raises
             finished.extend(self.tier.get_finished_jobs())
         self.poll_failed = guarded.raised
         self.is_usable = not (guarded.raised or self._reset_failed)

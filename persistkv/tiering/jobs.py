@@ -81,7 +81,7 @@ class JobsInFlight:
         give_up_at = math.inf
         if math.isfinite(limit_s):
             deadline = time.monotonic() + limit_s
-            # for the tier's report of the blocks that were loaded at the deadline
+            # time for the tier's report of the blocks that were loaded at the deadline
             answer_s = _ANSWER_S + _ANSWER_SHARE * limit_s
             give_up_at = deadline + answer_s
         job_id = next(self._job_ids)
@@ -110,7 +110,7 @@ class JobsInFlight:
         late = []
         for job in self._jobs.values():
             if now >= job.give_up_at and not job.is_reset:
-                # a later call does not return it again
+                # so that a later call does not return the job again
                 job.give_up_at = math.inf
                 late.append(job)
         return late

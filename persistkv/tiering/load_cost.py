@@ -25,7 +25,7 @@ LOAD_POLICIES: tuple[LoadPolicy, ...] = get_args(LoadPolicy)
 # only a trial shows it. The deadline of the load bounds the cost of a trial that fails.
 _TRIAL_SPEEDUP = 4.0
 _SHAPE_RATE = 0.1  # least share of a new sample in the usual time of its size
-_LEAST_S = 1e-6  # of a load: not 0, whose logarithm does not exist
+_LEAST_S = 1e-6  # minimum seconds of a load, because the logarithm of 0 does not exist
 # Share by which a load may take longer than usual by chance. If the few known loads of a size did,
 # it must not seem too slow: it would never be loaded again, and nothing would correct the estimate.
 # So the estimate is lower by this share, divided by the root of the number of samples.
@@ -85,7 +85,7 @@ class _Usual:
     """Usual time of loads of about one size."""
 
     def __init__(self, num_bytes: int, seconds: float) -> None:
-        # means of the logarithms of the samples
+        # means of the logarithms of bytes and seconds of the samples
         self._log_bytes = math.log(num_bytes)
         self._log_seconds = math.log(seconds)
         self._num_samples = 1
@@ -251,7 +251,7 @@ class LoadTimes:
             return
         self.observe(loaded_bytes, seconds)
         rest_s = self._rest_s(num_bytes, loaded_bytes, seconds)
-        # how long the whole load would have taken, at least
+        # least seconds that the whole load would have taken
         least_s = max(_LONGER * seconds, seconds + rest_s)
         # usual times are those of the store without its present slowdown
         least_usual_s = least_s / self._slowdown
@@ -262,7 +262,7 @@ class LoadTimes:
         if usual is None:
             self._set_usual(num_bytes, least_usual_s)
         else:
-            # one sample of many: a single late load must not exclude its size
+            # add it as one sample of many, because a single late load must not exclude its size
             usual.add(num_bytes, least_usual_s)
 
     def _rest_s(self, num_bytes: int, loaded_bytes: int, seconds: float) -> float:
@@ -319,7 +319,7 @@ class LoadTimes:
         least_s, most_s = self._bounds(num_bytes)
         bounded_s = min(max(seconds, least_s), most_s)
         self._by_class[_size_class(num_bytes)] = _Usual(num_bytes, bounded_s)
-        # the order of the classes is that of the sizes in them
+        # classes are sorted like the sizes in them
         classes = sorted(self._by_class)
         self._sizes = [self._by_class[size_class] for size_class in classes]
 
@@ -348,13 +348,13 @@ class LoadTimes:
         """Return the expected seconds of a load that begins now; 0 if nothing is known."""
         if self.is_stalled:
             return math.inf
-        # the load ends after those in flight
+        # the load ends after the loads in flight, so their bytes count, too
         total_bytes = num_bytes + self._bytes_in_flight
         expected_s = self._usual_s(total_bytes) * self._slowdown
         usual = self._by_class.get(_size_class(total_bytes))
         if usual is not None:
-            # Less while few loads of this size are known: a load that was wrongly chosen costs
-            # little and corrects the estimate, but nothing would correct a wrong refusal.
+            # Expect less while few loads of this size are known: a load that was wrongly chosen
+            # costs little and corrects the estimate, but nothing would correct a wrong refusal.
             expected_s *= usual.certain_share
         return expected_s
 
@@ -381,7 +381,7 @@ class LoadTimes:
         if place == 0 and len(sizes) > 1:
             end_of_line = 1
         slope = self._slope(end_of_line, sizes[end_of_line].seconds)
-        # from the next larger size back along the line
+        # go back along the line from the next larger size
         larger = sizes[place]
         usual_s = larger.seconds - slope * (larger.num_bytes - num_bytes)
         return max(usual_s, _LEAST_S)
@@ -394,7 +394,7 @@ class LoadTimes:
         # The least time of the last size gives the flattest line. If a line that is steep by chance
         # excluded all larger sizes, no load would correct it.
         slope = self._slope(last_place, last.least_s)
-        # beyond twice the largest known size
+        # bytes beyond twice the largest known size
         far_bytes = max(0.0, num_bytes - 2 * last.num_bytes)
         near_bytes = num_bytes - last.num_bytes - far_bytes
         near_s = slope * near_bytes
@@ -431,10 +431,11 @@ class PrefillSpeed:
     def __init__(self, tokens_per_s: float | None = None) -> None:
         """:param tokens_per_s: a fixed speed at all depths; None: as observed."""
         self._is_fixed = tokens_per_s is not None
-        # the line: seconds of a token at depth 0, and their growth per token before it
+        # the line: seconds of a token at depth 0, and their growth with each token before it
         self._first_s = 0.0
         self._growth_s = 0.0
-        self._weight = 0.0  # tokens of the samples, which decay; 0: no speed is known
+        # weight of the samples in tokens, which decays; 0: no speed is known
+        self._weight = 0.0
         if tokens_per_s is not None:
             self._first_s = 1 / tokens_per_s
             self._weight = 1.0
@@ -454,7 +455,7 @@ class PrefillSpeed:
         depth = (start + stop) / 2
         token_s = seconds / num_tokens
         self._weight = _MEMORY * self._weight + num_tokens
-        share = num_tokens / self._weight  # of this sample in each mean
+        share = num_tokens / self._weight  # share of this sample in each mean
         self._mean_depth += share * (depth - self._mean_depth)
         self._mean_token_s += share * (token_s - self._mean_token_s)
         self._mean_depth_squared += share * (depth * depth - self._mean_depth_squared)
@@ -466,11 +467,11 @@ class PrefillSpeed:
         depth = self._mean_depth
         token_s = self._mean_token_s
         variance = self._mean_depth_squared - depth**2
-        # samples of about one depth show no growth: the one computed before is kept
+        # samples of about one depth show no growth: keep the growth that was computed before
         if variance > _FLAT * self._mean_depth_squared:
             covariance = self._mean_product - token_s * depth
             self._growth_s = max(0.0, covariance / variance)
-        # bounded, so that a token at depth 0 takes no negative time
+        # bound the growth, so that a token at depth 0 takes no negative time
         most_growth_s = token_s / depth if depth else 0.0
         self._growth_s = min(self._growth_s, most_growth_s)
         self._first_s = token_s - self._growth_s * depth
@@ -557,9 +558,9 @@ class LoadChooser:
         whole = self._estimate(runs, start)
         if self._is_worth(whole):
             return self._load(whole, Reason.LOADED)
-        # why the last runs are computed, also if those before them are loaded
+        # why the last runs are computed, even if earlier runs are loaded
         reason = _reason(runs, start, self.prefill)
-        # the longest prefix first
+        # try the longest prefix first
         for num_runs in range(len(runs) - 1, 0, -1):
             prefix = self._estimate(runs[:num_runs], start)
             if self._is_worth(prefix):
@@ -600,7 +601,7 @@ class LoadChooser:
     def _load(self, estimate: _Estimate, reason: Reason) -> LoadDecision:
         """Return the decision to load, with the reason why runs after these are computed."""
         deadline_s = math.inf
-        # otherwise no times were compared, and the load has no deadline
+        # if every load is chosen, no times were compared, and there is no deadline
         if not estimate.always_load:
             self._was_chosen = True
             deadline_s = _deadline_s(estimate.load_s, estimate.compute_s)
@@ -620,7 +621,7 @@ def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None
     for run in runs:
         before = bytes_by_store.get(run.store, 0)
         bytes_by_store[run.store] = before + run.num_bytes
-    # different stores load at the same time, so the slowest one counts
+    # different stores load at the same time, so the slowest store counts
     slowest_s = 0.0
     for store, num_bytes in bytes_by_store.items():
         expected_s = store.expected_load_s(multiple * num_bytes)
@@ -661,7 +662,7 @@ def _deadline_s(load_s: float, compute_s: float | None) -> float:
     """
     if compute_s is None:
         return max(UNKNOWN_DEADLINE_S, _LATE * load_s)
-    # the first load of a store, a trial: it may take as long as computing
+    # the first load of a store is a trial, which may take as long as computing
     if not load_s:
         return compute_s
     late_s = max(_LATE * load_s, _LATE_SHARE * compute_s)

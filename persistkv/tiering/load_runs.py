@@ -25,7 +25,7 @@ def prefix_bytes(groups: Iterable[GroupSize], num_tokens: int) -> int:
     num_bytes = 0
     for group in groups:
         needed_tokens = num_tokens
-        # a sliding window needs the last tokens only
+        # a group with a sliding window needs the last tokens only
         if group.window is not None:
             needed_tokens = min(num_tokens, group.window)
         num_blocks = divide_up(needed_tokens, group.block_tokens)
@@ -51,7 +51,7 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         that it holds, above 0.
     :param block_bytes: raw bytes of a block.
     """
-    # the usual case: there is nothing to compare
+    # usually, one tier holds blocks: there is nothing to compare
     if len(held) == 1:
         ((only_tier, num_held),) = held.items()
         return [TierRun(only_tier, 0, num_held)]
@@ -63,12 +63,12 @@ def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[Tier
         holders = [tier for tier, num_held in held.items() if num_held >= stop]
         expected_s = {}
         for tier in holders:
-            # None: the tier is to be loaded from whatever it takes; it counts as the fastest
+            # a tier without an expected time (None) is always loaded from: it counts as the fastest
             expected_s[tier] = tier.expected_load_s(num_bytes) or 0.0
-        # of equally fast ones, the first
+        # ``min`` chooses the first of equally fast tiers
         fastest = min(holders, key=expected_s.__getitem__)
         if runs and runs[-1].tier is fastest:
-            # the previous run goes on
+            # the same tier is the fastest: extend the previous run
             runs[-1] = runs[-1]._replace(stop=stop)
         else:
             runs.append(TierRun(fastest, start, stop))
@@ -92,7 +92,7 @@ def loads_of_runs(
     bytes_before = 0
     for run in runs:
         num_tokens = run.stop * block_tokens
-        # of this run and those before it
+        # bytes of this run and the earlier ones
         num_bytes = prefix_bytes(groups, num_tokens)
         load = LoadRun(run.tier, start + num_tokens, num_bytes - bytes_before)
         loads.append(load)

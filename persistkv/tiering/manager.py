@@ -64,7 +64,7 @@ from persistkv.tiering.requests import TieredRequest
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_S = 60.0  # for each tier at shutdown
+_DRAIN_S = 60.0  # seconds in which each tier may drain at shutdown
 # pseudo-request that owns the promotions of recently used contexts, whose keys are those of their
 # tenants
 _PREWARM = ReqContext("prewarm", tenant=DEFAULT_TENANT)
@@ -197,7 +197,8 @@ class TieringOffloadingManager(OffloadingManager):
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
-        # by tier, in the order of lookups: the number of leading keys that it holds, if any
+        # tier → number of leading keys that it holds, in the order of lookups; tiers with none are
+        # left out
         held: dict[IsolatedTier, int] = {}
         for tier in self._tiers:
             num_held = tier.num_held(keys, req_context)
@@ -228,7 +229,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Decide how many runs of keys the request loads, from the first one on. The first key of
         the next run becomes a miss, which ends the lookup of the prefix. Without a decision, the
         request loads all runs."""
-        # not decided: blocks that are being loaded for another request cost nothing more
+        # decide nothing: blocks that are being loaded for another request cost nothing more
         waiters = self._promotions.waiters
         if waiters and not waiters.keys().isdisjoint(keys):
             return
@@ -238,7 +239,7 @@ class TieringOffloadingManager(OffloadingManager):
         depth = None
         if description is not None:
             depth = description.depth(first_key)
-        # an unknown depth counts as 0, as if the request began with the first key
+        # an unknown depth counts as 0, as if the prefix began with the first key
         start = (depth or 0) * block_size
         sizes = self._group_sizes(request, get_offload_group_idx(first_key))
         loads = loads_of_runs(runs, sizes, block_size, start)
@@ -302,12 +303,12 @@ class TieringOffloadingManager(OffloadingManager):
         if waiters is not None:
             waiters.add(req_context.req_id)
             return None
-        # without waiters: a store is writing the block, or a promotion that was given up
+        # without waiters, a store is writing the block, or a promotion that was given up
         if in_primary is None:
-            # such a promotion may never end: the engine computes the block instead
+            # a promotion that was given up may never end, so the engine computes the block
             is_lost = key in self._promotions.lost
             return False if is_lost else None
-        # a declined request loads no block, of any group and at any depth
+        # a declined request loads no block of any group, at any depth
         if key in request.missed or request.is_declined:
             return False
 
@@ -356,11 +357,11 @@ class TieringOffloadingManager(OffloadingManager):
         # The promotion must not evict the request's own prefix, without which it is useless.
         prefix = self._readable_blocks(promotion.context)
         num_rows = primary.num_free_or_evictable() - primary.num_evictable_of(prefix)
-        # the first blocks of the request, if there are not enough rows
+        # if there are not enough rows, take the first blocks of the request
         fitting = keys[:num_rows]
         output = None
         if num_rows:
-            # the blocks of the prefix have rows, and are named so that they are not evicted
+            # the blocks of the prefix have rows already: name them, so that they are not evicted
             output = primary.prepare_write(prefix + fitting, promotion.context)
         if output is None:
             if self._may_wait_for_row(promotion):
@@ -371,8 +372,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._decline(keys[num_rows:])
         allocated = set(output.keys_to_store)
         for key in fitting:
-            # a store or another promotion has begun to write the block since the lookup, so it got
-            # no row: its requests look it up again
+            # A block got no row if a store or another promotion has begun to write it since the
+            # lookup. Its requests look it up again.
             if key not in allocated:
                 del self._promotions.waiters[key]
         if allocated:
@@ -427,11 +428,11 @@ class TieringOffloadingManager(OffloadingManager):
     def _prewarm(self, prewarming: Prewarming) -> None:
         """Queue the promotion of the next recently used context once all promotions of the previous
         one have ended."""
-        # every context was returned, and the tier owes no answer
+        # all contexts were returned, and the tier owes no answer
         if prewarming.ended and not prewarming.waits:
             return
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
-        # the previous context is being promoted
+        # wait, because the previous context is being promoted
         if is_queued or self._jobs.has_jobs_of(_PREWARM):
             return
         context = prewarming.next_context()
@@ -462,7 +463,8 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is not None and request.held:
             promoted = [key for key in keys if key in request.held]
-            # here, at the load: a request may have computed a block that was promoted too late
+            # report it at the load, because a request may have computed a block that was promoted
+            # too late
             self._report_restored(request, promoted)
             # the load references the rows now
             self._release_held(request, promoted)
@@ -511,7 +513,7 @@ class TieringOffloadingManager(OffloadingManager):
         keys: Collection[OffloadKey],
     ) -> None:
         """Allow the eviction of blocks that ``_hold`` kept for a request."""
-        # a copy: ``keys`` may be ``request.held`` itself
+        # a copy, because ``keys`` may be ``request.held`` itself
         released = list(keys)
         self.primary_tier.complete_read(released, request.context)
         for key in released:
@@ -547,7 +549,7 @@ class TieringOffloadingManager(OffloadingManager):
             return None
         request = self._request(req_context)
         request.num_being_written += len(output.keys_to_store)
-        # the other keys are prefix hits: only request-level tiers receive these
+        # the remaining keys are prefix hits, which only request-level tiers receive
         if request.request_level_tiers and len(output.keys_to_store) < len(keys):
             new = set(output.keys_to_store)
             hits = [key for key in keys if key not in new]
@@ -567,7 +569,7 @@ class TieringOffloadingManager(OffloadingManager):
             in_primary = self.primary_tier.lookup(key, req_context)
             if in_primary:
                 readable.append(key)
-            # a lost promotion may never end, and the request would wait for it
+            # not after a lost promotion, which may never end
             elif in_primary is None and key not in self._promotions.lost:
                 request.awaited_writes.add(key)
                 awaiting = self._awaiting_write.setdefault(key, set())
@@ -585,13 +587,13 @@ class TieringOffloadingManager(OffloadingManager):
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
         ended = self.primary_tier.end_writes(keys, success)
-        # orphaned blocks are misses, whose rows are free
+        # orphaned blocks became misses, whose rows are free
         if success:
             for tier in self._tiers:
                 self._cascade(tier, ended.written, req_context)
         request = self._requests.get(req_context.req_id)
         if request is not None:
-            # neither kind is being written any more
+            # neither written nor orphaned blocks are being written any more
             request.num_being_written -= len(ended.written) + len(ended.orphaned)
             self._end_if_done(request)
         self._end_awaited_writes(ended.written)
@@ -658,7 +660,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades[tier].num_submitted_blocks += len(keys)
             job = self._jobs.add_cascade(tier, keys, rows, cascade.context)
             self._submit(job)
-        # it waits no longer; the request waits for its job instead
+        # the cascade has ended; the request waits for its job instead
         self._end_cascade(cascade)
 
     def _drop_cascade(self, cascade: Cascade) -> None:
@@ -718,7 +720,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             for result in tier.finished_jobs():
                 self._end_job(result)
-            # the ends of its jobs are unknown until a poll succeeds: no request waits for them
+            # no request waits for these jobs: their ends are unknown until a poll succeeds
             if tier.poll_failed:
                 for job in self._jobs.promotions_of(tier):
                     self._give_up(job)
@@ -743,7 +745,7 @@ class TieringOffloadingManager(OffloadingManager):
         else:
             self.stats.failed_cascades += len(failed)
             self._cascades[job.tier].num_submitted_blocks -= len(keys)
-            # the job's references on its rows, which ``_submit_cascade`` has taken
+            # release the references on the job's rows, which ``_submit_cascade`` has taken
             self.primary_tier.complete_read(keys, job.data.req_context)
 
     def _end_promotion(self, job: TierJob, failed: set[OffloadKey]) -> None:
@@ -758,13 +760,14 @@ class TieringOffloadingManager(OffloadingManager):
             not_loaded = [key for key in keys if key in failed]
             self.primary_tier.complete_write(not_loaded, context, success=False)
         self.primary_tier.complete_write(loaded, context)
-        # their rows are readable or free now, so lookups answer for them as for all others
+        # their rows are readable or free now, so lookups treat these blocks like all others
         self._promotions.lost.difference_update(keys)
         # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
             self._miss(failed)
             self._deliver(job.tier, loaded)
-        # last: it ends finished requests, whose tiers must have received the delivered blocks
+        # do this last: it ends finished requests, whose tiers must have received the delivered
+        # blocks
         self._end_awaited_writes(keys)
 
     def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
@@ -773,13 +776,13 @@ class TieringOffloadingManager(OffloadingManager):
 
         :param source: the tier that loaded the blocks.
         """
-        # also the requests that only offered the blocks for storing, and wait for none
+        # this includes requests that only offered the blocks for storing, and wait for none
         waited_for_by_request = self._take_waiters(keys)
         for req_id, waited_for in waited_for_by_request.items():
             request = self._requests.get(req_id)
             if request is None:
                 continue
-            # a finished request loads nothing more; its tiers still receive the offered blocks
+            # a finished request loads nothing more, but its tiers still receive the offered blocks
             wanted = set() if request.finished else waited_for
             self._cascade_promoted(request, keys, wanted, source)
             if wanted:
@@ -815,7 +818,7 @@ class TieringOffloadingManager(OffloadingManager):
             if receives_wanted:
                 due = due | wanted
             cascaded = [key for key in keys if key in due]
-            # recorded, so that a later store of the request does not pass them again
+            # record the blocks, so that a later store of the request does not pass them on again
             if self._cascade(tier, cascaded, request.context):
                 received = request.received.setdefault(tier, set())
                 received.update(cascaded)
@@ -826,10 +829,10 @@ class TieringOffloadingManager(OffloadingManager):
         """Announce a request to all tiers. If any of them is request-level, the engine must offer
         every block of the request."""
         request = self._request(req_context)
-        # the id is used again while stores of the finished request are in flight
+        # the id is used again while stores of its finished request are in flight
         if request.finished:
             request.reopen()
-            # the blocks are those of the former tenant
+            # the blocks of the former request are another tenant's
             if request.context.tenant != req_context.tenant:
                 self._forget_awaited_writes(request)
         request.context = req_context
@@ -861,7 +864,7 @@ class TieringOffloadingManager(OffloadingManager):
             if not awaiting:
                 del self._awaiting_write[key]
         request.awaited_writes.clear()
-        # the tiers have received these as blocks of the former tenant
+        # the tiers have received these blocks as the former tenant's
         request.received.clear()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -875,7 +878,8 @@ class TieringOffloadingManager(OffloadingManager):
         request.finished = True
         self._promotions.abandon(req_context.req_id)
         self._release_held(request, request.held)
-        # not yet if blocks are being written: ``complete_store`` and ``_end_job`` try again
+        # while blocks are being written, this does nothing; ``complete_store`` and ``_end_job`` try
+        # again
         self._end_if_done(request)
 
     def _end_if_done(self, request: TieredRequest) -> None:
@@ -911,7 +915,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         events = list(self.primary_tier.take_events())
         for tier in self._tiers:
-            # taken even if no caller wants them: the tier would collect them for ever
+            # take them even if no caller wants them, because the tier would collect them for ever
             events += tier.take_events()
         return events if self._enable_events else []
 
@@ -971,7 +975,7 @@ def _tell_slower_tiers(
 
     :param held: as for ``assign_runs``, which has returned ``runs``.
     """
-    # of equally fast tiers, ``assign_runs`` chooses the first: those before it are slower
+    # ``assign_runs`` chooses the first of equally fast tiers, so the earlier ones are slower
     tiers = list(held)
     for run in runs:
         slower_tiers = tiers[: tiers.index(run.tier)]
@@ -991,7 +995,7 @@ def _check_options(
         raise ConfigurationError(
             "cascade_share", cascade_share, "a share above 0 and at most 1"
         )
-    if not hold_s > 0:  # nan, too
+    if not hold_s > 0:  # refuses NaN, too
         raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
     if not room_wait_s >= 0:
         raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")

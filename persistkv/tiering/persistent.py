@@ -61,9 +61,9 @@ from persistkv.tiering.probing import PROBE_S, PROBED_KEYS, ProbeTimer
 
 logger = logging.getLogger(__name__)
 
-_NAP_S = 0.0005  # between two polls of the host, in calls that wait
+_NAP_S = 0.0005  # seconds between two polls of the host, in calls that wait
 _MOST_PREFETCHES = 64
-# ended requests whose persistence ``wait_persisted`` can still report
+# number of ended requests whose persistence ``wait_persisted`` can still report
 REMEMBERED_ENDS = 4_096
 NO_TENANT = (
     "it names no tenant (kv_transfer_params.persistkv.tenant), and the tier's option tenant is "
@@ -221,7 +221,7 @@ class PersistentTier(SecondaryTierManager):
         self._known_answer: list[StoredContext] | None = None
         """Answer for ``take_recent`` to a prefetch whose keys were given, which needs no host;
         None: the host answers."""
-        # bound here, which saves a call in ``lookup``, which runs once per block
+        # bound here, because this saves a call in ``lookup``, which runs once per block
         self._contains = self.client.contains
         if self.options.load_policy == "never":
             self._contains = _contains_nothing
@@ -241,7 +241,7 @@ class PersistentTier(SecondaryTierManager):
         :raises ConfigurationError: an option is invalid.
         """
         options = self.options
-        # these two are checked before a host is started
+        # check these two before a host is started
         parse_codec(options.codec)
         parse_durability(options.durability)
         staging_bytes = parse_size(options.staging_bytes, name="staging_bytes")
@@ -269,7 +269,7 @@ class PersistentTier(SecondaryTierManager):
                 # A kernel without pidfds, by which a process watches another one, raises OSError.
                 with suppress(OSError):
                     return ProcessHost(self.config.region_fds, num_bytes)
-            # neither way led to a process
+            # no host process could be started
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread "
                 "of this process"
@@ -309,16 +309,16 @@ class PersistentTier(SecondaryTierManager):
         if self.refuses(context):
             self._end_unsent(job_metadata, success=False)
             return
-        # without a description, these keys are all that is known of the context at its end
+        # keep the keys: without a description, they are all that is known of the context at its end
         if context.description is None:
             self._blocks_of(context).stored_keys.extend(keys)
         if self._detached:
             self._end_unsent(job_metadata, success=False)
             return
-        # the host may want every job, also those of held blocks
+        # the host may want every job, even those of held blocks
         may_skip = not self.client.wants_all
         if may_skip and self.client.table.prefix(keys) == len(keys):
-            # a store of held blocks is a use of them
+            # a store of held blocks counts as their use
             self.touch(keys, context)
             self._end_unsent(job_metadata, success=True)
             return
@@ -386,7 +386,7 @@ class PersistentTier(SecondaryTierManager):
         most = 1 if self._probes.is_small else PROBED_KEYS
         is_sent = self.client.probe(keys[:most], PROBE_S)
         if not is_sent:
-            # no answer will come
+            # the store is not open: no answer will come
             self._probes.end()
 
     def on_load_abandoned(self, job_id: int) -> None:
@@ -403,16 +403,16 @@ class PersistentTier(SecondaryTierManager):
         if probed.num_bytes:
             self._load_times.observe(probed.num_bytes, probed.seconds)
         else:
-            # nothing was read before the deadline
+            # a probe that read nothing before its deadline shows a stall
             self._load_times.stall()
 
     def _end_load(self, outcome: JobOutcome) -> None:
         """Learn from a load that ended, and count it."""
         load = self._loads.pop(outcome.job_id, None)
-        # the outcome of a store job
+        # without a load, this is the outcome of a store job
         if load is None:
             return
-        # it was not sent, or its host died by itself: this shows nothing about the store
+        # the job was not sent, or its host died by itself, which shows nothing about the store
         was_not_run = outcome.refused and not outcome.is_late
         if was_not_run:
             self._load_times.cancel(outcome.job_id)
@@ -442,7 +442,7 @@ class PersistentTier(SecondaryTierManager):
         """Count a request by the reason for the use of its blocks, and report it to the host."""
         self.load_counts[reason] += 1
         compute_s = None if decision is None else decision.compute_s
-        # infinite: the store is stalled, or nothing was to be loaded
+        # the time is infinite if the store is stalled, or if nothing was to be loaded
         known_s = load_s if math.isfinite(load_s) else None
         report = LoadReport(
             request=req_context.req_id,
@@ -508,7 +508,8 @@ class PersistentTier(SecondaryTierManager):
         blocks = self._blocks.pop(req_context.req_id, None)
         if blocks is None:
             return 0
-        # of the group with the most: groups with a sliding window load only their last blocks
+        # take the group with the most, because groups with a sliding window load only their last
+        # blocks
         num_blocks = max(blocks.restored.values(), default=0)
         num_tokens = num_blocks * self.config.block_size
         if not num_tokens:
@@ -536,7 +537,7 @@ class PersistentTier(SecondaryTierManager):
         """
         deadline = time.monotonic() + timeout_s
         self.client.flush(timeout_s)
-        # ``flush`` has taken a part of the time, or all of it
+        # ``flush`` has taken a part of the time, perhaps all of it
         while self.client.num_jobs and time.monotonic() < deadline:
             self._poll_and_wait()
         return not self.client.num_jobs
@@ -544,7 +545,7 @@ class PersistentTier(SecondaryTierManager):
     def _poll_and_wait(self) -> None:
         """Take the host's answers, keep the results for the next ``get_finished_jobs``, and wait
         until another poll is worth it."""
-        # it returns those that were kept before, too
+        # this returns the results that were kept before, too
         self._finished = self.get_finished_jobs()
         time.sleep(_NAP_S)
 
@@ -579,7 +580,7 @@ class PersistentTier(SecondaryTierManager):
         """Send the end of a request to the host, which writes its manifest. If the request is
         refused or invalid, or the tier detached, the request counts as not persisted."""
         req_id = req_context.req_id
-        # taken before ``report_restored``, which forgets them
+        # take them before ``report_restored``, which forgets them
         stored_keys = self._blocks_of(req_context).stored_keys
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
@@ -588,7 +589,7 @@ class PersistentTier(SecondaryTierManager):
         description = req_context.description
         is_described = description is not None
         if description is None:
-            # what is known of the request: the stored keys, in the order of their arrival
+            # describe what is known of the request: the stored keys, in the order of their arrival
             description = self._describe(stored_keys)
         num_groups = len(self.config.layout.groups)
         if len(description.group_keys) != num_groups:
@@ -601,7 +602,8 @@ class PersistentTier(SecondaryTierManager):
             self._remember(req_id, is_durable=False)
             return
         manifest_id = req_id
-        # an id that is used again after a restart would replace the earlier request in the store
+        # make the id unique: one that is used again after a restart would replace the earlier
+        # request
         if not self.options.unique_request_ids:
             manifest_id = secrets.token_hex(16)
         group_keys = [list[bytes](keys) for keys in description.group_keys]
@@ -636,7 +638,7 @@ class PersistentTier(SecondaryTierManager):
     def _remember(self, req_id: str, is_durable: bool) -> None:
         """Keep whether all blocks of an ended request are durable, and forget the oldest request if
         there are too many."""
-        # removed first, so that an id that is used again becomes the newest one
+        # remove it first, so that an id that is used again becomes the newest
         self._ended.pop(req_id, None)
         self._ended[req_id] = is_durable
         if len(self._ended) > REMEMBERED_ENDS:
@@ -736,7 +738,7 @@ class PersistentTier(SecondaryTierManager):
         """
         self._detached = True
         self._contains = _contains_nothing
-        # nothing takes them any more, and an engine must not wait for them
+        # nobody takes these any more, and an engine must not wait for them
         self._prefetches.clear()
 
     def persisted(self, req_id: str) -> bool | None:

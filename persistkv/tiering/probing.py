@@ -8,8 +8,8 @@ PROBE_S = 10.0
 """Deadline of a probe in seconds."""
 PROBED_KEYS = 128
 """Most blocks that a probe is asked for: more than it reads, unless they are small."""
-_FIRST_S = 1.0  # from the first probe to the second
-_LONGEST_S = 5.0  # between two probes
+_FIRST_S = 1.0  # seconds from the first probe to the second
+_LONGEST_S = 5.0  # maximum seconds between two probes
 
 
 class ProbeTimer:
@@ -38,7 +38,7 @@ class ProbeTimer:
         """Return whether the caller must begin a probe now."""
         if not self.is_due:
             return False
-        # the sizes alternate: a small probe shows the latency, a large one the bandwidth
+        # alternate the sizes: a small probe shows the latency, a large one the bandwidth
         self.is_small = not self.is_small
         self.is_running = True
         self._next_at = self._clock() + self._distance_s

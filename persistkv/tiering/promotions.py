@@ -30,7 +30,7 @@ class Promotion:
         keys = list(self.keys)
         description = self.context.description
         if description is not None:
-            # a key that the description lacks counts as one at the start
+            # a key that the description lacks counts as a key at the start
             depths = {key: description.depth(key) or 0 for key in keys}
             keys.sort(key=depths.__getitem__)
         return keys

@@ -41,9 +41,9 @@ def create_secondary_tier(
     """
     options = dict(tier_config)
     kind = options.pop("type", None)
-    tier = SECONDARY_TIERS.get(kind)  # raises if there is no such type
+    tier = SECONDARY_TIERS.get(kind)  # this raises if there is no such type
     parameters = list(signature(tier).parameters.values())
-    # without the two that every tier has: the configuration and the view of the rows
+    # leave out the two that every tier has: the configuration and the view of the rows
     parameters_of_options = parameters[2:]
     kinds = [parameter.kind for parameter in parameters_of_options]
     # a tier that takes any options checks their names itself
@@ -112,7 +112,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # raises if there is no such type, before memory is allocated
+        # this raises if there is no such type, before memory is allocated
         for tier in self.options.secondary_tiers:
             SECONDARY_TIERS.get(tier.get("type"))
 
@@ -128,7 +128,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         """Return the name of the order of bytes in a row; None: that of a single worker, which has
         all heads."""
         if self.geometry.head_sharded:
-            # with one GPU block per row, it is that of a single worker, too
+            # with one GPU block per row, the layout is the same as that of a single worker
             return "head_sharded" if self.block_size_factor > 1 else None
         if self.geometry.num_workers > 1:
             return f"{self.geometry.num_workers} workers"
@@ -161,7 +161,8 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
             options.eviction_policy,
             options.enable_events,
         )
-        # a tier that cannot be opened must not leave the ones before it with views of the rows
+        # if a tier cannot be opened, shut the earlier ones down: they must not keep views of the
+        # rows
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
             config = self._tier_config()
@@ -181,6 +182,6 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 prewarm_share=options.prewarm_share,
                 prefill_tokens_per_s=options.prefill_tokens_per_s,
             )
-            # all is open: nothing is to be undone
+            # all tiers are open, so nothing must be undone
             undo.pop_all()
         return manager

@@ -30,7 +30,7 @@ class CopyEngine(OffloadingHandler):
 
     def transfer_async(self, job_id: int, spec: TransferSpec) -> bool:
         """Plan the copies between the pages of the engine and the rows, and submit them."""
-        # released by ``shutdown``
+        # ``shutdown`` has released the rows
         if not self.memory.rows:
             return False
         source, target = spec

@@ -23,9 +23,10 @@ from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_runs
 from persistkv.rounding import divide_up
 
-# 8 MiB: small enough to stay in the last-level cache between the write and the read
+# 8 MiB: size of the buffer, which stays in the last-level cache between the write and the read
 BUFFER_BYTES = 8 << 20
-FEW_RUNS = 8  # up to this many calls are cheaper than a copy through the buffer
+# number of calls up to which they are cheaper than a copy through the buffer
+FEW_RUNS = 8
 # The cost of torch's loops is per element, so pages are copied as wide elements. Nothing is
 # computed, so all bit patterns are preserved.
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)
@@ -62,7 +63,7 @@ class CPUCopyEngine(CopyEngine):
         results = []
         while self._jobs:
             _, future = self._jobs[0]
-            # jobs end in order of submission
+            # stop at the first job that runs: jobs end in order of submission
             if not future.done():
                 break
             results.append(future.result())
@@ -114,7 +115,7 @@ class CPUCopyEngine(CopyEngine):
         # shape (GPU blocks, bytes to copy)
         pages = all_pages[:, : part.page_bytes]
 
-        # in the order of places in rows
+        # blocks in the order of their places in rows
         blocks = part.blocks
         sub_blocks = part.sub_blocks
         ascends = sub_blocks[1:] > sub_blocks[:-1]
@@ -185,7 +186,7 @@ class CPUCopyEngine(CopyEngine):
         pages_per_part = max(1, BUFFER_BYTES // page_bytes)
         part_bytes = pages_per_part * page_bytes
         if self._buffer is None or len(self._buffer) < part_bytes:
-            # at least one page, which may be larger than 8 MiB
+            # room for at least one page, which may be larger than 8 MiB
             size = max(BUFFER_BYTES, page_bytes)
             self._buffer = torch.empty(size, dtype=torch.int8)
         buffer = self._buffer[:part_bytes].view(pages_per_part, page_bytes)
@@ -194,7 +195,7 @@ class CPUCopyEngine(CopyEngine):
             page_index = torch.from_numpy(blocks[begin:end])
             row_index = _row_index(sub_blocks[begin:end], rows)
             part = buffer[: len(page_index)]
-            # a store from pages to rows, a load from rows to pages
+            # a store copies from pages to rows, a load from rows to pages
             if self.direction is Direction.STORE:
                 _gather(pages, (page_index,), part)
                 _scatter(part, rows, row_index)
@@ -254,11 +255,11 @@ def _rectangles(
         row, position = divmod(first + begin, blocks_per_row)
         num_rows = (count - begin) // blocks_per_row
         if position == 0 and num_rows:
-            # whole rows
+            # take whole rows
             end = begin + num_rows * blocks_per_row
             yield begin, end, rows[row : row + num_rows]
         else:
-            # a part of one row, up to its end at most
+            # take a part of one row, up to its end at most
             num_left = count - begin
             end_position = min(position + num_left, blocks_per_row)
             end = begin + end_position - position
@@ -279,7 +280,7 @@ def widened(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         distances.append(tensor.shape[-1])
         distances += tensor.stride()[:-1]
     divisor = math.gcd(*distances)
-    # widest first
+    # try the widest type first
     for dtype in WIDE:
         if divisor % dtype.itemsize == 0:
             return tuple(tensor.view(dtype) for tensor in tensors)

@@ -67,7 +67,7 @@ class CUDACopyEngine(CopyEngine):
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._jobs: deque[_StreamJob] = deque()
         """Jobs that are not reported yet, in order of submission."""
-        # given in tests; by default the fastest that works
+        # tests give a copier; by default, use the fastest that works
         if copier is None:
             pinned = all(rows.is_pinned() for rows in memory.rows)
             copier = choose_copier(self._device, pinned)
@@ -94,7 +94,8 @@ class CUDACopyEngine(CopyEngine):
             logger.exception(
                 "%s job %d could not be started", self.direction.value, job_id
             )
-            # enqueued copies must not access the rows after the job is reported as failed
+            # wait, because enqueued copies must not access the rows after the job is reported as
+            # failed
             self._synchronize()
             return False
         num_bytes = sum(part.num_bytes for part in copies)
@@ -108,7 +109,7 @@ class CUDACopyEngine(CopyEngine):
         while self._jobs:
             job = self._jobs[0]
             try:
-                # the jobs after it have not ended either: one stream runs them in order
+                # later jobs have not ended either, because one stream runs them in order
                 if not job.end.query():  # type: ignore[no-untyped-call]
                     break
                 seconds = job.begin.elapsed_time(job.end) / 1e3
@@ -217,7 +218,7 @@ class CopyBatch:
         continues &= np.diff(sources) == page_bytes
         if registrations is not None:
             continues &= np.diff(registrations) == 0
-        # the first copy continues none
+        # the first copy continues no other
         is_first = np.concatenate(([True], ~continues))
         begins = np.flatnonzero(is_first)
         num_pages = np.diff(begins, append=len(targets))
@@ -324,10 +325,10 @@ class TorchCopier(PageCopier):
         ``stream``."""
         target = _flat(batch.target)
         source = _flat(batch.source)
-        # addresses become indices of bytes
+        # turn addresses into indices of bytes
         target_offsets = batch.targets - target.data_ptr()
         source_offsets = batch.sources - source.data_ptr()
-        # plain integers, as slices need them
+        # slices need plain integers
         target_starts = target_offsets.tolist()
         source_starts = source_offsets.tolist()
         sizes = batch.sizes.tolist()
@@ -346,7 +347,7 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
             copier = DriverBatchCopier()
             _try(copier, device)
             return copier
-        # no driver, one without the function, or a failed trial
+        # there is no driver, it lacks the function, or the trial has failed
         except (OSError, AttributeError, RuntimeError) as error:
             logger.info("no batched copies, one at a time instead: %s", error)
     return TorchCopier()

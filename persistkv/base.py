@@ -30,7 +30,8 @@ REQUEST_PARAMETER = "persistkv"
 """Key of the options of one request in its ``kv_transfer_params``."""
 GROUP_INDEX_BYTES = 4
 _SHOWN = 40  # characters of a label in errors
-MOST_LABEL_CHARACTERS = 4096  # of name and value: lists and each commit carry them
+# maximum characters of name and value: lists and each commit carry them
+MOST_LABEL_CHARACTERS = 4096
 
 
 def make_offload_key(block_hash: bytes, group_idx: int) -> OffloadKey:
@@ -82,7 +83,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
     """
     for name, value in labels.items():
         try:
-            # fails for a value that is no text, and for lone surrogates, which UTF-8 lacks
+            # this fails for a value that is no text, and for lone surrogates, which UTF-8 lacks
             name.encode()
             value.encode()
         except (AttributeError, UnicodeEncodeError):

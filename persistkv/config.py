@@ -30,7 +30,7 @@ PAGE_BYTES = 4 << 10
 MAX_BLOCK_BYTES = 256 << 20
 MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
-_UNITS = {"": 1, "B": 1}  # as in coreutils: 5G is 5GiB, and 5GB is less
+_UNITS = {"": 1, "B": 1}  # units as in coreutils: 5G is 5GiB, and 5GB is less
 for _power, _letter in enumerate("KMGTP", start=1):
     for _unit in (f"{_letter}iB", f"{_letter}i", _letter):
         _UNITS[_unit] = 1 << (10 * _power)
@@ -80,7 +80,7 @@ def parse_duration(value: str, *, name: str) -> float:
     :param name: name of the setting, for the error.
     :raises ConfigurationError: if the text is no duration, or not positive.
     """
-    seconds = 0.0  # no duration
+    seconds = 0.0  # no duration was given
     match = _DURATION.fullmatch(value)
     if match is not None:
         amount, unit = match.groups()
@@ -233,7 +233,7 @@ def _split_url(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
-        # the rest may contain credentials
+        # show the scheme only, because the rest may contain credentials
         scheme = url.partition("://")[0]
         expected = f"{_URL_FORM} ({error})"
         raise ConfigurationError("url", f"{scheme}://…", expected) from None
@@ -283,7 +283,7 @@ def convert_options(
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, ConfigurationError):
-            # from a check of the struct, with a better message
+            # a check of the struct has raised this error, which has a better message
             raise cause from None
         raise _option_error(error, known, options, where) from None
 
@@ -298,7 +298,7 @@ def _option_error(
     # an example: "Expected `int`, got `str` - at `$.name[0].field`"
     message, _, place = str(error).partition(" - at ")
     path = place.partition("$.")[2].rstrip("`")
-    # the option itself: the path may lead to a part of its value
+    # take the option itself, because the path may lead to a part of its value
     name = re.split(r"[.\[]", path)[0]
     expected = message
     if name in known:

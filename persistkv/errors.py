@@ -75,7 +75,7 @@ class FileError(ConfigurationError):
     def __init__(self, action: str, path: Path, error: Exception) -> None:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:
-            # without the number and the path, which ``str`` includes
+            # use the reason alone: ``str`` includes the number and the path
             reason = error.strerror
         where = "standard output" if str(path) == "-" else str(path)
         super().__init__(
@@ -108,7 +108,7 @@ class PromptTooLongError(ConfigurationError):
     ) -> None:
         remedy = f"or {option}={needed}"
         if option is None:
-            # nothing raises the limit
+            # no option raises the limit
             remedy = "the model's context length"
         super().__init__(
             "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_REPORT_INTERVAL_S = 60.0  # between two reports of one call
+_REPORT_INTERVAL_S = 60.0  # seconds between two reports of one call
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ _IRRELEVANT = frozenset(
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
         # names of a classifier's outputs
         *("id2label", "label2id", "problem_type"),
-        # a separate field of the identity, read from the model, which may have been cast
+        # the dtype is a field of its own, read from the model, which may have been cast
         *("dtype", "torch_dtype"),
     }
 )

@@ -82,7 +82,7 @@ class PrefixLoads:
         call_bytes = self._call_bytes
         if call_bytes is None:
             return self._times.expected_s(num_bytes)
-        # whole calls, and one for the rest
+        # expect whole calls, and one for the rest
         num_calls, rest_bytes = divmod(num_bytes, call_bytes)
         expected_s = 0.0
         if num_calls:
@@ -100,7 +100,7 @@ class PrefixLoads:
         # the chooser asks ``expected_load_s`` of this object for the time of the load
         run = LoadRun(self, num_tokens, num_bytes)
         with self._lock:
-            # first, so that the decision takes the loads that hang now into account
+            # end late loads first, so that the decision takes them into account
             self._end_late()
             # the prefix is one run that begins at token 0: it is loaded whole or not at all
             decision = self._chooser.choose([run], 0)
@@ -161,7 +161,8 @@ class PrefixLoads:
         with self._lock:
             if not self._probes.begin():
                 return
-        with suppress(RuntimeError):  # this was closed meanwhile
+        # RuntimeError means that this object was closed meanwhile
+        with suppress(RuntimeError):
             self._prober.submit(self._read, store, [key], num_bytes)
 
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
@@ -169,7 +170,7 @@ class PrefixLoads:
         again."""
         begin = self._clock()
         is_read = False
-        # the store was closed, or there is no memory; the prober's thread continues
+        # go on if the store was closed, or if there is no memory: the prober's thread must continue
         with suppress(PersistKVError, MemoryError):
             memory = bytearray(num_bytes)
             (is_read,) = store.get(keys, [memory], timeout_s=PROBE_S)

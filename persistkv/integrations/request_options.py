@@ -78,7 +78,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigurationError(
                 f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected
             ) from None
-        _ = options.retention  # raises if ``ttl`` is invalid
+        _ = options.retention  # this raises if ``ttl`` is invalid
         check_labels(options.labels)
         if options.tenant is not None:
             check_tenant(

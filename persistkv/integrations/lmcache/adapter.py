@@ -88,8 +88,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self.options = lmcache_options(params)
         if l1_memory_desc is not None:
             # Objects are read and written with O_DIRECT, which transfers each physically contiguous
-            # part on its own: few large ones with huge pages. The kernel uses them for the memory
-            # that LMCache has not accessed yet, which is most of it.
+            # part on its own. With huge pages, there are few large parts. The kernel uses huge
+            # pages for memory that LMCache has not accessed yet, which is most of it.
             prefer_huge_pages(l1_memory_desc.ptr, l1_memory_desc.size)
         weights = _weights(self.options.models)
         release = version("lmcache")
@@ -169,7 +169,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             # a task without keys may end before its size is known
             num_bytes = self._sizes.pop(task, 0)
             results[task] = L2StoreResult(all(is_stored), num_bytes)
-        # the new keys are announced now, not with the announcer's next tick
+        # announce the new keys now, not with the announcer's next tick
         if results:
             self._announcer.wake()
         return results
@@ -202,7 +202,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         lookup = self._looked_up.pop(task_id)
         hits = self._loads.hits(lookup.keys, lookup.parts, results)
         hit_keys = list(itertools.compress(lookup.keys, hits))
-        # with each lookup, because locks of processes that are gone are never released
+        # expire leases with each lookup, because processes that are gone never release theirs
         self._leases.expire()
         self._leases.acquire(hit_keys)
         if hit_keys:
@@ -245,7 +245,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         elif self._stores.may_open(place):
             self._opener.submit(self._open_and_start, tasks, task, part)
         else:
-            # a store that failed just now was logged then
+            # do not log a store that has failed just now: its failure was logged
             self._report_unknown(place.model_name)
             tasks.fail(task)
 
@@ -276,11 +276,11 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         for key in keys:
             if not self._leases.is_locked(key):
                 keys_by_model[key.model_name].append(encode_key(key))
-        # the layout of a key is not known, so any store of its model may hold it
+        # ask all stores of the model, because the layout of a key is not known
         for model_name, encoded_keys in keys_by_model.items():
             for store in self._stores.of_model(model_name):
                 self._delete_from(store, encoded_keys)
-        # LMCache hears of the deletions now, not with the announcer's next tick
+        # announce the deletions now, not with the announcer's next tick
         self._announcer.announce()
 
     def _delete_from(self, store: BlockStore, keys: Sequence[bytes]) -> None:
@@ -337,8 +337,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     def close(self) -> None:
         """Commit the tasks of open stores and close the stores; waits for up to a minute for each.
         Tasks that wait for a store to open are dropped. Idempotent."""
-        # The announcer reads the stores, so it ends before they close. The opener may hang and is
-        # not waited for: a store that it opens later is closed at once.
+        # Stop the announcer first, because it reads the stores. Do not wait for the opener, which
+        # may hang: a store that it opens later is closed at once.
         self._announcer.stop()
         self._opener.shutdown(wait=False, cancel_futures=True)
         self._loads.close()

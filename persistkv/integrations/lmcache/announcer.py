@@ -17,8 +17,8 @@ from persistkv.storage.blocks import BlockStore
 
 logger = logging.getLogger(__name__)
 
-_TICK_S = 1.0  # between looks for changes by other processes
-_KEYS_PER_CALL = 4096  # of a listener
+_TICK_S = 1.0  # seconds between looks for changes by other processes
+_KEYS_PER_CALL = 4096  # maximum number of keys in one call of a listener
 
 Keys = Sequence[bytes]
 Announce = Callable[[Place, Keys], None]
@@ -80,7 +80,7 @@ class Announcer:
     def announce(self) -> None:
         """Announce the changes since the last call. Failures are logged. Without effect in a forked
         child."""
-        # there, another thread may hold the lock for ever
+        # in a forked child, a thread may hold the lock for ever
         if os.getpid() != self._pid:
             return
         with self._turn:
@@ -93,7 +93,7 @@ class Announcer:
         :param stored: receives the keys that the open stores hold.
         """
         with self._turn:
-            # events from before the registration are for the other listeners
+            # announce earlier events now, which are for the other listeners only
             self._announce_changes()
             register()
             for place, store in self._stores.items():
@@ -114,7 +114,7 @@ class Announcer:
                 self._announce_store(place, store)
             except PersistKVError as error:
                 logger.warning("events of a store are lost: %s", error)
-            except Exception:  # of a listener: the thread must not end
+            except Exception:  # an error of a listener must not end the thread
                 logger.exception("a listener of LMCache failed: events are lost")
 
     def _announce_store(self, place: Place, store: BlockStore) -> None:
@@ -123,7 +123,7 @@ class Announcer:
             changes = _changes(store)
         else:
             changes = _content(store, self._list_timeout_s)
-            # not before: a list that fails is tried again at the next call
+            # added only now, so that a list that fails is tried again at the next call
             self._announced.add(place)
         for keys in batched(changes.stored, _KEYS_PER_CALL):
             self._stored(place, keys)
@@ -149,13 +149,13 @@ def _changes(store: BlockStore) -> _Changes:
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     """Return the content of a store as changes of an empty one. Events that are taken
     later are the changes after these."""
-    # earlier events are taken and dropped, because the list that follows contains their keys
+    # take and drop earlier events, because the list below contains their keys
     _changes(store)
     listed = _held(store, list_timeout_s)
     meanwhile = _changes(store)
-    # a block that was stored during the listing may also be in the list: it is announced once
+    # announce each block once: one that was stored during the listing may also be in the list
     stored = dict.fromkeys([*listed, *meanwhile.stored])
-    # a removal is announced only for a key that is announced as stored before it
+    # announce the removal only of keys that were announced as stored
     removed = [key for key in meanwhile.removed if key in stored]
     return _Changes(list(stored), removed)
 

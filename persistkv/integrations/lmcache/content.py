@@ -19,7 +19,7 @@ from persistkv.integrations.lmcache.tenants import salt_of_tenant
 
 logger = logging.getLogger(__name__)
 
-_USAGE_S = 5.0  # time limit of the query of one namespace
+_USAGE_S = 5.0  # time limit in seconds of the query of one namespace
 
 
 class _Listed(NamedTuple):
@@ -66,7 +66,7 @@ class Content:
         entries.sort(key=_Listed.cursor)
         start = 0
         if cursor is not None:
-            # after the last key of the page before, even if that key is gone
+            # continue after the last key of the previous page, even if that key is gone
             start = bisect.bisect_right(entries, cursor, key=_Listed.cursor)
         stop = start + page_size
         page = entries[start:stop]
@@ -102,11 +102,11 @@ class Content:
             except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
             last_usage = self._last_usage.get(place, {})
-            # adds up the bytes of a salt in several stores
+            # this adds up the bytes of a salt in several stores
             bytes_by_salt.update(last_usage)
         return AdapterUsage(
             total_bytes_used=bytes_by_salt.total(),
-            # none: the store bounds itself, and LMCache's own eviction stays off
+            # 0 means no capacity: the store bounds itself, and LMCache's own eviction stays off
             total_capacity_bytes=0,
             bytes_by_cache_salt=MappingProxyType(bytes_by_salt),
         )

@@ -69,10 +69,10 @@ class ObjectLoads:
         for position, held in found.items():
             chunk_hashes.add(keys[position].chunk_hash)
             num_bytes += held.layout.num_bytes
-        # whatever its layout, an object has the tokens of one chunk
+        # any object, because each has the tokens of one chunk, whatever its layout
         any_held = next(iter(found.values()))
         num_tokens = len(chunk_hashes) * _tokens_of(any_held.layout)
-        # without a known number of tokens, nothing can be compared: the objects are loaded
+        # without a known number of tokens, nothing can be compared: load the objects
         if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
             return list(results)
         self._probe(any_held)
@@ -116,7 +116,8 @@ def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found
     found: dict[int, _Found] = {}
     for part in parts:
         for index, position in enumerate(part.positions):
-            # a key without a known layout is in the parts of several stores: the first one counts
+            # a key without a known layout is in the parts of several stores: the first store that
+            # has it counts
             if results[position]:
                 found.setdefault(position, _Found(part, index))
     return found

@@ -61,7 +61,7 @@ class FindPart(Part):
     """Keys to look up."""
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
-        # the recorded use makes eviction prefer other blocks until these are loaded
+        # touch, so that other blocks are evicted first until these are loaded
         return store.submit_contains(queue, self.keys, touch=True)
 
 

@@ -97,7 +97,7 @@ class LayoutStores:
         if self._is_closed or not self.may_open(place):
             return None
         try:
-            # handled like a store that does not open
+            # too many layouts are handled like a store that does not open
             if len(self._open) >= _MOST_LAYOUTS:
                 raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
             identity = self._identity(place)
@@ -121,7 +121,8 @@ class LayoutStores:
 
     def _add(self, place: Place, store: BlockStore) -> bool:
         """Keep an open store; return False if ``close`` was called meanwhile."""
-        # the lock is not held while the store is opened: ``close`` must not wait for a hung medium
+        # do not hold the lock while the store opens: ``close`` must not wait for a medium that
+        # hangs
         with self._lock:
             if self._is_closed:
                 return False
@@ -141,7 +142,7 @@ class LayoutStores:
             shapes=(_joined(layout.shapes),),
             layout="object",
             rank=_RANK,
-            # ``_place_of`` reads the model, the shapes and the types back
+            # these fields are those that ``_place_of`` reads back
             more={
                 "model": place.model_name,
                 "engine": self._options.engine,

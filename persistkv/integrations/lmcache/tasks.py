@@ -59,8 +59,8 @@ class TaskQueue:
     def begin(self, num_keys: int, num_parts: int) -> int:
         """Begin a task; return its number. ``start`` or ``fail`` must follow for each part. A task
         without parts is done."""
-        # A task without parts gets one without keys. Its end, which follows at once, makes the
-        # descriptor readable for LMCache, as that of any other part.
+        # A task without parts gets an empty part. The end of this part, which follows at once,
+        # makes the descriptor readable for LMCache, like that of any other part.
         is_empty = not num_parts
         if is_empty:
             num_parts = 1
@@ -78,14 +78,14 @@ class TaskQueue:
 
         :raises ValueError, PersistKVError: it was not started.
         """
-        # held until the call is known: it may end before ``submit`` returns
+        # hold the lock until the call is recorded, because it may end before ``submit`` returns
         with self._lock:
             number = part.submit(store, self._completions)
             self._started[number] = _Started(task, part.positions)
 
     def fail(self, task: int) -> None:
         """End a part without success."""
-        # as a call without keys that has ended: LMCache is woken as after any other part
+        # record a call that has ended already, so that LMCache is woken as after any other part
         number = self._completions.new_number()
         call = _Started(task, positions=[])
         ended = Completion(number, results=[])
@@ -110,8 +110,8 @@ class TaskQueue:
     def _collect(self) -> None:
         """Add the results of ended calls to their tasks. A task is done when its last call has
         ended."""
-        # LMCache clears the descriptor itself. If it were cleared here, too, LMCache could miss the
-        # end of another task.
+        # Do not clear the descriptor, because LMCache does it: it could miss the end of another
+        # task.
         for ended in self._completions.take(clear=False):
             call = self._started.pop(ended.job_id)
             task = self._tasks[call.task]

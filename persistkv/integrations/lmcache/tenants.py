@@ -54,7 +54,7 @@ class SaltRules:
     def _problem_of(self, salt: str) -> str | None:
         """Return why an object with this salt is of no tenant; None: it is of one."""
         if not salt:
-            # of the default tenant, unless the option requires a salt
+            # keys without a salt are the default tenant's, unless the option requires a salt
             if self._requires_salt:
                 return "it has no cache_salt, and the option tenant is required"
             return None

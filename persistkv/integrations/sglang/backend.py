@@ -81,7 +81,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = _name(host_pool_name)
-        # the main pool is registered twice
+        # SGLang registers the main pool twice: ignore the second time
         if name != MAIN_POOL or MAIN_POOL not in self._pools:
             self._register(name, host_pool, may_use_regions=True)
 
@@ -122,7 +122,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         if store is None:
             return 0
         held = store.held(keys)
-        # pages after a gap are no use: SGLang restores prefixes
+        # count the pages before the first gap, because SGLang restores prefixes
         num_pages = leading(held)
         is_worth = store.is_worth(keys[:num_pages])
         return num_pages if is_worth else 0
@@ -163,7 +163,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         for transfer in pool_transfers or ():
             name = _name(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                # these have keys of their own, not those of the prefix, and never limit it
+                # pages of this pool have their own keys, so they never limit the prefix
                 hits[name] = self._block_group_pages(name, transfer)
             else:
                 lengths = self._restorable(name, found_keys, transfer)

@@ -22,7 +22,7 @@ def trailing_pages(held: Sequence[bool], count: int) -> set[int]:
     """Return the prefix lengths of which the last ``count`` pages are held; of a shorter prefix,
     all pages."""
     lengths = set()
-    run = 0  # held pages before the end of the prefix
+    run = 0  # number of held pages before the end of the prefix
     for length, is_held in enumerate(held, 1):
         run = run + 1 if is_held else 0
         if run >= min(count, length):
@@ -38,5 +38,5 @@ def block_groups(held: Sequence[bool], block_pages: int, group_pages: int) -> in
     """
     if group_pages <= 0:
         return 0
-    # rounded down to complete groups
+    # round down to complete groups
     return leading(held) // group_pages * block_pages

@@ -47,7 +47,7 @@ class StoreOpener:
                 timeout_s,
             )
         except StoreError:
-            pass  # logged by the attempt
+            pass  # the attempt has logged the error
 
     def get(self) -> BlockStore | None:
         """Return the store; None if it is not open. Does not wait: another attempt begins when it
@@ -85,8 +85,8 @@ class StoreOpener:
         """Try to open the store, and set the result of the attempt."""
         try:
             self._open()
-        # Of any kind: the thread has no caller. If the constructor still waits for the attempt, it
-        # gets the error from the attempt's result.
+        # Catch any error, because the thread has no caller. If the constructor still waits for the
+        # attempt, it gets the error from the result.
         except Exception as error:
             logger.error(
                 "the store does not open (%s): pages are misses, and are not stored; it is tried "
@@ -94,7 +94,8 @@ class StoreOpener:
                 error,
                 _RETRY_S,
             )
-            # before the result: ``get`` reads the time as soon as the attempt is done
+            # set the time before the result, because ``get`` reads it as soon as the attempt is
+            # done
             self._retry_at = time.monotonic() + _RETRY_S
             attempt.set_exception(error)
         else:

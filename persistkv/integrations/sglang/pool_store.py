@@ -26,10 +26,10 @@ Page: TypeAlias = list[memoryview]
 StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 """A call for keys, which returns a result for each."""
 
-_KEYS_PER_DELETION = 4096  # in one of the calls of a ``clear``
+_KEYS_PER_DELETION = 4096  # maximum number of keys in one call of a ``clear``
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
-_PAGES_PER_READ = 128  # in one of SGLang's calls
+_PAGES_PER_READ = 128  # maximum number of pages in one of SGLang's calls
 _SEPARATOR = b"\0"
 """Before the tenant's name in a key; neither hashes nor names contain it."""
 
@@ -65,7 +65,7 @@ class PoolStore:
         self.has_flat_pages = region_sizes is None
         """Whether a stored page is the tensor that SGLang copies from its pool. False: it consists
         of the page's regions in the pool, whose bytes may be in another order."""
-        # no regions: SGLang copies each page as a whole
+        # without regions, SGLang copies each page as a whole
         sizes = [memory.flat_bytes()] if region_sizes is None else region_sizes
         self._page_bytes = sum(sizes)
         self._identity = identity_of(sizes)
@@ -83,7 +83,8 @@ class PoolStore:
         are."""
         try:
             return self.memory.region_sizes()
-        except Exception as error:  # of any kind: it depends on the pool and its layout
+        # the kind of the error depends on the pool and its layout
+        except Exception as error:
             logger.info("pages of a pool are copied: %s", error)
             return None
 
@@ -111,7 +112,7 @@ class PoolStore:
         num_tokens = len(keys) * self.memory.page_size
         if self._loads.is_worth(num_bytes, num_tokens):
             return True
-        # declined: one of the pages is read now and then, to notice when the store is fast again
+        # the load is declined: read a page now and then, to notice when the store is fast again
         store = self._opener.get()
         if store is not None:
             (key,) = self._encode(keys[:1])
@@ -173,7 +174,7 @@ class PoolStore:
 
         begin = time.monotonic()
         wanted_bytes = len(keys) * self._page_bytes
-        # its time counts in the decisions about later loads
+        # record the load, whose time counts in the decisions about later loads
         load = self._loads.begin_load(wanted_bytes)
         try:
             found = self._call(keys, get)

@@ -71,7 +71,7 @@ class PageMemory(NamedTuple):
         """
         import torch
 
-        # those of the first page of the pool: all pages are alike
+        # take the first page of the pool, because all pages are alike
         first_page = torch.arange(self.page_size)
         _, sizes = self.pool.get_page_buffer_meta(first_page)
         return [int(size) for size in sizes]
@@ -180,7 +180,7 @@ def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
     pool_dtype = dtype_name(getattr(pool, "dtype", ""))
     named_dtype = options.kv_cache_dtype
     if named_dtype:
-        # both: the user names one type for all pools, and those of a model may differ
+        # use both, because the user names one type for all pools, and those of a model may differ
         return f"{pool_dtype} {named_dtype}" if pool_dtype else named_dtype
     if pool_dtype in ("", _OPAQUE):
         raise MissingOptionError(

@@ -100,8 +100,8 @@ def find_worker() -> Any:
 def _on_stack(kind: type, *attributes: str) -> Any:
     """Search for an object of this type in the callers' local variables, and in these attributes of
     their ``self``."""
-    # From the caller nearest to this one outwards: vLLM's constructors do not pass these objects
-    # on, and offer no other way to get them.
+    # Search the callers, the nearest first: vLLM's constructors do not pass these objects on, and
+    # offer no other way to get them.
     frame = inspect.currentframe()
     while frame is not None:
         values = list(frame.f_locals.values())
@@ -136,7 +136,7 @@ def _cpu_flags() -> list[str]:
     """Return the flags of the first CPU; none if the kernel does not tell."""
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         for line in lines:
-            # x86 and ARM
+            # names of the field on x86 and ARM
             if line.lower().startswith(("flags", "features")):
                 return line.split()
     return []
@@ -169,7 +169,7 @@ def _canonical_layout(offloading: Any) -> SharedLayout | None:
     if not parallel.is_parallelism_agnostic:
         return None
     num_bytes = _worker_bytes(offloading)
-    # of all workers, unless all have the same bytes: then a row has them once
+    # count all workers, unless all have the same bytes, which a row then has once
     if not getattr(offloading, "replicated_layout", False):
         num_bytes *= parallel.world_size
     return SharedLayout("canonical", num_bytes)
@@ -187,7 +187,7 @@ def _direct_layout(spec: Any) -> SharedLayout | None:
     offloading = spec.config
     parallel = offloading.parallel
     worker_bytes = _worker_bytes(offloading)
-    # all workers have the same bytes, and a row has those of one: no order or gap can differ
+    # all workers have the same bytes, which a row has once: no order or gap can differ
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
     if not parallel.is_parallelism_agnostic or offloading.cache.blocks_per_chunk != 1:
@@ -297,7 +297,7 @@ def _attention(config: Any) -> dict[str, Any]:
     window = getattr(config.cache_config, "sliding_window", None)
     is_disabled = getattr(config.model_config, "disable_sliding_window", False)
     return {
-        # an enumeration, or a text
+        # this is an enumeration or a text
         "backend": getattr(backend, "name", plain(backend)),
         "sliding_window": plain(window),
         "window_disabled": bool(is_disabled),
@@ -326,10 +326,10 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     of their files."""
     if name is not None:
         return f"named:{name}"
-    # an enumeration in some releases, a text in others
+    # this is an enumeration in some releases, and a text in others
     given_format = load.load_format
     load_format = str(getattr(given_format, "value", given_format))
-    # random weights, which the seed determines
+    # the weights are random, and the seed determines them
     if load_format == "dummy":
         return f"dummy:{getattr(model, 'seed', None)}"
     if load_format not in _READABLE_FORMATS:
@@ -339,7 +339,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
         from huggingface_hub import snapshot_download
 
         try:
-            # the files that vLLM has loaded: nothing is downloaded (``local_files_only``)
+            # find the files that vLLM has loaded; ``local_files_only`` downloads nothing
             found = snapshot_download(
                 str(model.model),
                 revision=getattr(model, "revision", None),
@@ -393,7 +393,7 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
     }
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:
-        # always a fingerprint: the option ``weights`` names those of the main model
+        # always use a fingerprint, because the option ``weights`` names those of the main model
         identity["weights"] = _weights(draft, load, None)
         identity["config"] = plain_config(draft.hf_config.to_dict())
     return identity

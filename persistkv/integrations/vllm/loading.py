@@ -31,9 +31,10 @@ from persistkv.tiering.load_cost import (
 from persistkv.tiering.load_runs import GroupSize, prefix_bytes
 from persistkv.tiering.persistent import PersistentTier
 
-_FEWEST_TOKENS = 64  # of a step that shows the speed of prefills
-_LONGEST_STEP_S = 30.0  # a longer one includes a pause of the engine
-# of a step that includes a pause: its time by the expected one, at least
+# minimum number of tokens of a step that shows the speed of prefills
+_FEWEST_TOKENS = 64
+_LONGEST_STEP_S = 30.0  # seconds: a longer step includes a pause of the engine
+# minimum ratio of the time of a step to the expected time that shows a pause
 _PAUSE_RATIO = 5.0
 
 # start of the name of a class of KV cache specs, and its field with the window
@@ -79,7 +80,7 @@ class StepMeter:
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
         counted = self._computed.get(req_id)
-        # the chunks of one step may arrive in several jobs
+        # add up, because the chunks of one step may arrive in several jobs
         if counted is not None:
             start = min(start, counted.start)
             stop = max(stop, counted.stop)
@@ -92,7 +93,7 @@ class StepMeter:
             a request of an earlier step continues.
         """
         now = self._clock()
-        # all chunks of the step before the last one were stored by now
+        # all chunks of the step before the last one have been stored by now
         stored_step_s = self._step_s
         stored_tokens = list(self._computed.values())
         self._computed = {}
@@ -161,7 +162,7 @@ class WaitingChunks:
         self._hash_tokens = hash_tokens
         self._first = first_end // chunk_tokens - 1
         """Index, among the request's chunks of this group, of the first one to load."""
-        # the engine computes the last token in any case: a chunk that contains it is not loaded
+        # leave out the last token, which the engine computes in any case
         loadable_tokens = request.num_tokens - 1
         num_loadable = loadable_tokens // chunk_tokens
         self._following = range(self._first + 1, num_loadable)
@@ -315,7 +316,7 @@ def _window_of(spec: Any) -> int | None:
     """Return how many of a prefix's last tokens the engine needs to continue after it; None:
     all."""
     kind = type(spec).__name__
-    # a state-space model: it needs the state after the last token
+    # a state-space model needs the state after the last token
     if kind.startswith("Mamba"):
         return 1
     for prefix, field in _WINDOW_FIELDS:

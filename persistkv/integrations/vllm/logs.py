@@ -21,10 +21,10 @@ class _VllmHandler(logging.Handler):
             logger = logging.getLogger()
         if not logger.isEnabledFor(record.levelno):
             return
-        # a copy: the record may have other handlers
+        # a copy, because the record may have other handlers
         named = copy.copy(record)
         named.msg = f"persistkv: {record.getMessage()}"
-        named.args = None  # they are in the text already
+        named.args = None  # the arguments are in the text already
         logger.handle(named)
 
 
@@ -38,6 +38,6 @@ def use_vllm_logging(*packages: str) -> None:
         if logger.handlers or logger.level != logging.NOTSET:
             continue
         logger.addHandler(_VllmHandler())
-        # vLLM's level decides, which may be set later
+        # let all records pass, because vLLM's level, which may be set later, decides
         logger.setLevel(logging.DEBUG)
         logger.propagate = False

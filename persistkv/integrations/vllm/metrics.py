@@ -50,7 +50,7 @@ GAUGES: Mapping[str, str] = {
     "is left alone",
     "open": "1 while the store is open, 0 while lookups miss because it is not",
 }
-_LONGEST_S = 1.0  # between two readings
+_LONGEST_S = 1.0  # maximum seconds between two readings
 _BREAKER = {"half-open": 1.0, "open": 2.0}
 
 

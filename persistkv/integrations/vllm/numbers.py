@@ -51,7 +51,7 @@ def number_layout(
     offloading = spec.config
     if kv_cache is None or not _has_fixed_numbers(engine, offloading, device):
         return None
-    # replicated: all workers have the same bytes, and a row has them once
+    # "replicated" means that all workers have the same bytes, which a row has once
     is_replicated = getattr(offloading, "replicated_layout", False)
     num_workers = 1 if is_replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
@@ -96,14 +96,14 @@ def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
     layouts = _CPU_LAYOUTS if device == "cpu" else _LAYOUTS
     if getattr(offloading, "kv_cache_layout", None) not in layouts:
         return False
-    # its order of bytes is not that of ``kv_cache_layout``
+    # this layout has another order of bytes than ``kv_cache_layout``
     if getattr(offloading, "canonical_layout", False):
         return False
     # pipeline and context parallelism divide layers and tokens among workers, not heads alone
     for kind in ("pp", "pcp", "dcp"):
         if getattr(offloading.parallel, f"{kind}_size", 1) != 1:
             return False
-    # the scales follow from the first request of each run, and the numbers from the scales
+    # the first request of each run determines the scales, and so the numbers
     if getattr(engine.cache_config, "calculate_kv_scales", False):
         return False
     # the drafts of a speculative model may differ between two runs
@@ -155,9 +155,10 @@ def _vectors(
         return None
     strides = _strides(offloading.kv_cache_layout, counts, pair_bytes)
 
-    # the vectors of one head of one layer: the cells of a ``VectorLayout``
+    # compare the vectors of one head of one layer, which are the cells of a ``VectorLayout``
     if device == "cpu":
-        # the keys of all tokens, then the values of all tokens, which are as long (``_is_plain``)
+        # the keys of all tokens are followed by the values of all tokens, which are as long
+        # (``_is_plain``)
         vector_length = key_length
         token_bytes = key_length * number_bytes
         vectors_of_token = (2, tokens * token_bytes)
@@ -213,13 +214,13 @@ def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
         if not isinstance(getattr(spec, name, None), int):
             return False
-    # the block of a key is not one block of the KV cache
+    # the block of a key would not be one block of the KV cache
     if spec.block_size != tokens:
         return False
-    # opaque bytes instead of a key and a value
+    # the block has opaque bytes instead of a key and a value
     if getattr(spec, "state_content_bytes", None) is not None:
         return False
-    # one state for several tokens
+    # the block has one state for several tokens
     if getattr(spec, "tokens_per_state", 1) != 1:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
@@ -227,7 +228,7 @@ def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     # in the other modes, a block also contains scales
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
-    # on a CPU, the values follow after as many bytes as the keys have
+    # on a CPU, the values follow the keys, and begin after as many bytes as keys have
     if device == "cpu":
         return bool(spec.head_size == spec.head_size_v)
     return True

@@ -52,7 +52,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
     ``LOCAL``."""
 
     def __post_init__(self) -> None:
-        _ = self.tier_options  # raises
+        _ = self.tier_options  # this raises if an option of the tier is invalid
         check_labels(self.labels)
 
     @property
@@ -73,7 +73,7 @@ class VllmTierOptions(PersistentTierOptions, frozen=True, kw_only=True):
         for name, value in added.items():
             if value is None:
                 continue
-            # given twice: it would be unclear which value counts
+            # the option is given twice: it would be unclear which value counts
             if name in url_options:
                 raise ConfigurationError(
                     f"{_WHERE} option {name}", value, "none: the url has it too"

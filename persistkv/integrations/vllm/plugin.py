@@ -21,12 +21,12 @@ def register() -> None:
 
     tiers = {"persistkv": "PersistKVTier", "persistkv-prewarm": "PersistKVPrewarm"}
     for name, class_name in tiers.items():
-        with suppress(ValueError):  # registered before
+        with suppress(ValueError):  # ValueError means that it was registered before
             SecondaryTierFactory.register_tier(name, _PACKAGE, class_name)
     with suppress(ValueError):
         OffloadingSpecFactory.register_spec("PersistKVSpec", _PACKAGE, "PersistKVSpec")
     _watch_workers()
-    # the records of this package, which vLLM's configuration of logs leaves out
+    # show the records of this package, which vLLM's configuration of logs leaves out
     use_vllm_logging("persistkv")
     remove_leftovers()
 
@@ -37,12 +37,12 @@ def _watch_workers() -> None:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     get_worker = TieringOffloadingSpec.get_worker
-    # replaced by an earlier call in this process
+    # an earlier call in this process has replaced it
     if hasattr(get_worker, "persistkv"):
         return
 
     def watched(self: Any, kv_caches: Any) -> Any:
-        # not imported in processes that have no worker, such as the front end
+        # imported here, because processes without a worker, such as the front end, do not need it
         from persistkv.integrations.vllm.identity import find_worker
         from persistkv.integrations.vllm.weights.probe import watch_weights
 
@@ -50,6 +50,6 @@ def _watch_workers() -> None:
         watch_weights(worker, self, find_worker())
         return worker
 
-    # marks the replacement for later calls
+    # mark the replacement for later calls
     watched.persistkv = True  # type: ignore[attr-defined]
     TieringOffloadingSpec.get_worker = watched

@@ -35,7 +35,7 @@ from persistkv.tenants import engine_key
 from persistkv.tiering.prewarming import Prewarming
 
 _WHERE = "secondary tier persistkv-prewarm"
-_PATIENCE_S = 30.0  # limit for one context, which may find no room
+_PATIENCE_S = 30.0  # maximum seconds for one context, which may find no room
 _ON_ITS_WAY = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 """Results of lookups of chunks whose promotion has not ended."""
 
@@ -126,8 +126,8 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         if found is None:
             return
         self._contexts += 1
-        # vLLM passes its own keys to all tiers. From the tenant in the parameters, the tiers of
-        # this package derive the keys under which their stores have the chunks.
+        # vLLM passes its own keys to all tiers. The tiers of this package convert them to the keys
+        # of their stores, by the tenant in the parameters.
         req_id = f"{self.tier_type}-{self._contexts}"
         options: dict[str, str | None] = {"tenant": found.tenant}
         # after a change, a request must name the present weights to use the store
@@ -143,10 +143,10 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         is_promoting = self._context is not None
         if is_promoting or self._passed_over:
             return True
-        # the recently used contexts, which are promoted at the start
+        # recently used contexts, which are promoted at the start, are left
         if not self._prewarming.ended:
             return True
-        # contexts for later requests: not asked for yet, or asked for and not promoted
+        # contexts for later requests are left: not asked for yet, or not promoted yet
         return self._store.prefetch_waits or self._prewarming.waits
 
     # Methods of a tier that holds no chunks

@@ -30,8 +30,9 @@ WEIGHTS_PREFIX = "persistkv_weights_"
 """Start of the names of the files of ``WeightsWord``, which exist until the engine has attached
 them."""
 _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
-_SAFE_AGE_S = 600  # older files are mapped, if an engine uses them
-_FIRST_PID_NAMESPACE = 0xEFFFFFFC  # its inode number, fixed by the kernel
+_SAFE_AGE_S = 600  # seconds: an older file is mapped if an engine uses it
+# inode number of the first PID namespace, which the kernel fixes
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 _MAPS_LINE = re.compile(
     r"(?P<start>[0-9a-f]+)-(?P<stop>[0-9a-f]+) \S+ (?P<offset>[0-9a-f]+) "
@@ -102,7 +103,7 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
         is_last = part is parts[-1]
         fd = _open(part, may_be_longer=is_last)
         if fd is None:
-            # the host process would map other bytes than these rows
+            # the files do not hold these rows: the host process would map other bytes
             close_region(fds)
             return ()
         fds.append(fd)
@@ -121,7 +122,7 @@ def _open(part: _Part, *, may_be_longer: bool) -> int | None:
         may have been rounded up, and no other part follows.
     """
     wanted = part.first.file
-    # an unlinked file can only be opened through a descriptor of this process
+    # the paths to try: an unlinked file can only be opened through a descriptor of this process
     candidates = [part.first.path]
     for path, file in _descriptors("self"):
         if file == wanted:
@@ -132,7 +133,7 @@ def _open(part: _Part, *, may_be_longer: bool) -> int | None:
         except OSError:
             continue
         status = os.fstat(fd)
-        # another file may have the path by now
+        # compare, because another file may have the path by now
         is_wanted = _file_id(status) == wanted
         if may_be_longer:
             has_size = status.st_size >= part.num_bytes
@@ -161,7 +162,7 @@ def map_huge_pages(rows: memoryview) -> None:
         use_huge_pages(fds, rows.nbytes)
     finally:
         close_region(fds)
-    # its failure is harmless: the kernel then maps each row when it is first used
+    # ignore a failure: the kernel then maps each row when it is first used
     madvise(address_of(rows), rows.nbytes, MADV_POPULATE_WRITE)
 
 
@@ -244,9 +245,9 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
     """Return the files that back a range of memory, in order. Empty if part of the range is not
     mapped from a file, or a file is not mapped from its start."""
     parts: list[_Part] = []
-    next_address = address  # the first one that ``parts`` does not cover yet
+    next_address = address  # first address that ``parts`` does not cover yet
     end = address + num_bytes
-    # mappings come in order of their addresses
+    # mappings are in the order of their addresses
     for mapping in _mappings("self"):
         if not mapping.start <= next_address < mapping.stop:
             continue
@@ -262,7 +263,7 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
         next_address += mapped_bytes
         if next_address == end:
             return parts
-    # the range ends after the last mapping
+    # the last mapping ends before the range
     return []
 
 
@@ -278,7 +279,7 @@ def _descriptors(process: str) -> Iterator[tuple[str, FileId]]:
     """Yield the path and the file of each open descriptor of a process; raise OSError if it has
     ended, or if this user may not read it."""
     for name in os.listdir(f"/proc/{process}/fd"):
-        with suppress(OSError):  # closed in the meantime
+        with suppress(OSError):  # the descriptor may have been closed
             path = f"/proc/{process}/fd/{name}"
             yield path, _file_id(os.stat(path))
 

@@ -99,17 +99,17 @@ def request_options(
     :param actions: the ``KvHintAction`` objects of the request; those for other components are
         skipped.
     """
-    # parsed on its own: an invalid prefetch must not refuse the request
+    # parse the prefetch on its own, because an invalid one must not refuse the request
     separated = _separate_prefetch(parameters)
     prefetches = _parse_prefetch(req_id, separated.prefetch)
-    options = _UNUSED  # with invalid parameters: then hints are only checked
+    options = _UNUSED  # the parameters are invalid, so hints are only checked
     is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
     except ConfigurationError as error:
         logger.warning("request %s neither uses nor fills the store: %s", req_id, error)
         is_refused = True
-    # all of them, also those of a refused request: each invalid one is logged
+    # check all hints, even those of a refused request, so that each invalid one is logged
     for action in actions:
         if not action.action_type.startswith("persistkv."):
             continue
@@ -140,7 +140,7 @@ class _SeparatedPrefetch(NamedTuple):
 
 def _separate_prefetch(parameters: Mapping[str, Any] | None) -> _SeparatedPrefetch:
     """Return a request's ``kv_transfer_params`` in two parts."""
-    # clients pass any value by ``vllm_xargs``
+    # check the type, because clients pass any value by ``vllm_xargs``
     if not isinstance(parameters, Mapping):
         return _SeparatedPrefetch(None, parameters)
     options = parameters.get(REQUEST_PARAMETER)
@@ -171,7 +171,7 @@ def _parse_prefetch(req_id: str, payload: object) -> list[Prefetch]:
 def _refuses_if_invalid(action: Any) -> bool:
     """Return whether an invalid hint refuses its request: it names the tenant, and without it the
     request would be one of the default tenant."""
-    # a prefetch concerns later requests: it never refuses its own
+    # a prefetch concerns later requests, so it never refuses its own
     if action.action_type == PREFETCH:
         return False
     return isinstance(action.payload, Mapping) and "tenant" in action.payload
@@ -370,7 +370,7 @@ class LiveRequest(RequestDescription):
         """
         if not self.options.store:
             return False
-        # decided once: without its first chunks, later ones could not be restored
+        # decide once only: without its first chunks, later ones could not be restored
         if self._is_long is None:
             self._is_long = min_tokens == 0 or self._reaches(keys, min_tokens)
         return self._is_long
@@ -398,12 +398,12 @@ class LiveRequest(RequestDescription):
         if not self._lists_keys:
             return
         for key, store_key in zip(keys, store_keys, strict=True):
-            # stored before: vLLM may offer a chunk of a request again
+            # the chunk was stored before: vLLM may offer a chunk of a request again
             if store_key in self._ends:
                 continue
             end = self._position(key)
             if end is None:
-                # a list with gaps would not be a context
+                # list no keys, because a list with gaps would not be a context
                 self._lists_keys = False
                 return
             self._ends[store_key] = end

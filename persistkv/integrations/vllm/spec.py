@@ -169,7 +169,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release the rows; idempotent."""
-        # the engines refer to the rows, which can be unmapped afterwards
+        # shut the engines down, which refer to the rows: these can be unmapped afterwards
         if self._engines:
             self._engines.clear()
             self._release()
@@ -201,7 +201,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
         local_pages = part.blocks
         row_pages = part.sub_blocks
         if self.direction is Direction.STORE:
-            # of several workers with the same bytes, one writes them
+            # only one of several workers with the same bytes writes them
             writes = [mapping.is_writer(block) for block in local_pages.tolist()]
             is_written = np.array(writes, bool)
             local_pages = local_pages[is_written]

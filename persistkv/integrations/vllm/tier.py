@@ -93,7 +93,7 @@ logger = logging.getLogger(__name__)
 
 _TYPES = ("persistkv", "persistkv-prewarm", "PersistKVTier", "PersistKVPrewarm")
 """Values of ``type`` in ``secondary_tiers`` that mean a tier of this package."""
-_DRAIN_S = 60.0  # between two warnings that jobs have not ended
+_DRAIN_S = 60.0  # seconds between two warnings that jobs have not ended
 _INVALID = "its options are invalid"
 """Why a request is refused, in a log line."""
 
@@ -187,7 +187,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self.options.weights,
             is_only_source=is_only_source(engine),
         )
-        # called now, and again whenever a request names new weights
+        # this is called now, and again whenever a request names new weights
         make_tier = partial(self._make_tier, config, rows, watch)
         return GuardedTier(make_tier, watch)
 
@@ -208,7 +208,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
         client = tier.client
-        # for the time in which the engine takes no steps
+        # called while the engine takes no steps
         client.idle.callback = partial(self._request_step, client, watch)
         return tier
 
@@ -272,8 +272,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         nothing.
         """
         request = self._requests.get(req_context.req_id)
-        # The usual case of ``_request``, without a call: vLLM asks for each chunk in each step.
-        # Another context of the same id may be that of a new request: ``_request`` decides.
+        # Usually, this finds the request without a call: vLLM asks for each chunk in each step.
+        # Another context of the same id may be that of a new request, which ``_request`` decides.
         if request is None or request.source is not req_context:
             request = self._request(req_context)
         if not request.options.load:
@@ -293,13 +293,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads = request.loads
         if loads.has_failed(key) or loads.are_declined:
             return False
-        # decided at an earlier chunk, and not declined
+        # the load was decided at an earlier chunk, and not declined
         is_accepted = loads.decision is not None
         if is_accepted or self.options.load_policy == "always":
             return True
         end = request.position(key)
         engine_request = _find_request(request.req_id)
-        # a context that is prewarmed has neither, and is loaded
+        # a context that is prewarmed has neither, and is always loaded
         if end is None or engine_request is None:
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
@@ -312,9 +312,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Decide whether the request loads its chunks; report to the store if it does not."""
         loads = request.loads
         decision = self._store_loads.decide(self._tiers_in_use(), self._tier, chunks)
-        # kept, because vLLM asks for each chunk, and again in each step
+        # keep the decision, because vLLM asks for each chunk, and again in each step
         loads.decision = decision
-        # no decision: a faster store of the engine loads the chunks
+        # without a decision, a faster store of the engine loads the chunks
         loads.are_elsewhere = decision is None
         if not loads.are_declined:
             return
@@ -332,7 +332,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if start is None:
             return
         stop = start
-        # the groups cover the same tokens: the keys of one group suffice
+        # the keys of one group suffice, because all groups cover the same tokens
         group_suffix = keys[0][-ours.GROUP_INDEX_BYTES :]
         for key in keys:
             if not key.endswith(group_suffix):
@@ -340,7 +340,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             end = request.position(key)
             if end is not None:
                 stop = max(stop, end)
-        # equal if vLLM offers chunks again, or chunks that it has found
+        # the two are equal if vLLM offers chunks again, or chunks that it has found
         if stop > start:
             self._meter.add(request.req_id, start, stop)
             request.loads.first_unmeasured = stop
@@ -450,7 +450,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             logger.warning("still waiting for jobs of the store to end")
         self._guard.watch.require_comparison()
         # No KV of earlier weights is left: vLLM's prefix cache is empty now, and its primary tier
-        # after this call.
+        # is after this call.
         if has_no_kv(find_scheduler()):
             self._guard.watch.on_no_kv()
 
@@ -475,7 +475,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if request is not None:
             if request.is_of(given):
                 return request
-            # the id is used again, by another tenant: blocks of the two must not be mixed
+            # another tenant uses the id again: blocks of the two must not be mixed
             self._end_request(request)
         request = self._begin(context, given)
         self._requests[context.req_id] = request
@@ -486,7 +486,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         that they ask for."""
         options = given.options
         tenant = options.tenant
-        # no epoch: the weights have changed, or the request expects others
+        # the epoch is None if the weights have changed, or if the request expects others
         epoch = self._guard.begin_request(options.weights)
         is_refused = self._report_if_refused(context.req_id, given)
         uses_store = epoch is not None and not is_refused
@@ -511,7 +511,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         is_refused = given.is_refused or self._tier.refuses(context)
         if not is_refused:
             return False
-        # the tier counts it, but is not used while that of other weights is opened
+        # the tier counts the refusal, but must not be used while a tier of other weights is opened
         if not self._guard.is_opening:
             why = _INVALID if given.is_refused else NO_TENANT
             self._tier.report_refused(context, why)
@@ -544,10 +544,10 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        # first as objects, because it is not cheap to parse the options of a context
+        # compare the objects first, because parsing the options of a context is costly
         is_same_context = request.source is req_context
         is_own = is_same_context or request.is_of(_options_of(req_context))
-        # the request that had the id before has ended already, and the present one continues
+        # keep a newer request that has the same id: the earlier one has ended already
         if not is_own:
             return
         del self._requests[req_context.req_id]
@@ -665,7 +665,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         self._requests.clear()
         with self._isolation.guard("shutdown", "its resources may not be released"):
             self._guard.shutdown()
-        # the list is kept by the spec, with which an engine may build its tiers again
+        # the list stays in the spec, with which an engine may build its tiers again
         if self._guard in self._stores:
             self._stores.remove(self._guard)
         fds = self._region_fds
@@ -738,7 +738,7 @@ def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
     """Warn if the longest request does not fit the primary tier, through which all transfers
     pass."""
     max_tokens = engine.model_config.max_model_len
-    # the group with the smallest chunks needs the most of them
+    # use the group with the smallest chunks, which needs the most of them
     chunk_tokens = min(_chunk_tokens(offloading))
     num_chunks = len(rows)
     needed_chunks = max_tokens // chunk_tokens
@@ -803,7 +803,7 @@ def _context_keys(
     """
     hash_tokens = offloading.cache.tokens_per_hash
     hash_function = get_hash_fn_by_name(hash_algorithm)
-    # never scheduled: only its block hashes are used
+    # this request is never scheduled: only its block hashes are used
     request = Request(
         request_id="persistkv-prefetch",
         prompt_token_ids=list(token_ids),

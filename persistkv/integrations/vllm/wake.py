@@ -9,7 +9,7 @@ from typing import Any
 
 from persistkv.integrations.vllm.identity import find_engine_core
 
-_INTERVAL_S = 5.0  # between two requests: a third of Prometheus' usual interval
+_INTERVAL_S = 5.0  # seconds between two requests: a third of Prometheus' usual interval
 
 
 class StepRequests:
@@ -29,7 +29,7 @@ class StepRequests:
         if self.is_waiting or now < self._next_s:
             return
         self._next_s = now + _INTERVAL_S
-        # before the wake: the engine asks at once whether there is pending work
+        # set before the wake, because the engine asks at once whether there is pending work
         self.is_waiting = True
         self._wake()
 

@@ -17,7 +17,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 1.0  # without a step: then earlier comparisons say nothing
+_IDLE_S = 1.0  # seconds without a step after which earlier comparisons say nothing
 
 
 class _GuardedLoad(NamedTuple):
@@ -92,7 +92,7 @@ class GuardedTier:
         # while the engine takes no steps, another process may write the parameters
         if has_been_idle:
             self.watch.require_comparison()
-        # before the change is examined: the new name ends it
+        # look at the name before the change, because a new name ends the change
         is_named_anew = self._epoch != self.watch.epoch
         if is_named_anew or self._opening is not None:
             self._follow_name()
@@ -105,7 +105,7 @@ class GuardedTier:
         it."""
         self._is_detached = True
         self.tier.detach()
-        # counted for the log line, before they are given up
+        # count the blocks for the log line before they are given up
         stored_blocks = 0
         for entry in self._held:
             if isinstance(entry, JobMetadata):
@@ -181,7 +181,8 @@ class GuardedTier:
 
     def _open(self, old: PersistentTier, weights: str | None) -> None:
         """Shut the old tier down and open that of the new weights."""
-        # in a thread, because the host of the old tier commits accepted blocks before it ends
+        # the shutdown takes time, because the host of the old tier commits accepted blocks before
+        # it ends
         try:
             old.shutdown()
             self._opened = self._make_tier(weights)
@@ -236,8 +237,8 @@ class GuardedTier:
         :param epoch: of the request, here and in the methods below, which refuse those of earlier
             epochs.
         """
-        # A detached tier holds nothing by itself. ``tier`` is of ``_epoch``, which follows the
-        # watch's only once the old tier has no jobs.
+        # A detached tier holds nothing. But ``tier`` is that of ``_epoch``, which follows the
+        # watch's epoch only once the old tier has no jobs.
         is_present = epoch == self._epoch == self.watch.epoch
         if self.is_opening or not is_present:
             return False
@@ -248,7 +249,7 @@ class GuardedTier:
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
             self._drop(job)
-        # behind other held entries, too: the end of a request must not overtake its stores
+        # hold it behind other held entries, too: the end of a request must not overtake its stores
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
         else:
@@ -261,7 +262,7 @@ class GuardedTier:
         if is_detached or epoch != self.watch.epoch:
             self._drop(job)
             return
-        # asked now, so that the comparison and the load run at the same time
+        # ask now, so that the comparison and the load run at the same time
         ticket = self.watch.ask()
         self._loads[job.job_id] = _GuardedLoad(ticket, len(job.keys))
         self.tier.submit_load(job)
@@ -289,7 +290,8 @@ class GuardedTier:
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         """Pass the end of a request on, after its stores that wait."""
-        # the request has stored its blocks in an earlier tier, whose shutdown ends its requests
+        # the request has stored its blocks in an earlier tier, whose shutdown has ended its
+        # requests
         is_earlier = epoch != self._epoch or self.is_opening
         if is_earlier:
             return
@@ -308,7 +310,7 @@ class GuardedTier:
         """Collect results. Submit held stores once the weights are known, and pass loads on whose
         comparison has ended."""
         self._collect()
-        # first: after a change, it fails the stores that wait
+        # follow the weights first: after a change, this fails the stores that wait
         is_detached = self.follow_weights()
         if self._held and self.watch.is_sure:
             self._submit_held()
@@ -321,7 +323,7 @@ class GuardedTier:
                 del self._loads[result.job_id]
                 self._finished.append(result)
             else:
-                # its comparison has not ended
+                # keep the result, because its comparison has not ended
                 self._loaded.append(result)
 
     def _collect(self) -> None:
@@ -391,7 +393,7 @@ class GuardedTier:
         self._give_up_held()
         # a tier is opened only while there are no jobs
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
-        # collects the results of the jobs that have ended
+        # collect the results of the jobs that have ended
         self._advance()
         # the comparisons of these loads would take a step of the engine
         for result in self._loaded:

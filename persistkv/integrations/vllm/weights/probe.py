@@ -12,7 +12,7 @@ from persistkv.integrations.vllm.weights.word import WeightsWord
 
 logger = logging.getLogger(__name__)
 
-_SAMPLES = 16  # elements of each parameter
+_SAMPLES = 16  # number of elements of each parameter in a sample
 # a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
 _COST_FACTOR = 50
 _LONGEST_PAUSE_S = 1.0
@@ -44,7 +44,8 @@ class WeightsProbe:
     def check(self) -> None:
         """Compare, and publish the result."""
         begin = self._clock()
-        # read first: an answer must not cover questions that arrive during the comparison
+        # read it first, because an answer must not cover questions that arrive during the
+        # comparison
         asked = self._word.asked
         epoch = self._word.epoch
         sample = self._sample()
@@ -55,7 +56,7 @@ class WeightsProbe:
         elif sample != self._known:
             # one more than the epoch: 0 means that no change was ever published
             self._word.changed = epoch + 1
-        # after ``changed``: the engine trusts the weights once it sees the answer
+        # write it after ``changed``: the engine trusts the weights once it sees the answer
         self._word.answered = asked
         end = self._clock()
         pause_s = _COST_FACTOR * (end - begin)
@@ -122,7 +123,7 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             picked = _sample_of(parameter.data)
             if picked is None:
                 continue
-            # only tensors of one device and one dtype can be joined
+            # group by device and dtype, because only such tensors can be joined
             kind = (picked.device, picked.dtype)
             samples.setdefault(kind, []).append(picked)
     digest = hashlib.blake2b(digest_size=16)
@@ -139,7 +140,7 @@ def _sample_of(tensor: Any) -> Any:
     bytes."""
     import torch
 
-    # bits are compared: floats that are NaN differ from themselves
+    # compare bits, because a float that is NaN differs from itself
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     element_bytes = tensor.element_size()
     integer = integers.get(element_bytes)
@@ -152,7 +153,7 @@ def _sample_of(tensor: Any) -> Any:
         storage_elements = tensor.untyped_storage().nbytes() // element_bytes
         following_elements = storage_elements - tensor.storage_offset()
         num_elements = min(num_elements, following_elements)
-    # equally far apart, from the first element to one of the last
+    # take elements equally far apart, from the first element to one of the last
     count = min(_SAMPLES, num_elements)
     step = max(1, (num_elements - 1) // count)
     sample = tensor.as_strided((count,), (step,))
@@ -170,7 +171,7 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     """
     if worker is None or not _has_tier(spec):
         return
-    # watched since an earlier call, whose sample is from the worker's start
+    # the worker is watched since an earlier call, whose sample is from the worker's start
     if getattr(offloading_worker, "watches_weights", False):
         return
     parallel = worker.vllm_config.parallel_config

@@ -25,7 +25,8 @@ _PROOF = frozenset(
 """Methods of workers that change weights, whatever a sample says."""
 _HARMLESS = frozenset(
     {
-        "add_lora",  # without load_inplace: keys contain the adapter's name and path
+        # harmless without load_inplace, because keys contain the adapter's name and path
+        "add_lora",
         "check_health",
         "compile_or_warm_up_model",
         "compute_weight_checksums",
@@ -95,7 +96,7 @@ class WeightsWatch:
         """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
         self._is_only_source = is_only_source
         self._words = tuple(words)
-        # words of an earlier watch continue from its ticket and its epoch
+        # the words may have served an earlier watch: continue from its ticket and its epoch
         self._asked = max((word.asked for word in words), default=0)
         """Ticket of the last comparison that was asked for."""
         self._suspected = 0
@@ -140,8 +141,8 @@ class WeightsWatch:
         happened since the last comparison after which they may be others."""
         if self._calls or not self.is_answered(self._suspected):
             return False
-        # After the answers: a worker that finds a change publishes it before it answers. A look
-        # from before the answers says nothing about them.
+        # Look after the answers, because a worker that finds a change publishes it before it
+        # answers. A look from before the answers says nothing about them.
         return self.change is None
 
     def ask(self) -> int:
@@ -217,7 +218,7 @@ class WeightsWatch:
         self._reason = None
         for word in self._words:
             word.epoch = self._epoch
-        # each worker answers it with the sample with which it compares in this epoch
+        # each worker answers with a sample, with which it compares in this epoch
         self.require_comparison()
 
     def watch_calls(self, executor: Any) -> None:
@@ -234,7 +235,8 @@ class WeightsWatch:
 
     def _observe(self, rpc: Rpc, call: _Call) -> Any:
         """Make a call that may change the weights; note when it has ended."""
-        # before the call: a load that ends meanwhile must not be served
+        # set the reason before the call, because a load that ends during the call must not be
+        # served
         if self._reason is None:
             self._reason = self._reason_of(call)
         if call.method in _SLEEP:
@@ -271,7 +273,8 @@ class WeightsWatch:
         self._calls -= 1
         if call.wakes_weights:
             self.is_asleep = False
-        # the comparison that was asked for before the call may have come too early
+        # ask again, because the comparison that was asked for before the call may have come too
+        # early
         self.require_comparison()
 
 
@@ -350,7 +353,8 @@ def attach_watch(
     :param weights: name of the weights at the start; None: those of the checkpoint.
     :param is_only_source: whether all of vLLM's KV comes from its workers and these tiers.
     """
-    # the memory of a worker can be attached once, and one observer of the calls suffices
+    # keep one watch: the memory of a worker can be attached once, and one observer of the calls
+    # suffices
     known = vars(spec).get("_persistkv_watch")
     if isinstance(known, WeightsWatch):
         return known
@@ -375,6 +379,6 @@ def _attach_words(spec: Any) -> list[WeightsWord]:
             "not all workers report changes of their weights: calls of collective_rpc alone "
             "are noticed. Install persistkv in the environment of each worker, on this host"
         )
-        # those of some workers do not suffice: the weights of any other may change
+        # use none, because the weights of any other worker may change
         return []
     return words

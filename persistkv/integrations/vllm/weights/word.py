@@ -38,7 +38,7 @@ class WeightsWord:
         path = _path(engine_id, rank, directory)
         with suppress(FileNotFoundError):
             path.unlink()
-        # a new file of this user: neither another user's nor a link is opened
+        # open a new file only, so that neither another user's file nor a link is opened
         file = os.open(
             path,
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,
@@ -71,7 +71,8 @@ class WeightsWord:
             word = cls(file)
         finally:
             os.close(file)
-        # The mapping stays. Without a name, nothing is left if the engine is killed.
+        # Remove the name; the mapping stays. Without a name, nothing is left if the engine is
+        # killed.
         path.unlink()
         return word
 

@@ -160,7 +160,7 @@ def number(
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     converted = float(value) if is_number else math.nan  # type: ignore[arg-type]
     in_range = least < converted if above else least <= converted
-    # false for a number that is not one (nan)
+    # the comparison is false for NaN
     if not (in_range and converted <= most):
         raise ConfigurationError(name, value, expected)
     return converted
@@ -226,7 +226,7 @@ def device(value: object) -> torch.device:
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
         torch.empty(1, device=found)
-    # torch raises several kinds, AssertionError among them
+    # torch raises several kinds of errors, AssertionError among them
     except Exception as error:
         reason = first_line(error)
         raise ConfigurationError(

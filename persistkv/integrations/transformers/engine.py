@@ -48,8 +48,8 @@ from persistkv.tenants import DEFAULT_TENANT, TENANT_OPTIONS
 from persistkv.tiering.load_cost import LOAD_POLICIES
 
 _DEFAULT_DEVICE_TOKENS = 8192
-_CLOSE_S = 60.0  # for the flush of ``close``
-_POLL_S = 0.001  # far below the time of a commit
+_CLOSE_S = 60.0  # seconds for the flush of ``close``
+_POLL_S = 0.001  # seconds between two polls, far below the time of a commit
 
 
 class Engine:
@@ -163,7 +163,7 @@ class Engine:
         num_blocks = arguments.integer("device_blocks", device_blocks, 1)
         urls = _store_urls(store)
         primary_bytes = parse_size(cpu_bytes, name="cpu_bytes")
-        # options that a tier would refuse are refused before the model is loaded
+        # refuse options that a tier would refuse before the model is loaded
         parse_codec(arguments.text("codec", codec))
         for name, value in (
             ("strict_identity", strict_identity),
@@ -204,7 +204,7 @@ class Engine:
                 tenant=tenant,
             )
         except ConfigurationError as error:
-            # the tiers' name of an option that callers know by another one
+            # callers know this option of the tiers by another name
             if error.field != "cpu_bytes_to_use":
                 raise
             raise ConfigurationError(
@@ -272,7 +272,7 @@ class Engine:
             tenant=checked.tenant,
         )
 
-        # called for the first token: a stream that is never read takes no room from others
+        # start at the first token: a stream that is never read takes no room from others
         def start() -> Iterator[int]:
             self._begin(request, checked, len(tokens) + max_new_tokens)
             return request.run(tokens, max_new_tokens, sampler, stop, checked.load)
@@ -291,7 +291,7 @@ class Engine:
         :raises ConfigurationError: running requests may need the device blocks; nothing changed.
         """
         self._check_open()
-        # tokens after the last full block need no device block: they stay in the request's cache
+        # only full blocks need device blocks: the tokens after them stay in the request's cache
         num_blocks = num_tokens // self._paged_cache.block_size
         self._check_room(num_blocks)
         self._num_requests += 1
@@ -329,7 +329,7 @@ class Engine:
             )
         deadline = time.monotonic() + seconds
         while True:
-            # released between two looks, so that the requests of other threads run
+            # release the lock between two looks, so that requests of other threads run
             with self._lock:
                 self._check_open()
                 self._tiers.step()
@@ -410,7 +410,7 @@ class Engine:
         """
         seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
-            # None if the engine is closed already
+            # this is None if the engine is closed already
             if self._closing.detach() is not None:
                 _close(self._tiers, seconds, owner_pid=os.getpid())
 
@@ -435,7 +435,7 @@ class Engine:
         block_size = self._paged_cache.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
-        # only full blocks are kept on the device: the last, partial one needs no room there
+        # only full blocks are kept on the device, so a partial last block needs no room there
         num_full_blocks = num_tokens // block_size
         if num_full_blocks > self._paged_cache.num_blocks:
             limit = self._paged_cache.num_blocks * block_size + block_size - 1
@@ -519,7 +519,7 @@ def _open_model(
             model, arguments.dtype(dtype), attn_implementation, checked_device
         )
     check_model_object(model)
-    # options of loading would have no effect on an object
+    # refuse options of loading, which would have no effect on a model object
     for name, value, default in (
         ("dtype", dtype, "auto"),
         ("attn_implementation", attn_implementation, None),

@@ -69,7 +69,7 @@ class ModelForward:
         self._model = model
         self._options: dict[str, Any] = {"use_cache": True}
         """Further arguments of each forward pass."""
-        # Models that can, compute the logits of the last position only.
+        # Compute the logits of the last position only, if the model can do that.
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1
 

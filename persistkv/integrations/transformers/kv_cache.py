@@ -67,7 +67,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
         super().__init__()
-        # attributes of transformers' layers, some of which their first ``update`` would set
+        # set the attributes of transformers' layers, some of which their first ``update`` would set
         self.dtype = buffer.dtype
         self.device = buffer.device
         self.sliding_window = sliding_window
@@ -77,7 +77,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
         """Use a buffer that holds the KV of ``length`` tokens."""
-        # a dimension for the sequences, of which there is one: (2, 1, kv_heads, capacity, head_dim)
+        # add a dimension for the one sequence: (2, 1, kv_heads, capacity, head_dim)
         self._buffer = buffer.unsqueeze(1)
         self.set_length(length)
 
@@ -237,7 +237,7 @@ class BlockPool:
         """
         if count > self.num_available:
             return None
-        # only as many as needed: an idle block may serve the next request
+        # evict only as many as needed, because an idle block may serve the next request
         while len(self._free) < count:
             block_id, _ = self._idle.popitem(last=False)
             self._unpublish(block_id)
@@ -320,7 +320,7 @@ class GroupPages:
         :param positions: for each of ``block_ids``, the index of the block in the request.
         """
         for paged, pages in self._runs(buffer, positions, block_ids):
-            # pages have the blocks first, buffers before the tokens of a block
+            # pages have the dimension of blocks first, buffers before that of tokens
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
     def scatter(
@@ -331,7 +331,7 @@ class GroupPages:
     ) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
         for paged, pages in self._runs(buffer, positions, block_ids):
-            # the reverse of the order in ``gather``
+            # this reverses the order of dimensions in ``gather``
             pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
 
     def _runs(
@@ -351,7 +351,7 @@ class GroupPages:
             start = positions[run.start] * self.block_size
             stop = start + count * self.block_size
             tokens = buffer[:, :, :, start:stop]
-            # from (layers, 2, heads, tokens, head size)
+            # the shape was (layers, 2, heads, tokens, head size)
             shape = (count, self.block_size)
             paged = tokens.unflatten(3, shape)  # type: ignore[no-untyped-call]
             first = block_ids[run.start]

@@ -47,7 +47,7 @@ IDENTITY_VERSION = 1
 KV_LAYOUT = "per group: block, layer, key or value, head, token, head size"
 """Order of the dimensions of a stored block, outermost first; part of the identity."""
 
-_SHOWN_KEYS = 3  # names of missing weights in an error
+_SHOWN_KEYS = 3  # maximum number of names of missing weights in an error
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 """Types of rotary embedding whose frequencies depend on the length of the whole sequence."""
 
@@ -73,10 +73,10 @@ def load_model(
         extra["attn_implementation"] = attn_implementation
     try:
         saved_config = None
-        # a directory of adapters alone has no configuration of a model
+        # a directory that has only adapters has no configuration of a model
         if not find_adapter_config_file(source):
             saved_config = AutoConfig.from_pretrained(source)
-        # the causal class would load the decoder alone
+        # the causal class would load only the decoder
         if saved_config is not None and saved_config.is_encoder_decoder:
             raise UnsupportedModelError(
                 _encoder_decoder(_saved_model_class(saved_config))
@@ -97,7 +97,7 @@ def load_model(
         )
     if device is not None:
         model = model.to(device)
-    # set by transformers if it has loaded adapters, which the files of the weights do not show
+    # transformers sets this if it has loaded adapters, which the files of the weights do not show
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
 
@@ -120,9 +120,9 @@ def check_source(name: str, source: str | Path) -> None:
     except HFValidationError:
         reason = "there is no such directory"
     except HfHubHTTPError:
-        # a mirror without this call, or a refusal, whose reason is for the download to say
+        # the mirror lacks this call, or has refused it: the download will raise the reason
         return
-    # no network: each library below raises exceptions of its own
+    # there is no network: each library below raises its own exceptions
     except Exception as error:
         why = first_line(error)
         reason = f"there is no such directory, and Hugging Face cannot be asked ({why})"
@@ -203,14 +203,14 @@ def probe_model(model: Any) -> KVGeometry:
     try:
         return _probe(model)
     except UnsupportedModelError:
-        # raises another error if this release fails with every model
+        # this raises another error if this release fails with every model
         _check_release()
         raise
 
 
 def _probe(model: Any) -> KVGeometry:
     """See ``probe_model``, whose check of the release this lacks."""
-    # the part of a multimodal model that has the KV cache
+    # of a multimodal model, this is the part that has the KV cache
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
     return _grouped(type(model).__name__, _layers_after_one_token(model, config))
@@ -239,10 +239,10 @@ def _check_config(model: Any, config: Any) -> None:
     for part in (config, model.config):
         if getattr(part, "is_encoder_decoder", False):
             raise UnsupportedModelError(_encoder_decoder(name))
-    ModelForward(model)  # refuses models without a KV cache
+    ModelForward(model)  # this refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
-    # Others can be loaded with the causal class, too, without an error: a Llama without a head gets
-    # random weights for it, and BERT runs like a decoder.
+    # Other models can be loaded with the causal class, too, without an error: a Llama without a
+    # head gets random weights for it, and BERT runs like a decoder.
     if can_generate is None or not can_generate():
         raise UnsupportedModelError(
             f"{name} is not a causal language model: it has no head that predicts tokens"
@@ -291,8 +291,8 @@ def _attends_to_later_tokens(model: Any, config: Any) -> bool:
         return True
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return True
-    # Some configurations say nothing, but the attention modules do: those that belong to a layer.
-    # A model with any causal attention counts as causal; None is a module that does not say.
+    # Some configurations say nothing, but the attention modules of the layers do. A model with any
+    # causal attention counts as causal; None is a module that does not say.
     causal = set()
     for module in model.modules():
         if hasattr(module, "layer_idx"):
@@ -315,7 +315,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     ones of one layer type included.
     """
     found: list[dict[str, Any]] = []
-    # values that may be parameters, or contain those of one layer type
+    # values that may be parameters, or contain the parameters of one layer type
     candidates = [
         getattr(config, "rope_parameters", None),
         getattr(config, "rope_scaling", None),
@@ -359,7 +359,7 @@ def _layers_after_one_token(model: Any, config: Any) -> list[DynamicLayer]:
     name = type(model).__name__
     cache = DynamicCache(config=config)
     for layer_idx, layer in enumerate(cache.layers):
-        # these classes exactly: a subclass may keep more than keys and values
+        # compare the classes exactly, because a subclass may keep more than keys and values
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
                 f"{name}: layer {layer_idx} keeps a {type(layer).__name__}; "

@@ -55,8 +55,8 @@ from persistkv.storage.store.blocking import BlockingStore
 from persistkv.storage.store.savings import MEASURED_TOKENS, Savings
 from persistkv.tenants import DEFAULT_TENANT, check_tenant, tenant_key
 
-_ROWS_BYTES = 64 << 20  # 64 MiB of blocks are copied at a time
-_SPARE_TOKENS = 256  # capacity after the prompt
+_ROWS_BYTES = 64 << 20  # 64 MiB: size of the blocks that are copied at once
+_SPARE_TOKENS = 256  # number of tokens for which the cache has room after the prompt
 _GROWTH = 2  # factor of the capacity when the cache is full
 
 
@@ -84,7 +84,7 @@ class ForwardRecord:
     :param restored: tokens whose KV the cache holds already.
     """
 
-    _UNSEEN = -1  # equal to no token
+    _UNSEEN = -1  # a number that no token has
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class ForwardRecord:
         self._calls: list[_ForwardCall] = []
         self._mask: torch.Tensor | None = None
         """The last attention mask; None: no call had any."""
-        # weakly, because the hook would keep the cache, and its KV, as long as the model
+        # a weak reference, because the hook would keep the cache, and its KV, as long as the model
+        # lives
         self._cache = weakref.ref(cache)
         handles = [
             model.register_forward_pre_hook(self._observe, with_kwargs=True),
@@ -114,7 +115,8 @@ class ForwardRecord:
         """Return the tokens of the first ``length`` positions. A position that no observed call
         filled has a value that equals no token."""
         known = list(self._restored)
-        # A call replaces the tokens from its position on: the cache may have been cropped before.
+        # A call replaces the tokens from its position on, because the cache may have been cropped
+        # before.
         for call in self._calls:
             known = self._fitted(known, call.position)
             known.extend(call.token_ids.tolist())
@@ -125,7 +127,7 @@ class ForwardRecord:
 
         :raises ConfigurationError: one did.
         """
-        # Tensors may be on a device: they are read here, not in each forward pass.
+        # Read tensors here, not in each forward pass, because they may be on a device.
         if self._mask is not None and not bool(self._mask.all()):
             self.problem = "an attention mask that hides tokens"
         for call in self._calls:
@@ -164,7 +166,7 @@ class ForwardRecord:
         position_ids = options.get("position_ids")
         if position_ids is not None:
             position_ids = position_ids.reshape(-1).clone()
-        # clones: the caller may reuse the tensors
+        # clones, because the caller may reuse the tensors
         self._calls.append(_ForwardCall(position, input_ids[0].clone(), position_ids))
         mask = options.get("attention_mask")
         if mask is not None:
@@ -177,7 +179,7 @@ class ForwardRecord:
         """Record how long a prefill took, after the model has run."""
         if self._prefill_begin is None:
             return
-        # the last call is the one that has just ended: ``_observe`` recorded it
+        # the last call has just ended, and ``_observe`` has recorded it
         token_ids = self._calls[-1].token_ids
         _synchronize(token_ids.device)
         self.prefill_tokens += len(token_ids)
@@ -186,7 +188,7 @@ class ForwardRecord:
 
     def _observe_mask(self, mask: Any) -> None:
         """Keep a mask for ``check``, or note that its form is one that cannot be checked."""
-        # two dimensions, sequences and tokens: such a mask can only hide whole tokens
+        # a mask of two dimensions, sequences and tokens, can only hide whole tokens
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self._mask = mask  # masks only grow, so the last one covers all tokens
         else:
@@ -248,7 +250,7 @@ class PersistentCache(RequestCache):
             raise ConfigurationError(
                 self.argument, f"{key_states.shape[0]} sequences", "one sequence"
             )
-        capacity = self.buffers[0].shape[3]  # in tokens, the same for all groups
+        capacity = self.buffers[0].shape[3]  # number of tokens, the same for all groups
         num_tokens = self.layers[layer_idx].get_seq_length()
         num_new = key_states.shape[-2]
         needed = num_tokens + num_new
@@ -268,7 +270,7 @@ class PersistentCache(RequestCache):
         :raises StoreError: the store failed; the cache is empty.
         """
         group_keys = self._keys_of(tokens)
-        # the codec is for blocks to be stored: those of any codec can be read
+        # any codec will do, because the codec only concerns blocks to be stored
         with self._open_store("raw") as store:
             length = self._restore(store, group_keys, len(tokens) - 1)
             if length:
@@ -300,7 +302,7 @@ class PersistentCache(RequestCache):
             if not failed:
                 self._first_cached = [positions.start for positions in needed]
                 return length
-            # the index has blocks that turned out to be unreadable: the next match is without them
+            # leave unreadable blocks, which the index still has, out of the next match
             unreadable.update(failed)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
@@ -462,7 +464,7 @@ class PersistentCache(RequestCache):
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
         """Open the store of this identity, with memory for the rows of single blocks; close it at
         the end."""
-        # one worker; a row has room for a block of the group with the largest ones
+        # for one worker; a row has room for the largest block of any group
         stride = row_stride_bytes(1, max(self._block_bytes))
         groups = map(GroupLayout.of_bytes, self._block_bytes)
         layout = RowLayout(stride, tuple(groups))

@@ -21,7 +21,7 @@ Prompt = str | Chat | TokenIds
 _FORMS = 'text, a chat ([{"role": "user", "content": "…"}]), or token ids in one row'
 _SPECIAL_TOKENS = 16
 """Largest vocabulary that counts as one of special tokens alone; no real one is so small."""
-_REPLACEMENT = "\ufffd"  # what tokenizers show for bytes that are no whole character
+_REPLACEMENT = "\ufffd"  # tokenizers show this for bytes that are no whole character
 
 
 def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
@@ -33,7 +33,7 @@ def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
     rows: Any = token_ids
     if isinstance(rows, Mapping) and "input_ids" in rows:
         rows = rows["input_ids"]
-    if hasattr(rows, "tolist"):  # a tensor, or an array of NumPy
+    if hasattr(rows, "tolist"):  # true for a tensor and for an array of NumPy
         rows = rows.tolist()
     expected = "one prompt: integers in one row"
     if not isinstance(rows, Sequence):
@@ -57,7 +57,7 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocabulary_size: int) -
     expected = f"at least one token, each from 0 to {vocabulary_size - 1}"
     if not token_ids:
         raise ConfigurationError(name, "no tokens", expected)
-    # the fast test of all tokens; the loop finds the first invalid one for the error
+    # test all tokens at once; the loop finds the first invalid one, for the error
     if min(token_ids) >= 0 and max(token_ids) < vocabulary_size:
         return
     for position, token in enumerate(token_ids):
@@ -103,11 +103,11 @@ class Tokenizer:
         loaded, text is refused with the reason."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            # transformers 4 makes a tokenizer of special tokens alone if there are no files
+            # without files, transformers 4 makes a tokenizer that only has special tokens
             if len(tokenizer.get_vocab()) <= _SPECIAL_TOKENS:
                 return cls(None, f"{source} has none: its vocabulary is empty")
             return cls(tokenizer)
-        # of any kind: the engine opens without a tokenizer, for prompts of token ids
+        # after any error, the engine opens without a tokenizer, for prompts of token ids
         except Exception as error:
             return cls(
                 None, f"{source} has none that can be loaded ({first_line(error)})"
@@ -211,9 +211,9 @@ class TextPieces:
         self._tokens.append(token)
         last_piece = self._tokens[self._context : self._shown]
         shown_text = self._tokenizer.text(last_piece) or ""
-        # the last piece again, and the tokens after it
+        # decode the last piece again, with the tokens after it
         text = self._tokenizer.text(self._tokens[self._context :]) or ""
-        # the last character lacks bytes, which the next tokens bring
+        # wait if the last character lacks bytes, which the next tokens bring
         if text.endswith(_REPLACEMENT) and not last:
             return ""
         self._context = self._shown

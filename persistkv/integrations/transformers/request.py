@@ -29,7 +29,7 @@ HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the roo
 """How ``BlockHashChain`` hashes; part of the identity of stored KV."""
 _ROOT = b"persistkv block chain 1\n"
 """Start of the bytes whose hash is the parent of each sequence's first block."""
-# the seeds that a generator of torch accepts
+# range of the seeds that a generator of torch accepts
 _MIN_SEED = -(1 << 63)
 _MAX_SEED = (1 << 64) - 1
 
@@ -75,7 +75,7 @@ class BlockHashChain:
         new = []
         for start in range(0, full_bytes, self._block_bytes):
             block = data[start : start + self._block_bytes]
-            # the hash of the block before identifies all tokens before this block
+            # include the previous hash, which identifies all tokens before this block
             digest = hashlib.sha256(self._parent + block)
             self._parent = digest.digest()
             new.append(self._parent)
@@ -111,12 +111,12 @@ class Sampler:
             return int(logits.argmax())
         scaled = logits.float() / self._temperature
         probabilities, token_ids = scaled.softmax(-1).sort(descending=True)
-        # a token counts if the ones before it have less than top_p, so there is always one
+        # a token counts if the tokens before it have less than top_p, so there is always one
         before = probabilities.cumsum(-1) - probabilities
         probabilities[before >= self._top_p] = 0.0
         if self._top_k:
             probabilities[self._top_k :] = 0.0
-        # an index in the sorted order
+        # this is an index in the sorted order
         place = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(token_ids[place])
 
@@ -191,7 +191,7 @@ class Request:
         while True:
             self._tokens.append(token)
             self._stats.total_s = time.perf_counter() - begin
-            # before the yield: the stream reads it together with the token
+            # set before the yield, because the stream reads it together with the token
             self.ended = len(self._tokens) == max_new_tokens or token in stop
             yield token
             if self.ended:
@@ -218,7 +218,7 @@ class Request:
         first_token = sampler.choose(logits)
         self._stats.prefill_s = time.perf_counter() - begin
         self._tiers.record_prefill(num_restored, len(prompt), self._stats.prefill_s)
-        # tokens that the device held would not have been computed either way
+        # leave out tokens that the device held, which would not have been computed in any case
         first_loaded = num_restored - self._stats.persistent_tokens
         self._stats.saved_s = self._tiers.prefill_s(first_loaded, num_restored)
         return first_token

@@ -192,7 +192,7 @@ class DirBlobs(Blobs):
                 while rest:
                     position = offset + num_read
                     is_first = num_read == 0
-                    # only around the read, so that errors of the iterable pass unchanged
+                    # translate errors of the read only: those of the iterable pass unchanged
                     with self._translated(name):
                         done = self._read_some(blob, rest, position, is_first=is_first)
                     # 0 bytes mean that the blob ends
@@ -328,7 +328,8 @@ class DirBlobs(Blobs):
         :param device: of the store's directory.
         """
         for parent in self.root.parents:
-            # the root is a mount, or in one: the entries above it were not created with the store
+            # this parent is on another file system: the entry in it is a mount point, which was
+            # there before the store
             if parent.stat().st_dev != device:
                 break
             try:
@@ -336,7 +337,7 @@ class DirBlobs(Blobs):
                     parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
                 )
             except PermissionError:
-                # the directory is another user's, who created the entries in it
+                # this parent belongs to another user, who created the entries in it
                 continue
             with _closing(descriptor):
                 os.fsync(descriptor)
@@ -356,11 +357,11 @@ class DirBlobs(Blobs):
             modified = _write_and_rename(directory, place.file, pieces)
             try:
                 os.fsync(directory)
-                # the time of the rename: that of the file is older if the process was stopped in
-                # between
+                # the directory has the time of the rename, which is later than that of the file if
+                # the process was stopped before the rename
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
-                # not as OSError, which would mean that nothing was written
+                # do not raise an OSError, which would mean that nothing was written
                 raise UnavailableError(
                     f"{self.root / str(place)}: {_reason(error)}"
                 ) from error
@@ -393,7 +394,8 @@ class DirBlobs(Blobs):
 
         :raises BlobMissingError: there is no regular file at its path.
         """
-        # usually, this works, without a request to the server for each directory on the path
+        # try the client's cache first: usually, it spares a request to the server for each
+        # directory on the path
         try:
             return self._open_file(place, _LOOK_UP)
         except OSError as error:
@@ -410,7 +412,10 @@ class DirBlobs(Blobs):
             ) from error
 
     def _open_file(self, place: _Place, access: int) -> _OpenBlob:
-        """Open the file of a blob."""
+        """Open the file of a blob.
+
+        :param access: ``_LOOK_UP`` or ``_REVALIDATE``, for the directories on its path.
+        """
         # O_NONBLOCK: opening a FIFO does not wait for its writer
         flags = os.O_RDONLY | os.O_NONBLOCK | _SAFE
         with self._directory(place.directories, access) as directory:
@@ -483,7 +488,8 @@ class DirBlobs(Blobs):
         for entry in self._entries(directory):
             name = prefix + entry
             if entry.endswith("/"):
-                # a smaller directory holds smaller names only, unless ``after`` is below it
+                # skip a directory that precedes ``after``, unless ``after`` is the name of a blob
+                # in it: all names in it precede ``after``, too
                 holds_after = after.startswith(name)
                 if name <= after and not holds_after:
                     continue
@@ -524,7 +530,7 @@ class DirBlobs(Blobs):
             return
         # compare with the server's clock, which has set the time of the file
         if status.st_mtime < self._server_time.now() - _DEAD_AFTER_S:
-            # another process has removed it, or it is not allowed
+            # another process may have removed the file, or this one has no permission
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)
 
@@ -561,7 +567,7 @@ def _write_all(file: int, pieces: Sequence[Buffer]) -> None:
         while number < len(rest) and num_written >= len(rest[number]):
             num_written -= len(rest[number])
             number += 1
-        # the call has ended within this piece
+        # the call has written only a part of this piece
         if num_written:
             rest[number] = rest[number][num_written:]
 
@@ -611,7 +617,7 @@ def _if_exists(directory: AbstractContextManager[int]) -> Iterator[int | None]:
     """Open a directory; the ``with`` statement receives None instead if it does not exist."""
     with ExitStack() as opened:
         descriptor = None
-        # only around the opening, so that errors of the ``with`` statement's body pass
+        # catch errors of the opening only: those of the ``with`` statement's body pass
         try:
             descriptor = opened.enter_context(directory)
         except OSError as error:

@@ -224,9 +224,9 @@ class Allocator:
         return writers
 
     def reserve(self, writer: int, extents: Sequence[Extent]) -> None:
-        """Record allocated extents as the whole reservation of a writer; without any, delete its
-        reservation. The extents of the former reservation stay allocated: the caller frees those
-        that no pack has become.
+        """Record allocated extents as the whole reservation of a writer; if ``extents`` is empty,
+        delete its reservation. The extents of the former reservation stay allocated: the caller
+        frees those that no pack occupies.
         """
         self.reserved -= pages_of(read_reserved(self._rows, writer))
         self.reserved += pages_of(extents)
@@ -272,7 +272,7 @@ class Allocator:
         holes: list[Extent] = []
         left = pages
         while left > 0 and self.free and len(holes) < at_most:
-            # no extent is so large, so this finds the largest one
+            # all extents are smaller, so this returns the largest one
             free = self._best(_MOST_PAGES)
             num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
@@ -289,7 +289,7 @@ class Allocator:
         segment, have disk space now, and are free. The segment may be new."""
         filled, rest = hole.split(pages)
         segment_end = self.segments().get(hole.segment, 0)
-        # beyond the end there is no row of a hole: the segment grows instead
+        # space after the end of a segment has no row in ``holes``: the segment grows into it
         if hole.page >= segment_end:
             self._record_segment(hole.segment, filled.end)
         else:
@@ -317,7 +317,7 @@ class Allocator:
             self._record_segment(segment.segment, segment.pages)
         for hole in holes:
             self._put_hole(hole)
-        # no page becomes free, because all pages outside of holes are those of packs
+        # ``free`` does not change: every page outside of the holes belongs to a pack
         self.total += pages_of(segments) - pages_of(holes)
 
     def finish(self) -> None:
@@ -391,8 +391,8 @@ class Allocator:
         """Replace the rows of free extents by those of another one, or by none if ``new`` has no
         pages. The totals are the caller's concern.
 
-        The new row is put first: a database that becomes empty loses a page until the transaction
-        ends.
+        The new row is put before the old ones are deleted: a table that becomes empty frees its
+        last page, which this transaction cannot reuse.
         """
         if new.pages:
             self._rows.put(FREE, new.place, _PAGES.pack(new.pages))
@@ -459,7 +459,7 @@ class ExtentPayloads:
     def take(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
-        :param most_extents: as in ``Allocator.take``.
+        :param most_extents: allocate fewer pages rather than more extents.
         :raises StoreFullError: too few pages are free, and the limit or the disk keeps the segments
             from growing.
         """
@@ -481,7 +481,8 @@ class ExtentPayloads:
             self.allocator.retire(name)
 
     def shrink(self, limit: int) -> bool:
-        """Return disk space of free pages to the file system, down to ``limit`` bytes in all.
+        """Return disk space of free pages to the file system, until all segments together take at
+        most ``limit`` bytes.
 
         :returns: whether more pages could be returned: a transaction makes a bounded number of
             holes.

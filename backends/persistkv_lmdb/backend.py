@@ -294,8 +294,8 @@ class LmdbBackend(Backend):
         """
         for _ in range(_REPLACEMENTS):
             environment = self._writable() if write else self.environment
-            # enter the transaction apart from the block, so that only errors of its beginning are
-            # caught
+            # begin the transaction before the caller's block runs, so that a ReplacedError of the
+            # block is not caught here
             with ExitStack() as entered:
                 try:
                     transaction = entered.enter_context(
@@ -343,7 +343,7 @@ class LmdbBackend(Backend):
     def rotate_key(self, key: StoreKey) -> None:
         """As in ``Backend``: replace the key file by one that is wrapped with ``key``."""
         environment = self._writable()
-        # the transaction writes nothing: it holds the writer lock
+        # the transaction writes no row: it holds the writer lock, which changes of keys need
         with environment.transaction(write=True), files.translated_io(self._path):
             self._keys.rotate(key)
 
@@ -390,7 +390,7 @@ class LmdbBackend(Backend):
         if has_lost_row and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
-        # remember it for the commit that adds the first content, which writes the row
+        # remember the namespace for the commit that adds its first content and writes its row
         self.environment.opened[name] = namespace
         return namespace
 
@@ -497,8 +497,9 @@ class LmdbBackend(Backend):
             tenants = tenants_of(batch)
             environment.database.keys.refuse(tenants, self._forgotten)
             raise
-        # the caller reads the changes since ``seen``, which include the evictions of this commit
         except StaleError:
+            # report no evictions: the caller now reads all changes since ``seen``, which include
+            # those that this commit made
             return CommitResult(batch.seen or b"", stale=True)
         except StoreFullError as error:
             if not files.map_is_full(error):
@@ -512,8 +513,8 @@ class LmdbBackend(Backend):
 
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Fill the buffers of spans with stored bytes, unverified; return for each span whether it
-        was filled. One transaction reads all: a pack that is deleted meanwhile may be overwritten,
-        which the caller's verification finds."""
+        was filled. If another process deletes a pack meanwhile, its extents may be overwritten: the
+        caller's verification finds that."""
         filled: list[bool] = []
         with self._transaction() as (environment, rows):
             for span in spans:

@@ -19,7 +19,8 @@ capacity), short transactions evict, an empty transaction makes their pages reus
 is retried.
 
 A tenant is never above its quota after a commit that adds packs of it: the commit's own transaction
-evicts the tenant's oldest packs. If they are too many for one transaction, short ones evict before.
+evicts the tenant's oldest packs. If they are too many for one transaction, short transactions
+before it evict them.
 
 Pages that a reader's snapshot can see are not reusable, however much is evicted. A stopped reader
 must not cause the eviction of the whole store: a batch that lacks only these pages is refused.
@@ -91,8 +92,8 @@ _TRANSACTIONS = 128
 """Maximum number of transactions that evict for one batch and one entry of ``_EXTRA_MULTIPLES``."""
 _EXTRA_MULTIPLES = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity
-requires. Others: additionally this multiple of the batch's bytes, because free pages may be too
-fragmented."""
+requires. Other values: additionally this multiple of the batch's bytes, because free pages may be
+too fragmented."""
 _TURN_S = 0.001  # seconds of pause between two transactions (``_let_others_run``)
 # seconds for which a commit waits for readers that still see evicted packs; a read takes about 20
 # ms
@@ -100,7 +101,7 @@ _PATIENCE_S = 0.5
 # Maximum number of attempts to write the packs of a batch and commit them. An attempt fails if
 # another process deletes a pack that was held, or releases the reservation, before the commit.
 _ATTEMPTS = 4
-_NO_LIMIT = 1 << 62
+_NO_LIMIT = 1 << 62  # maximum number of transactions where there is no limit
 # namespace of a transaction that only evicts, in all namespaces: no identity has this digest
 _NO_NAMESPACE = bytes(ID_BYTES)
 
@@ -131,7 +132,7 @@ class BatchCommit:
     used once.
 
     :param forgotten: ``KeyFile.forgotten`` when the content of the batch was accepted: the batch is
-        refused if one of its tenants was forgotten since.
+        refused if one of its tenants has been forgotten after that.
     """
 
     def __init__(
@@ -146,8 +147,8 @@ class BatchCommit:
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
-        """``CommitBatch.seen``, then the position after the last transaction of this commit: its
-        own changes do not make it stale. None: the position is not checked."""
+        """``CommitBatch.seen``; after a transaction of this commit, the position in the change log
+        after it, because own changes do not make the batch stale. None: it is not checked."""
         self._interleaved = False
         """Whether other commits followed ``seen``, and the batch is written all the same; see
         ``CommitResult``."""
@@ -158,8 +159,8 @@ class BatchCommit:
         """Maximum number of packs and manifests that one transaction evicts or expires. A large
         batch may evict more: its own transaction is long in any case."""
         self._keep = kept_names(namespace, batch)
-        """Names of packs and manifests that this commit must not evict: those of the batch, and
-        those that it needs."""
+        """Names of packs and manifests that this commit must not evict: the batch contains or needs
+        them."""
         for pack_id in batch.needs or ():
             self._keep.add(namespace + pack_id)
         self._packs_to_delete = {*batch.deletions, *batch.bad}
@@ -173,7 +174,7 @@ class BatchCommit:
         """Extents that were reserved for this process when the present attempt began to write."""
         self._placed: dict[bytes, list[Extent]] = {}
         """Extents of the packs that the present attempt has written durably, by namespace and pack
-        id: the first ones of the reservation."""
+        id. They are the first extents of ``_reserved``."""
         self._last_erasure = 0
         """Number of the last erasure (``recovery``) before the present attempt wrote its packs."""
 
@@ -183,8 +184,8 @@ class BatchCommit:
         Work that would hold the lock for too long is done before, in short transactions: the
         deletion of many manifests that name one pack, and the recording of many uses.
 
-        :raises TenantForgottenError: the batch has content of a tenant that was forgotten since;
-            it was not written.
+        :raises TenantForgottenError: the batch has content of a tenant that was forgotten after it
+            was accepted; the batch was not written.
         :raises StaleError: another commit has followed ``CommitBatch.seen``; the batch was not
             written.
         :raises QuotaExceededError: packs of a tenant do not fit its quota; nothing was written.
@@ -197,12 +198,13 @@ class BatchCommit:
             self._record_early_uses()
         for _ in range(_ATTEMPTS):
             try:
-                # inline payloads are written by the transaction itself
+                # the transaction of the batch writes inline payloads itself
                 if not self._environment.database.shares.inline:
                     self._write_lacking()
                 return self._commit_within_quotas()
             except NotPlacedError:
-                # another process has deleted a pack that was held, or released the reservation
+                # another process has deleted a pack that was held, or released the reservation:
+                # write the lacking packs again
                 self._restart_packs()
         raise StoreError(
             f"{self._environment.path}: packs were deleted and stored again during {_ATTEMPTS} "
@@ -234,7 +236,8 @@ class BatchCommit:
         self._placed.clear()
         environment = self._environment
         with environment.transaction() as rows:
-            # the write transaction repeats these checks; here, they save useless writing
+            # Check before packs are written for a batch that is refused. The transaction of the
+            # batch checks again.
             state = read_state(rows, self._namespace)
             self._check_seen(rows, state.cursor)
             # the packs will name this number, so that a rebuild knows which erasures precede them
@@ -286,8 +289,7 @@ class BatchCommit:
         """Write packs and their trailers one behind the other into the reserved extents, and sync
         the files. Set ``_placed``.
 
-        The checksums of a pack are computed while the disk writes its first part, and the packs
-        before it.
+        The checksums of a pack are computed while the disk writes its first part and earlier packs.
         """
         files = self._environment.files
         unwritten = self._reserved  # the extents that the next packs are written to
@@ -302,7 +304,6 @@ class BatchCommit:
                 tail_end = tail_start + PAGE_BYTES * tail_pages(pack.table_length)
                 tail = tails[tail_start:tail_end]
                 tail_start = tail_end
-                # the trailer of the pack names the extents that it takes, too
                 stream = self._stream_with_tail(pack, unwritten, tail)
                 written_bytes = files.write(unwritten, stream)
                 extents, unwritten = split(unwritten, pages_for(written_bytes))
@@ -321,17 +322,17 @@ class BatchCommit:
         extents: Sequence[Extent],
         tail: memoryview,
     ) -> Iterator[Buffer]:
-        """Iterate over the payload of a pack, then its last pages with table and trailer, as they
-        are written to the first of the extents.
+        """Yield the payload of a pack, then its last pages with table and trailer.
 
-        :param extents: those that are left; the pack takes as many of them as it needs.
+        :param extents: reserved extents that no pack has yet. The pack takes their first pages, and
+            its trailer names these.
         :param tail: aligned memory for the last pages, filled with zeros: they are written without
             a copy.
         """
         yield from pack.stream()
         # the table is complete only after the stream
         encoded = self._environment.database.seal.encode_table(pack.table)
-        # the size is known now: choose the extents that this pack takes, which its trailer names
+        # the length of the payload is known now, and with it the extents that this pack takes
         pack_bytes = pack.table.payload_length + len(tail)
         own_extents, _rest = split(extents, pages_for(pack_bytes))
         encode_tail(tail, encoded, own_extents, self._last_erasure)
@@ -400,8 +401,8 @@ class BatchCommit:
                 raise room.full()
             if room.payloads.published:
                 self._describe_namespace(transaction, commit)
-            # Check this last, because a user may remove a segment file at any time: its packs must
-            # not count as held, or the next attempt would not write them.
+            # A user may remove a segment file at any time, so check this last: if the packs in it
+            # counted as held, the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._after_commit(commit)
@@ -478,8 +479,9 @@ class BatchCommit:
             room.reserve_ahead(writer)
 
     def _release_unused(self, payloads: ExtentPayloads, writer: int) -> None:
-        """End the reservation of this process, whose number is ``writer``. Its extents that no
-        added pack has become free; remember how much the packs took, for the next reservation."""
+        """End the reservation of this process, whose number is ``writer``: free those of its
+        extents that no added pack occupies. Remember how much the packs took, because the next
+        reservation depends on it."""
         # the packs were written from the beginning of the reservation on
         num_written = sum(map(pages_of, self._placed.values()))
         _written, unused = split(self._reserved, num_written)
@@ -509,8 +511,8 @@ class BatchCommit:
         return read_reserved(rows, writer)
 
     def _find_lacking(self, rows: TableRows) -> list[NewPack]:
-        """Return the packs that the batch adds to the store: those not held, or that it deletes
-        first."""
+        """Return the packs of the batch that the store does not hold, or that the batch deletes
+        before it adds them."""
         # keyed by id, because a batch may contain a pack twice
         added: dict[bytes, NewPack] = {}
         for pack in self._batch.packs:
@@ -542,8 +544,10 @@ class BatchCommit:
         """
         environment = self._environment
         database = environment.database
-        database.clear_readers()  # the entries of dead readers keep pages, too
-        self._placed.clear()  # the evictions below release the reservation
+        # the entries of dead readers would keep pages from reuse
+        database.clear_readers()
+        # forget the written packs: the evictions below release the reservation that holds them
+        self._placed.clear()
         if not self._batch.packs and not self._batch.manifests:
             return self._write_deletions()
         for multiple in _EXTRA_MULTIPLES:
@@ -619,8 +623,11 @@ class BatchCommit:
         *,
         without_growth: bool = False,
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
-        """Run a short transaction before the one that writes the batch, and note its changes.
-        Yield its catalogue and room; parameter as in ``Room``."""
+        """Run a short transaction before the one that writes the batch, and remember its changes.
+        Yield its catalogue and room.
+
+        :param without_growth: as in ``Room``.
+        """
         with self._environment.transaction(write=True) as transaction:
             commit, room = self._begin(transaction, without_growth=without_growth)
             yield commit, room
@@ -722,7 +729,8 @@ class BatchCommit:
         """
         for pack_id in self._shared(self._batch.deletions, shared_by):
             self._drop_manifests_of(pack_id, keep_later=False)
-        # engines store the blocks of a bad pack again, and then find those after it
+        # keep the packs that follow a bad pack: they are of use again once an engine has stored the
+        # blocks of the bad pack again
         for pack_id in self._shared(self._batch.bad, shared_by):
             self._drop_manifests_of(pack_id, keep_later=True)
 
@@ -752,7 +760,7 @@ class BatchCommit:
         Parameters as in ``CatalogTransaction.drop_manifests_of``."""
         with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
-            # also erase later packs of the manifests, which may have been deleted with them
+            # erase all packs that were deleted with the manifests: a rebuild must not find them
             names = _names_of(commit.evicted)
             self._environment.erase(room.transaction, names)
         return more
@@ -763,8 +771,8 @@ class BatchCommit:
         :param multiple: 0: evict as much as the capacity requires. Otherwise the free pages were
             not usable: additionally evict this multiple of the batch's bytes, and assume that no
             file can grow.
-        :param used_before: used bytes of the catalogue before the first of these transactions, from
-            which the multiple is subtracted.
+        :param used_before: used bytes of the catalogue before the first transaction that evicts for
+            this multiple, from which the multiple is subtracted.
         :param at_most: maximum number of packs and manifests to evict.
         :raises StoreFullError: nothing evictable is left, or the disk has no space for these
             deletions; nothing changed.
@@ -777,8 +785,8 @@ class BatchCommit:
                 raise _NothingLeftError(str(room.full()))
             goal = room.low_watermark().minus(room.need)
             if needs_more_free:
-                # only in the catalogue: LMDB's values need contiguous pages, payloads in segments
-                # do not
+                # evict more only from the catalogue: values in LMDB need contiguous pages, payloads
+                # in segments do not
                 left_bytes = used_before - multiple * room.need.catalogue
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
             end = commit.evict(lambda: room.fits(goal), at_most)

@@ -134,8 +134,8 @@ class MapLock:
 
     @contextmanager
     def exclusive(self, patience_s: float | None = None) -> Iterator[None]:
-        """Hold the lock exclusively, after waiting until no thread holds it shared, which the
-        calling one must not.
+        """Hold the lock exclusively, after waiting until no thread holds it shared. The calling
+        thread must not hold it shared.
 
         :param patience_s: maximum wait in seconds; None: unbounded.
         :raises StoreBusyError: a thread has held it for longer; the block does not run.
@@ -171,7 +171,7 @@ class Database:
     hold ``map_lock`` shared.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
-    :param keys: of the store.
+    :param keys: data keys of the store.
     """
 
     def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
@@ -197,8 +197,8 @@ class Database:
         self.map_bytes = 0
         """Present bound of ``data.mdb`` in bytes; valid within a write transaction."""
         self._stuck_snapshot = 0
-        """Newest transaction of whose reader a wait has timed out; 0: none has. Readers of this one
-        and of older ones are not waited for again."""
+        """Number of the newest transaction for whose reader a wait has timed out; 0: no wait has.
+        ``wait_for_readers`` does not wait again for readers of this or older transactions."""
 
     # Opening
 
@@ -243,8 +243,8 @@ class Database:
         """Set the seal to that of the keyring that the catalogue names."""
         with env.begin(buffers=True) as txn:
             keyring_id = read_keyring(TableRows(txn, self._databases))
-        # The environment is opened again, and keeps the keys that it has: the key file may have
-        # been wrapped with another key of the user meanwhile, which this process does not have.
+        # If the environment is opened again, keep the keys: the key file may have been wrapped with
+        # another key of the user meanwhile, which this process does not have.
         if keyring_id == self._keyring_id:
             return
         self.seal = self.keys.seal(keyring_id)

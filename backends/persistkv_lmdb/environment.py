@@ -100,7 +100,7 @@ class Environment:
     Thread-safe.
 
     :param policy: recorded if the store is created; an existing store keeps its own.
-    :param keys: of the store.
+    :param keys: data keys of the store.
     :raises StoreUnavailableError: the store cannot be opened.
     :raises StoreBusyError: another process holds a lock of the store for too long.
     :raises CorruptStoreError: the directory holds something else, which was not changed.
@@ -141,8 +141,8 @@ class Environment:
         with ExitStack() as on_failure:  # undoes all steps so far if one fails
             if self._guard is not None:
                 on_failure.callback(self._guard.close)
-            # registered after the guard, so that LMDB closes first, and the guard records a clean
-            # end
+            # Register this after the guard: callbacks run in reverse order, and the guard records a
+            # clean shutdown only after LMDB has closed.
             on_failure.callback(self.database.close)
             open_database = partial(self.database.open, read_only=read_only)
             if self._guard is None:
@@ -177,12 +177,14 @@ class Environment:
         guard = self._guard if write else None
         locked: AbstractContextManager[None] = nullcontext()
         if guard is not None:
-            # check before the writer lock, whose file must not be created among other files
+            # check before the writer lock is held: ``recover`` writes to the files at the path,
+            # which may be those of another store
             self._check_current()
             # this recovers first if a process was killed during its commit, or the commit failed
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
-            # another process may have made keys that seal rows, or destroyed some
+            # read the keys again: another process may have made keys that seal rows, or destroyed
+            # some
             if self.database.seal.encrypts:
                 self.database.keys.refresh()
             for _ in range(_BEGIN_ATTEMPTS):
@@ -234,11 +236,11 @@ class Environment:
                 guard.lock.mark(begun=True)
             finally:
                 self._payloads = None
-        # write only now: until the commit is durable, the catalogue on disk lists other content
-        # there
+        # punch holes only now: until the commit is durable, the catalogue on disk may list packs in
+        # these pages
         if payloads is not None:
             self.files.punch(payloads.holes)
-        # if the mark cannot be removed, the next transaction syncs again, which is harmless
+        # if the mark cannot be removed, the next transaction calls ``recover``, which is harmless
         with suppress(StoreError):
             guard.lock.mark(begun=False)
         self._check_current()
@@ -300,7 +302,8 @@ class Environment:
 
     def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
         """Refuse content of a tenant in all processes, as long as this one lives; return the key of
-        the row in ``META`` whose deletion ends that. Delete such rows of dead processes."""
+        the row in ``META`` that refuses it, whose deletion ends the refusal. Delete the rows with
+        which dead processes refused tenants."""
         # release before ``claim_writer``, which may return the number of a dead process
         self.release_reserved(transaction)
         own_number = self.claim_writer(transaction)
@@ -339,7 +342,8 @@ class Environment:
             inline = self.database.shares.inline
             payloads = ExtentPayloads(transaction, self.files, limit, inline=inline)
             self._fit_files(payloads.allocator)
-            # the catalogue may have grown, or the capacity was lowered
+            # return space beyond the limit: the catalogue may have grown, or the capacity was
+            # lowered
             payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
@@ -385,7 +389,7 @@ class Environment:
         :param names: namespace and pack id of each.
         :raises StoreError: it cannot be recorded durably.
         """
-        # not with inline payloads, for which there is no rebuild
+        # a store with inline payloads cannot be rebuilt, so it needs no record
         if names and not self.database.shares.inline:
             number = read_last_erasure(transaction) + 1
             # Write the file first: if the transaction fails, the record covers packs that are still
@@ -394,11 +398,11 @@ class Environment:
             write_last_erasure(transaction, number)
 
     def commit_nothing(self) -> int:
-        """Commit a transaction without changes: then the next one can reuse the pages that the one
-        before freed.
+        """Commit a transaction without changes, so that the next transaction can reuse the pages
+        that the last one freed.
 
-        :returns: number of the transaction before this one: the pages that it freed are reusable
-            once no reader has an older snapshot.
+        :returns: number of the transaction before the empty one: the pages that it freed are
+            reusable once no reader has an older snapshot.
         """
         with self.transaction(write=True) as transaction:
             # LMDB writes a transaction only if it puts a row: this one is put unchanged

@@ -98,8 +98,8 @@ def translated(path: Path) -> Iterator[None]:
     """Translate LMDB's errors within the ``with`` statement into a ``StoreError`` that names the
     store.
 
-    A full disk or map becomes ``StoreFullError``; damage, also a row of impossible length,
-    ``CorruptStoreError``.
+    A full disk or map becomes ``StoreFullError``. Damage, which includes a row of impossible
+    length, becomes ``CorruptStoreError``.
     """
     try:
         yield
@@ -266,8 +266,8 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             _check_kind(store / name, stat.S_ISREG, "regular file")
         for name in _STORE_DIRECTORIES:
             _check_kind(store / name, stat.S_ISDIR, "directory")
-        # With the guard file alone, its creation was interrupted or its catalogue is lost, and
-        # opening it handles that.
+        # A directory with the guard file alone is a store whose creation was interrupted, or whose
+        # catalogue is lost: opening the store handles both.
         is_store = (store / DATA_FILE).exists() or (store / GUARD_FILE).exists()
         if is_store:
             return
@@ -458,11 +458,12 @@ class WriterLock:
         self._timed_out = False
         """Whether the last wait for another process timed out: the next ones are short."""
         self._wait: LockWait | None = None
-        """Wait that is pending, also after a timeout; None: none was begun since the last one was
-        granted."""
+        """Pending wait for another process, kept after a timeout so that the next call continues
+        it; None: no wait was begun since the last one got the lock."""
         self._fd = open_regular(self._file, os.O_RDWR | os.O_CREAT)
         """Descriptor of the file; -1 after ``close``. A granted wait replaces it."""
         self._id = file_id(self._fd)
+        """Id of the file, to notice another file at its path."""
 
     @contextmanager
     def held(

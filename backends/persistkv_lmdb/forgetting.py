@@ -5,14 +5,14 @@
 2. Its requests and packs are deleted.
 3. Entries of the log with fingerprints of the tenant's keys are deleted: readers that have not seen
    them yet read the whole catalogue.
-4. Its data keys are destroyed, when no row of it is left: one that no key opens would spoil the
-   totals. They seal all rows, tables and payloads of the tenant, so remains of these in free pages
-   and extents, in damaged stores and in copies can never be read.
+4. Its data keys are destroyed when no row of the tenant is left: a row that no key opens would
+   spoil the totals. The keys seal all rows, tables and payloads of the tenant, so that remains in
+   free pages and extents, in damaged stores and in copies can never be read.
 5. In a store without a key, the space of deleted packs is returned to the file system instead.
 6. Saved indexes, which have fingerprints of the keys of all tenants, are deleted: they are caches.
 
-A command that was killed is repeated: the keys, which the rows that are left name, are destroyed
-last.
+If the command is killed, it can be repeated: the rows that are left name the tenant's keys, which
+are destroyed last.
 """
 
 from __future__ import annotations

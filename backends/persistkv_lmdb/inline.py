@@ -36,7 +36,7 @@ class InlinePayloads:
     def delete(self, name: bytes) -> None:
         """Delete a pack's payload, if it is inline."""
         pieces = self._rows.starting_with(PIECES, name)
-        # a list: rows must not change during the iteration
+        # collect the keys first: rows must not change during the iteration
         keys = [bytes(key) for key, _ in pieces]
         for key in keys:
             self._rows.delete(PIECES, key)
@@ -73,8 +73,8 @@ def _pieces(stream: Iterator[Buffer]) -> Iterator[Buffer]:
 def page_bytes(payload_length: int) -> int:
     """Return an upper bound on the bytes of the pages that the pieces of a payload take, LMDB's
     headers included."""
-    # For each piece a header and an incomplete page, at most a page each. One more piece than whole
-    # ones, for the last one.
+    # Count two pages for each piece: one for LMDB's header, and one because the last page may be
+    # incomplete. The last piece may be shorter, so count one more than there are whole pieces.
     num_pieces = payload_length // PIECE_BYTES + 1
     return payload_length + 2 * num_pieces * PAGE_BYTES
 
@@ -99,7 +99,7 @@ def read_pieces(
                 index += 1
                 start = 0
                 piece = rows.get(PIECES, _piece_key(name, index))
-            # a missing piece, or the end of the last one, which is shorter
+            # the pack is absent, or its payload ends before the buffers are full
             if piece is None or start >= len(piece):
                 return False
             count = min(len(rest), len(piece) - start)

@@ -56,7 +56,7 @@ class KeyFile:
     """The data keys of the store in a directory: its own, which is wrapped with the user's key, and
     those of tenants, which are sealed with the store's. They are known after ``seal``.
 
-    :param key: the user's; None: none was given.
+    :param key: key that the user gives for the store; None: the user gives none.
     """
 
     def __init__(self, store: Path, key: StoreKey | None) -> None:
@@ -142,15 +142,15 @@ class KeyFile:
         return self._seal
 
     def make(self, tenants: Iterable[str]) -> None:
-        """Make the data keys of those of these tenants that have none, durably. The caller holds
-        the writer lock, so no other process makes them at the same time.
+        """Make data keys, durably, for those of the tenants that have none. The caller holds the
+        writer lock, so no other process makes them at the same time.
 
         :raises CorruptStoreError: the file is missing, damaged, or that of another store.
         :raises StoreError: it has no room for more keys.
         :raises OSError: the file was not replaced.
         """
-        # Raises if a user has put another store's file there: keys that were added to it would be
-        # lost when the own file is put back.
+        # Check the file, because a user may have put another store's file there: keys that are
+        # added to it would be lost when the user puts this store's file back.
         stored = self._read()
         self._check_is_of_store(stored)
         # first add the keys that other processes have made
@@ -184,7 +184,7 @@ class KeyFile:
             status = self._path.stat()
         except OSError:
             return  # the store was deleted, which the transaction will report
-        # these differ after each change, which replaces the file
+        # each change replaces the file, so that inode or time differ afterwards
         version = (status.st_ino, status.st_mtime_ns)
         if self._version == version:
             return
@@ -198,7 +198,8 @@ class KeyFile:
             known_ids = {key.id for key in self._known().of_tenants()}
             # drop keys that another process has destroyed
             self._drop(known_ids - stored_ids)
-        # set even after an error: the file is read again when it changes
+        # set this even after an error, so that a damaged file is not read before each transaction,
+        # but only when it changes
         self._version = version
 
     def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
@@ -294,8 +295,8 @@ class KeyFile:
         """Wrap the data key of the store with another key of the user. The caller holds the writer
         lock.
 
-        :raises ConfigurationError: the store has no key; its key is the other one already, or is
-            not the user's.
+        :raises ConfigurationError: the store has no key, ``key`` is its present key, or the user
+            did not give its present key.
         :raises OSError: the file was not replaced.
         """
         stored = self._read()
@@ -378,8 +379,8 @@ class KeyFile:
             raise CorruptStoreError(f"{self._path} is missing, or of another store")
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
-        """Replace the file, or the copy at ``path``, durably. Then overwrite the one before,
-        because keys that are destroyed, now or later, could be read from its free blocks.
+        """Replace the file, or the copy at ``path``, durably. Then overwrite the old file, because
+        keys that are destroyed, now or later, could be read from its blocks on disk.
 
         :raises StoreError: it would be longer than readers accept; nothing was written.
         """

@@ -74,12 +74,12 @@ _KEYRING_ROW = b"keyring"
 # prefix of keys; the digest of a tenant's name and random bytes follow → number of the writer that
 # forgets the tenant
 _REFUSED = b"refused"
-# key of three numbers of pages in the segment files: with disk space, free ones of these, and
-# reserved ones
+# key of the counts of pages in the segment files: pages with disk space, free pages, reserved pages
 SPACE_ROW = b"space"
 
 
-# number of random bytes in the key, because two commands may forget the same tenant at once
+# number of random bytes in the key of a refusal, because two commands may forget the same tenant at
+# once
 _REFUSAL_BYTES = 8
 WRITER = struct.Struct(">I")
 """Number of a writer, that is, of a process that reserves extents (``Guard.claim``)."""
@@ -117,8 +117,8 @@ def create_databases(
     transaction = TableRows(txn, databases)
     transaction.put(META, _FORMAT_ROW, _FORMAT.pack(_MAGIC, FORMAT_VERSION))
     write_policy(transaction, policy)
-    # written here, and not in ``write_policy``, which may replace the policy later: the placement
-    # stays
+    # write the placement here, because later policies, which ``write_policy`` records, do not
+    # change it
     transaction.put(META, _PLACEMENT_ROW, str(policy.placement).encode())
     return databases
 
@@ -298,7 +298,7 @@ def encode_tail(
 
     :param encoded: the table, with the table's own trailer (length, checksum, magic number).
     :param extents: all extents of the pack.
-    :param last_erasure: as in ``Trailer``.
+    :param last_erasure: number of the last erasure before the pack is written.
     """
     last_extent = extents[-1]
     fields = _FIELDS.pack(*last_extent, len(extents), last_erasure)
@@ -322,8 +322,8 @@ def find_trailers(pages: memoryview) -> list[int]:
 def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | None:
     """Return the trailer at the end of a page; None if it is not valid.
 
-    :param segment: the number of the segment.
-    :param number: that of the page in the segment.
+    :param segment: number of the segment.
+    :param number: number of the page in the segment.
     """
     # the page ends with the table's own trailer, then the fields, checksum and magic number
     trailer_start = len(page) - _PACK_TRAILER_BYTES

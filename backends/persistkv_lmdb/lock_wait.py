@@ -34,7 +34,7 @@ class LockWait:
         self._is_awaited = False
         """Whether a thread waits in ``result``."""
         self._error: OSError | None = None
-        """Error of ``flock``."""
+        """Error of ``flock``; None: it has not failed."""
         self._process = os.getpid()
         """The process in which the daemon thread runs: a forked child has no such thread."""
         self._is_over = False
@@ -71,7 +71,8 @@ class LockWait:
             self._is_awaited = True
             try:
                 self._changed.wait_for(lambda: self._is_over, timeout_s)
-            except BaseException:  # Ctrl-C: a lock obtained meanwhile would stay taken
+            except BaseException:
+                # Ctrl-C ends this wait: a lock that was obtained meanwhile would never be released
                 self._release()
                 raise
             finally:
@@ -100,7 +101,7 @@ class LockWait:
             if self._error is None and self._is_awaited:
                 self._granted = self._fd
             else:
-                # releases the lock, if it was obtained
+                # this releases the lock, if it was obtained
                 os.close(self._fd)
             self._changed.notify_all()
 

@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 # seconds to wait for another process that closes the store: it holds the guard for microseconds, or
 # for the time of three syncs
 CLOSING_PATIENCE_S = 5.0
+# seconds between two attempts to lock the guard file during this wait
 _CLOSING_NAP_S = 0.001
 _ROW_BYTES = 32  # content of the guard file: a state, padded with spaces
 _QUARANTINE_PREFIX = "damaged-"
@@ -143,8 +144,8 @@ class Guard:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Exclude all other processes that write the store, within the ``with`` statement. Those
-        that want to open it for writing are excluded longer, until ``close``.
+        """Exclude all other processes that write the store, within the ``with`` statement.
+        Processes that want to open the store for writing stay excluded until ``close``.
 
         :raises StoreBusyError: another process has the store open for writing; the block does not
             run.
@@ -176,8 +177,8 @@ class Guard:
 
     def claim(self, excluded: Collection[int] = ()) -> int:
         """Claim a writer's number for as long as this process has the guard file open, and return
-        it: the smallest that no living process has, without the excluded ones. The caller must hold
-        the writer lock, so that no reservation under this number is being released meanwhile.
+        it: the smallest number that is not excluded and that no living process has. The caller must
+        hold the writer lock, so that no reservation under this number is being released meanwhile.
 
         :raises StoreError: the file system refuses the lock.
         """
@@ -356,8 +357,8 @@ class Guard:
         size = 0  # bytes on disk of the renamed files
         target = quarantine_directory(store)
         keys = store / files.KEY_FILE
-        # A copy, so that a rebuild of the renamed files can open their packs. The original seals
-        # the store that replaces them.
+        # copy the keys: a rebuild of the renamed files needs them to open packs, and the new store
+        # uses them, too
         if keys.exists():
             shutil.copy(keys, target / files.KEY_FILE)
         for name in (files.SEGMENT_DIRECTORY, files.LOCK_FILE, files.DATA_FILE):

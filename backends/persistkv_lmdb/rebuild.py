@@ -119,7 +119,7 @@ def rebuild(
 
     :param policy: of the new catalogue. Without capacity: the default, or more if the segments need
         it.
-    :param keys: of the store.
+    :param keys: data keys of the store.
     :param progress: called with the bytes that were searched so far, and with those of all
     segments.
     """
@@ -165,7 +165,8 @@ class _Rebuild:
         self._seal = keys.seal(self._keyring_id)
         recovery = RecoveryFiles(path)
         self._namespaces = recovery.identities()
-        """By id: namespaces whose identities are known. Packs of others cannot be listed."""
+        """Namespaces whose identities are known, by id. Packs of other namespaces cannot be
+        listed."""
         self._erasures = recovery.erasures()
         self._skipped: Counter[str] = Counter()
         """Reason → number of traces of packs that are not listed for it."""
@@ -398,7 +399,8 @@ class _Rebuild:
         used = [pack.extent for pack in packs]
         for number, segment in self._segments.items():
             segments.append(Extent(number, page=0, pages=segment.pages))
-            # an extent of no pages at the end of the segment, where its last hole ends
+            # add an extent of no pages at the end of the segment: the loop below finds a hole
+            # before each extent, and so the last hole of the segment
             used.append(Extent(number, page=segment.pages, pages=0))
         holes: list[Extent] = []
         # where the next hole begins, by segment
@@ -426,7 +428,7 @@ class _Rebuild:
             segment = self._segments[pack.extent.segment]
             table = read_table(segment.fd, pack, self._seal)
             self._totals.count(table, 1)
-            # this adds the rows only, because the payload is in its place
+            # a ``PlacedPack`` adds the rows only, because the payload is in its place
             placed.append(PlacedPack(table))
             allocator.publish(pack.name, [pack.extent])
         # describe the namespace, because its first packs also add its own rows

@@ -84,24 +84,24 @@ class RecoveryFiles:
         file, by id: later commits need not look again."""
 
     def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
-        """Write the identity of a namespace durably, unless it is there. A killed process may have
-        left a part of it.
+        """Write the identity of a namespace durably, unless its file holds it already.
 
         An error is ignored: the store is valid without the file, and the next commit tries again.
 
         :param row: value of the namespace's row in the catalogue.
-        :param generation: of the namespace: it is another one if the namespace ended and began
-            again.
+        :param generation: generation of the namespace, which changes if the namespace ends and
+            begins again.
         """
         if self._described.get(namespace) == generation:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
-            # reserve the space for an erasure while the disk has some
+            # write the first record of the list while the disk has space: on a full disk,
+            # ``_erase_all`` replaces it
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
             held = _content(path, _MOST_IDENTITY_BYTES)
-            # a killed process may have written a part
+            # the file is missing, or a killed process has written only a part of it
             if held != row:
                 _write(path, row)
             # sync even if the file exists: its creator may have been killed before the sync
@@ -156,7 +156,7 @@ class RecoveryFiles:
         """
         record = _RECORD.pack(number, _ALL)
         write_durably(self._erased, record, offset=0)
-        # the first record now covers all that the others cover
+        # delete the other records: the first one now covers their packs, too
         os.truncate(self._erased, _RECORD.size)
 
     def erasures(self) -> Erasures:
@@ -171,8 +171,8 @@ class RecoveryFiles:
         last_of: dict[int, int] = {}
         # ``name`` is a checksum or ``_ALL``
         for number, name in _RECORD.iter_unpack(records):
-            # leave out a larger number, which is damage: it would cover all packs that ever get the
-            # name
+            # skip larger numbers, which are damage: they would also cover every pack that the store
+            # writes under the name from now on
             if number < _END_OF_NUMBERS:
                 before = last_of.get(name, 0)
                 last_of[name] = max(before, number)
@@ -239,6 +239,6 @@ def _write(path: Path, content: Buffer) -> None:
 
 
 def _checksum(name: bytes) -> int:
-    """Return the checksum of a pack's name (namespace and pack id), which records contain in its
-    place."""
+    """Return the checksum of a pack's name (namespace and pack id), which records contain instead
+    of the name."""
     return xxhash.xxh3_64_intdigest(name)

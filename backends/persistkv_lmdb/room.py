@@ -23,8 +23,9 @@ from persistkv_lmdb.layout import tail_pages
 
 # 1/16: share of the catalogue that stays unused, for later commits
 _CATALOGUE_RESERVE_SHARE = 16
-# 256 MiB: a commit of 128 MiB, plus the previous one, whose pages are not reusable yet
-_MAX_AHEAD = 256 << 20  # maximum of that reserve
+# 256 MiB: maximum of the unused share. It is enough for a commit of 128 MiB and the previous one,
+# whose pages are not reusable yet.
+_MAX_AHEAD = 256 << 20
 # 128 KiB: pages of the catalogue that each commit may rewrite, besides the pages of its packs
 _GROWN_BYTES = 128 << 10
 # 64 MiB: maximum that is reserved for the next commit of a process
@@ -87,12 +88,12 @@ class Room:
         self.limit = Amount(catalogue_bytes, payload_bytes)
         """Upper bound on the bytes in use after a commit that adds content."""
         self.need = Amount(catalogue=0, payload=0)
-        """Upper estimate of the bytes that the batch adds. Any further ones use the reserve for
-        deletions."""
+        """Upper estimate of the bytes that the batch adds. Bytes beyond it use the reserve for
+        deletions (``Database.limit_bytes``)."""
 
     def fits_when_empty(self) -> bool:
-        """Return whether the batch would fit if everything were evicted. Reserved extents would
-        stay."""
+        """Return whether the batch would fit if everything except the reserved extents
+        were evicted."""
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
         payload = self.need.payload + reserved
         return (
@@ -118,10 +119,10 @@ class Room:
         """Estimate ``need``, the bytes that a batch adds. If ``data.mdb`` may grow by more than
         usual, lower the limit of the segments.
 
-        :param packs: those of its packs that are not stored yet.
-        :param unplaced: those of them that still need extents. The others have theirs, and count as
-            used.
-        :param rows_bytes: upper estimate of the bytes of its rows.
+        :param packs: packs of the batch that the store lacks.
+        :param unplaced: those of ``packs`` that still need extents. Extents of packs that were
+            written before count as used already.
+        :param rows_bytes: upper estimate of the bytes of the rows that the batch adds.
         """
         if self.is_inline:
             payload_bytes = sum(page_bytes(pack.payload_bound) for pack in packs)
@@ -137,7 +138,8 @@ class Room:
             self._lower_segments(excess)
 
     def _lower_segments(self, num_bytes: int) -> None:
-        """Lower the limits of the segments, on disk and in use, by bytes for the catalogue."""
+        """Lower both limits of the segments, of disk space and of used bytes, by ``num_bytes``: the
+        catalogue needs these."""
         disk_bytes = max(0, self.payloads.limit - num_bytes)
         self.payloads.limit = disk_bytes
         used_bytes = min(self.limit.payload, disk_bytes)
@@ -147,11 +149,11 @@ class Room:
         """Check that the batch fits the capacity before it is written, and that the segments have
         no more disk space than the catalogue leaves them.
 
-        :raises StoreFullError: it does not fit, or they have more: the caller then evicts in other
-            transactions, which also return disk space, and tries again. Or a stopped reader keeps
-            the catalogue from reusing its pages (``check_growth``).
+        :raises StoreFullError: the batch does not fit, or the segments have more disk space: the
+            caller evicts in other transactions, which also return disk space, and tries again. Or a
+            stopped reader keeps the catalogue from reusing its pages (``check_growth``).
         """
-        # only deletions, which use the reserve
+        # the batch only deletes, and uses the reserve for deletions
         if not any(self.need):
             return
         allocator = self.payloads.allocator
@@ -184,8 +186,9 @@ class Room:
     def low_watermark(self) -> Amount:
         """Return the used bytes down to which a commit evicts: ``limit`` less a reserve for later
         commits, which cannot use the pages of the catalogue that they free themselves."""
-        # If the catalogue grows, the limit of the segments falls by as much, so evict for that now.
-        # The next batch is expected to be like this one, in pages that may be half full.
+        # If the next batch makes the catalogue grow, the limit of the segments falls by as much, so
+        # evict for this growth now. The next batch is expected to add as much as this one, in pages
+        # that may be half full.
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
         growth = min(expected_growth, max_growth)
@@ -219,8 +222,9 @@ class Room:
                 allocator.reserve(writer, taken)
 
     def _ahead_bytes(self) -> int:
-        """Return how many bytes of the segments to reserve for the next commit of this process:
-        what the largest of the last ones took, within the shares of a process and of all."""
+        """Return how many bytes of the segments to reserve for the next commit of this process: as
+        many as the largest of its recent commits took, within the share of one process and that of
+        all processes."""
         segments = self.limit.payload
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
         share_of_process = min(_MAX_RESERVED, segments // _RESERVED_SHARE)

@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 # errors of a file system that refuses O_DIRECT, or of buffers that are not aligned for it
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-# number of threads that write, so that the disk has further writes when one ends
+# number of threads that write: when one write ends, the disk has others to continue with
 _WRITES_AT_ONCE = 3
 # 1 MiB: a shorter write ends before another thread would have started it
 _THREAD_BYTES = 1 << 20
 _MOST_BUFFERS = 1024  # maximum number of buffers in one call: IOV_MAX
-# 4 MiB: bytes of one write. The disk writes them while the next bytes are gathered and hashed
+# 4 MiB: bytes of one write. The disk writes them while the next bytes are gathered and hashed.
 _BATCH_BYTES = 4 << 20
 PLACE = struct.Struct(">II")  # place of an extent: segment, first page
 
@@ -66,8 +66,11 @@ class Extent(NamedTuple):
     """Consecutive 4 KiB pages of one segment file."""
 
     segment: int
+    """Number of the segment."""
     page: int
+    """Number of the first page in the file."""
     pages: int
+    """Number of pages."""
 
     @property
     def end(self) -> int:
@@ -174,8 +177,7 @@ class SegmentFiles:
                 self.punch([extent])
                 raise
             self._grown.add(extent.segment)
-            # sync the name of a file with its first pages: the process that created it may not have
-            # done it
+            # the process that created the file may have ended before it synced the name
             if not old_bytes:
                 self._has_new_names = True
 
@@ -563,7 +565,7 @@ def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_B
     :param extents: all extents of the payload, in its order.
     """
     missing = length
-    start = offset  # of the next run, in its extent
+    start = offset  # byte at which the next run begins, counted from the beginning of the extent
     for extent in extents:
         extent_bytes = extent.pages * PAGE_BYTES
         # the run begins in a later extent

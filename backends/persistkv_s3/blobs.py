@@ -155,7 +155,7 @@ class S3Blobs(Blobs):
         key_after = f"{self._place.prefix}{after}" if after else ""
         objects = self._bucket.list(f"{self._place.prefix}{prefix}", key_after)
         while True:
-            # only around the request, not around the code of whoever iterates
+            # translate errors of the request only, not those of the code that iterates
             with self._calling():
                 found = next(objects, None)
             if found is None:

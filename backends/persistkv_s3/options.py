@@ -20,11 +20,12 @@ _MAX_PREFIX = 256
 # parts that a prefix must not have between slashes
 _INVALID_PARTS = frozenset({"", ".", ".."})
 _ACCOUNT = re.compile(r"[0-9]{12}")
+# names of options that may hold a secret
 _CREDENTIAL = re.compile(
     "key|secret|token|password|credential|signature", re.IGNORECASE
 )
 _ENDPOINT = "https://host:port or http://host:port, without user, path or query"
-_DURATIONS = ("deadline", "slow")
+_DURATIONS = ("deadline", "slow")  # names of the options that are durations
 
 
 class S3Options(msgspec.Struct, frozen=True):
@@ -46,9 +47,13 @@ class S3Options(msgspec.Struct, frozen=True):
     unsigned_payload: bool | None = None
     """Whether signatures leave out the bodies of uploads, which saves time; None: with https."""
     sse: Literal["AES256", "aws:kms"] | None = None
+    """Server-side encryption; None: as the bucket is configured."""
     sse_kms_key_id: str | None = None
+    """Key of KMS; None: the default key of the account."""
     sse_bucket_key: bool | None = None
+    """Whether one request to KMS serves many objects; None: as the bucket is configured."""
     expected_bucket_owner: str | None = None
+    """Account that must own the bucket, 12 digits; None: any."""
     deadline_s: float = msgspec.field(default=30.0, name="deadline")
     """For one operation (upload, download, page of a listing), including retries. The last attempt
     may exceed it by a socket timeout: a third of it, at least 1 s."""

@@ -134,7 +134,7 @@ def _versioning(
     """Yield whether the bucket keeps old versions of deleted objects for ever."""
     status = found.get("Status", "")
     if status != "Enabled":
-        # A suspended bucket has only the versions from before, to which nothing is added.
+        # a bucket whose versioning is suspended keeps its old versions, and gets no further ones
         yield _Effect(Level.OK, status.lower() or "off")
         return
     # only rules that apply to all objects of the store help

@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 _READ_BYTES = 256 << 10
 _CALLERS = 16  # number of callers' threads that make a single request themselves
 _MOST_CAUSES = 10  # maximum length of a chain of causes of an error
-_CONNECT_S = 5.0
+_CONNECT_S = 5.0  # maximum seconds until a connection is established
 _MOST_S = 30.0  # longest pause that a ``Retry-After`` header can request
 # Codes of errors by their meaning, for ``_new_error``. Answers without a body, such as those to
 # HEAD, have the status in place of the code.
@@ -94,15 +94,16 @@ class BotoClient(Transport):
 
     def __init__(self, place: BucketPlace, options: S3Options) -> None:
         self._place = place
-        # arguments of all requests, and of uploads
         self._target = _given(
             Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner
         )
+        """Arguments of all requests."""
         self._encryption = _given(
             ServerSideEncryption=options.sse,
             SSEKMSKeyId=options.sse_kms_key_id,
             BucketKeyEnabled=options.sse_bucket_key,
         )
+        """Further arguments of uploads."""
         self._client, self._credentials = make_client(options)
         self._lock = threading.Lock()
         """Held while ``_counts`` is accessed."""
@@ -110,7 +111,7 @@ class BotoClient(Transport):
         """Requests sent so far, by HTTP method."""
         self._client.meta.events.register("before-send.s3", self._count_one)
         server = urlsplit(self._client.meta.endpoint_url)
-        # shown in errors, so without the user and password that an endpoint may contain
+        # errors show this name, so leave out a user and password that the endpoint may contain
         self._where = f"{place} at {server.scheme}://{server.netloc.rpartition('@')[2]}"
         self._versions_reported = False
         """Whether the warning about old versions was logged."""
@@ -228,8 +229,8 @@ class BotoClient(Transport):
 
     @contextmanager
     def _reading_list(self, what: str) -> Iterator[None]:
-        """Raise a BrokenError if the ``with`` statement does not find ``IsTruncated`` in an answer,
-        or all fields of an entry: it is no list, such as a page of a proxy with status 200.
+        """Raise a BrokenError if the ``with`` statement does not find ``IsTruncated`` or a field of
+        an entry in an answer: then the answer is no list. It may be a proxy's page with status 200.
 
         :param what: names the request.
         """
@@ -327,7 +328,7 @@ class BotoClient(Transport):
                 operation = getattr(self._client, name)
                 return dict(operation(**self._target))
         except S3Error as error:
-            # some settings that were never set are errors of S3
+            # S3 answers with an error for some settings that were never set
             if error.code in _NOT_SET:
                 return {}
             raise
@@ -340,7 +341,7 @@ class BotoClient(Transport):
         """Ensure credentials for the request that the ``with`` statement makes, and translate its
         errors.
 
-        :param verb: for errors, with ``key``.
+        :param verb: names the request in errors, together with ``key``.
         """
         what = f"{self._where}: {verb} {key}"
         with self._translated(f"{what}: search for credentials", deadline):
@@ -359,7 +360,7 @@ class BotoClient(Transport):
         try:
             yield
         except StoreError:
-            # an error such as that of a body whose upload is late is an ``S3Error`` already
+            # this is an ``S3Error`` already, such as the ``LateError`` of a ``Body``
             raise
         except Exception as error:
             raise _as_s3_error(error, what, deadline) from None
@@ -424,7 +425,7 @@ def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
     """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
     unchanged."""
     while len(room := sink.room()):
-        # only around the read, because the sink's own exceptions are not those of the request
+        # translate errors of the read only: exceptions of the sink are not those of the request
         try:
             count = body.readinto(room[:_READ_BYTES])
         except Exception as error:
@@ -621,8 +622,8 @@ def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
         "payload_signing_enabled": not unsigned,
         "addressing_style": "path" if path_style else "auto",
     }
-    # enough for the threads of reads, for as many of a commit at the same time, and for callers'
-    # own requests
+    # connections for the threads that read, for as many that write a commit at the same time, and
+    # for requests that callers' threads make themselves
     num_connections = 2 * options.connections + _CALLERS
     return {
         "signature_version": "s3v4",
@@ -647,12 +648,13 @@ def _make_session(options: S3Options) -> tuple[Any, DeferredCredentials]:
         retries={"total_max_attempts": 1},
     )
     core = botocore.session.get_session()
-    # set as the default, so that the timeouts also hold for the clients that exchange tokens at STS
+    # set as the default, so that the timeouts also hold for the clients that botocore makes for STS
     core.set_default_client_config(timeouts)
     credentials = DeferredCredentials(
         core.get_component("credential_provider").load_credentials
     )
-    # botocore asks this component when it makes a client; it must not search by itself
+    # botocore asks this component for credentials when it makes a client: its own component would
+    # search for them at once, without a deadline
     core.register_component(
         "credential_provider", SimpleNamespace(load_credentials=lambda: credentials)
     )

@@ -69,11 +69,10 @@ _FIRST_BOUND_S = 0.2
 _LAST_BOUND_S = 5.0
 # number of refused single deletions in a row after which the rest are not tried
 _REFUSALS = 8
-# for the breaker: number of bad answers in a row that open it, and number of answers of which half
-# may be bad
-_IN_A_ROW = 5
-_WINDOW = 20
+_IN_A_ROW = 5  # number of bad answers in a row that open the breaker
+_WINDOW = 20  # number of last answers; the breaker opens if half of so many were bad
 _SLOW_BYTES_PER_S = 1 << 20  # 1 MiB/s
+# bounds of the seconds for which the breaker stays open, before jitter
 _FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 30.0
 

@@ -81,7 +81,7 @@ class DeferredCredentials:
             return None if usable else self._search
 
     def _lasts(self, seconds: float) -> bool:
-        """Return whether the credentials are valid for so long."""
+        """Return whether there are credentials that stay valid for so many seconds."""
         if self._found is None:
             return False
         # credentials without this method, such as those of a file, never expire

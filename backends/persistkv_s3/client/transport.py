@@ -17,6 +17,7 @@ from persistkv.storage.shared import Clock
 # 1 MiB: maximum bytes of one write to a socket, so that a stalled upload is detected
 _PIECE_BYTES = 1 << 20
 
+# maximum number of objects in one request for their deletion, which S3 limits
 MOST_DELETED = 1000
 
 
@@ -99,6 +100,7 @@ class Deadline:
         self.seconds = seconds
         self._now = (clock or Clock()).monotonic
         self._at = self._now() + seconds
+        """Time of the deadline, on the clock that ``_now`` reads."""
 
     @property
     def remaining(self) -> float:
@@ -266,11 +268,12 @@ class Sink:
 
         :raises ValueError: the buffers hold more bytes than the range.
         """
-        # the object has ended within the range: the last buffer is not full, so not processed
+        # the object has ended within the range, so the last buffer is not full and its generator
+        # must not process it
         if self.position < self._range:
             return
         excess = len(self._room)
-        # usually, this resumes the iterator once, and it ends
+        # usually, this resumes the generator once, and it ends without another buffer
         for buffer in self._next_buffers:
             excess += buffer.nbytes
         if excess:
@@ -306,7 +309,7 @@ class VersionPage(NamedTuple):
 
     versions: Sequence[ObjectVersion]
     next: ObjectVersion | None
-    """Last one of this page; None: this is the last page."""
+    """Last version of this page, after which the next page begins; None: this is the last page."""
 
 
 class Transport(ABC):

@@ -33,7 +33,7 @@ class Deletions:
 
     def add_packs(self, names: Sequence[bytes]) -> None:
         """Delete the blobs of packs an hour after their tombstones: engines may still read them."""
-        # if too many names wait already, leave these to the sweep
+        # if too many deletions wait already, leave these blobs to the sweep
         if not names or len(self._waiting) >= _MOST_DUE:
             return
         blobs = [self._names.pack(name) for name in names]

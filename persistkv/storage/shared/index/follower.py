@@ -15,11 +15,11 @@ from persistkv.storage.shared.index.merge_schedule import MERGE_S, REGULAR_PAUSE
 from persistkv.storage.shared.index.reader import IndexReader
 
 _IDLE_AFTER_S = 60.0  # seconds without reads and commits after which the handle is idle
-# least pause between reads of ``latest`` while the handle is idle
+# least pause in seconds between reads of ``latest`` while the handle is idle
 _IDLE_FOLLOW_S = 30.0
-_LEAST_FOLLOW_S = 0.05  # the same while it is in use
+_LEAST_FOLLOW_S = 0.05  # least pause in seconds between them while it is in use
 _LIST_S = 60.0  # seconds between lists of the index
-_IDLE_LIST_S = 300.0
+_IDLE_LIST_S = 300.0  # seconds between them while the handle is idle
 # seconds between lists of the inbox while another engine merges, which may be unable to read some
 # of the commits
 _INBOX_S = 600.0
@@ -34,7 +34,7 @@ class Follower:
     """Reads the commits of other engines in one namespace at the right times. One thread at a time
     may use it; any thread may call ``note_use``.
 
-    :param refresh_s: between two reads of ``latest`` while the handle is in use.
+    :param refresh_s: seconds between two reads of ``latest`` while the handle is in use.
     :param merger: None: the handle only reads.
     """
 
@@ -51,13 +51,13 @@ class Follower:
         self._merger = merger
         self._refresh_s = refresh_s
         self._used_at = self._clock.monotonic()
-        """Monotonic time of the last use, like the following times."""
+        """Monotonic time of the last use."""
         self._follow_at = math.inf
-        """When ``latest`` is read again."""
+        """Monotonic time at which ``latest`` is read again; infinity: before ``start``."""
         self._list_at = math.inf
-        """When the index is listed again."""
+        """Monotonic time at which the index is listed again; infinity: before ``start``."""
         self._inbox_at = -math.inf
-        """When the inbox is listed again, together with the index."""
+        """Monotonic time from which on a list of the index includes the inbox in any case."""
         self._is_merged_regularly = False
         """Whether another engine merges regularly, as ``latest`` has shown."""
 
@@ -65,7 +65,7 @@ class Follower:
         """Begin to follow, after the index was read."""
         now = self._clock.monotonic()
         self._follow_at = now + self._refresh_s
-        # a random pause, so that engines that start together do not list together
+        # choose a random pause, so that engines that start together do not list together
         share = self._clock.random.uniform(0.5, 1.0)
         self._list_at = now + _LIST_S * share
         # the inbox was read on opening
@@ -104,8 +104,9 @@ class Follower:
         if now >= self._follow_at:
             self.look()
         elif self._merger is not None and self._merger.is_merge_due():
-            # Another engine may have merged the commits. Go on if the medium fails: then the merge
-            # fails, too, and is repeated after a pause.
+            # Read ``latest`` before the merge, because another engine may have merged the commits
+            # already. Ignore an error of the medium: the merge fails, too, and is repeated after a
+            # pause.
             with suppress(StoreError):
                 self.look()
 
@@ -154,7 +155,7 @@ class Follower:
             self._is_merged_regularly = False
             return
         self._is_merged_regularly = self._is_merging(latest)
-        # ``latest`` does not change before the next merge
+        # wait for the next merge, because ``latest`` does not change before
         merge_at = now + self._until_next_merge(latest.time)
         self._follow_at = max(self._follow_at, merge_at)
 
@@ -173,8 +174,8 @@ class Follower:
         return max(0.0, rest_s)
 
     def _is_merging(self, latest: Latest) -> bool:
-        """Return whether ``latest`` shows that another engine merges regularly: it is a few seconds
-        old, and not of this handle."""
+        """Return whether ``latest`` shows that another engine merges regularly: another handle has
+        written it less than 10 s ago."""
         merger = self._merger
         if merger is not None and latest.writer == merger.writer:
             return False

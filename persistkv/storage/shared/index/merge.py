@@ -1,8 +1,8 @@
 """Merging of one namespace's index: segments, bases, evictions, and the deletion of included
 objects.
 
-An object *includes* others if it contains their whole content and lists their names. Engines that
-have read it need not read these any more.
+An object *includes* others if it contains their whole content and lists their names. An engine that
+has read an object need not read the objects that it includes.
 
 1. A *segment* includes commits: their contents, their names, and the evictions that they require.
    Afterwards, the commits are deleted. An object may be deleted whenever a durable object includes
@@ -14,7 +14,7 @@ have read it need not read these any more.
    segment includes are deleted ten minutes later: a slow reader must be able to finish.
 4. Any engine may merge at any time, and two engines may merge the same commits, which costs
    requests. ``MergeSchedule`` decides which engine merges.
-5. The work of one merge is bounded in commits, bytes and evictions. If any are left, the next merge
+5. The work of one merge is bounded in commits, bytes and evictions. If work is left, the next merge
    follows at once.
 6. The blobs of removed packs are deleted an hour after their tombstone: engines may still read
    them.
@@ -56,20 +56,22 @@ _MOST_EVICTED = 4096  # maximum number of packs and requests that one merge evic
 # 24 MiB: maximum size of a segment that includes older segments
 _MOST_SEGMENT_BYTES = 24 << 20
 _PART_BYTES = 28 << 20  # 28 MiB: maximum size of one part of a base
-_MOST_MERGES = 20  # maximum number of merges before a base, while other engines commit
-# 256 KiB: minimum size of the segments that are worth a base
+_MOST_MERGES = 20  # maximum number of merges in ``write_again``
+# 256 KiB: no base is written while all segments together are smaller
 _LEAST_BASE_BYTES = 256 << 10
 # seconds after its first list at which a merge or a base is abandoned
 _STALE_S = 3600.0
-# 1/64: share of the capacity, or of a quota, by which a writer may exceed it between two merges
+# 1/64: share of the capacity, or of a quota. If the content exceeds the limit by more, a commit
+# waits for a merge with evictions.
 _EXCESS_SHARE = 64
 # seconds after its plan of evictions at which a merge is abandoned
 _EVICTION_STALE_S = 30.0
 # seconds from the inclusion of an object of the index to its deletion
 _INCLUDED_S = 600.0
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: age at which a base drops a tombstone
-_OTHERS_BASE_S = 300.0  # seconds until an engine that did not merge last writes a base
-# seconds after a segment was written in which the engine checks that ``latest`` names it
+_OTHERS_BASE_S = 300.0  # least wait for a base of an engine that did not merge last
+# seconds after it has written a segment for which an engine checks that ``latest`` names the
+# segment
 _ANNOUNCED_S = 15.0
 # maximum number of names that a segment or base includes although another object includes them
 # already: about 1 MB
@@ -81,16 +83,16 @@ class _SegmentPlan(NamedTuple):
 
     segment: Delta
     removals: Removals
-    """Packs and requests that it evicts."""
+    """Packs and requests that the segment evicts."""
     planned: float
-    """Monotonic time at which these were chosen."""
+    """Monotonic time at which the removals were chosen."""
 
 
 class OwnCommit(NamedTuple):
     """A commit of this handle that no segment includes."""
 
     acknowledged: float
-    """Monotonic time."""
+    """Monotonic time of the acknowledgement."""
     delta: Delta
 
 
@@ -118,9 +120,9 @@ class Merger:
         self.last_writer = b""
         """Name of the writer of ``latest``."""
         self._written = ""
-        """Object of the index that this handle has written last."""
+        """Name of the object of the index that this handle has written last; empty: none."""
         self._written_at = -math.inf
-        """Monotonic time of its writing."""
+        """Monotonic time at which that object was written; minus infinity: none was."""
         self._base_wanted_at = math.inf
         """Monotonic time at which this engine writes a base; infinity: none is planned."""
         self.deletions = Deletions(medium, names)
@@ -146,9 +148,10 @@ class Merger:
 
     def is_over(self, limits: Limits, tenants: Iterable[bytes]) -> bool:
         """Return whether the content that is known here exceeds the capacity, or the quota of one
-        of these tenants, by more than engines commit between two merges in the background.
+        of these tenants, by more than 1/64 (``_EXCESS_SHARE``).
 
-        :param tenants: digests of their names: each quota that is compared takes a transaction.
+        :param tenants: digests of the names of the tenants whose quotas are compared. Each
+            comparison takes a transaction.
         """
         whole = limits.whole
         used = self._replica.disk_bytes()
@@ -173,17 +176,17 @@ class Merger:
         self.deletions.step()
 
     def _oldest_own(self) -> float | None:
-        """Return when the oldest own commit was acknowledged that no segment includes; None: there
-        is none."""
+        """Return the monotonic time at which the oldest own commit that no segment includes was
+        acknowledged; None: there is no such commit."""
         self._drop_included()
-        # a copy, because another thread may commit meanwhile
+        # copy, because another thread may add a commit meanwhile
         waiting = list(self.own.values())
         times = [commit.acknowledged for commit in waiting]
         return min(times, default=None)
 
     def _drop_included(self) -> None:
         """Drop own commits that a segment includes."""
-        # a copy, because another thread may commit meanwhile
+        # copy, because another thread may add a commit meanwhile
         names = list(self.own)
         for name in names:
             if self._replica.is_included(name):
@@ -198,7 +201,7 @@ class Merger:
         :param listed: names of the commits in the list.
         :param began: monotonic time before the list, which may lack later commits.
         """
-        # a copy, because another thread may commit meanwhile
+        # copy, because another thread may add a commit meanwhile
         commits = list(self.own.items())
         for name, commit in commits:
             is_older_than_list = commit.acknowledged < began
@@ -242,8 +245,8 @@ class Merger:
         return now - age_s
 
     def _is_missing_in(self, latest: Latest) -> bool:
-        """Return whether ``latest`` lacks the last object that this handle has written: recently,
-        and no other object includes it."""
+        """Return whether ``latest`` lacks the last object that this handle has written. The object
+        counts only for 15 s (``_ANNOUNCED_S``), and only while no other object includes it."""
         age_s = self._clock.monotonic() - self._written_at
         if age_s > _ANNOUNCED_S or not self._replica.is_unincluded(self._written):
             return False
@@ -251,7 +254,7 @@ class Merger:
         return self._written not in named
 
     def check_limits(self, limits: Limits) -> None:
-        """Plan a merge if content has expired or exceeds the capacity: also without commits."""
+        """Plan a merge if content has expired or exceeds the limits, even if no commit waits."""
         if self.evicts(limits):
             self.schedule.plan_merge(self._clock.monotonic())
 
@@ -276,7 +279,7 @@ class Merger:
         new = [info for info in commits if self._is_new(info.name)]
         batch = _bounded(new)
         deltas = self._read(batch)
-        # tell the schedule whether other engines commit, which decides which engine merges
+        # the schedule keeps the pauses between merges short while other engines commit
         found_others = any(name not in self.own for name in deltas)
 
         plan = self._plan_segment(batch, deltas, limits)
@@ -287,8 +290,8 @@ class Merger:
             # the tombstones of these packs are durable now, so their blobs may be deleted later
             self.deletions.add_packs(removals.packs)
             if self.last_writer != self.writer:
-                # Another engine may have merged at the same time. ``latest`` must name its segment,
-                # too: this engine reads it again only when the next merge is due.
+                # Another engine has merged last, perhaps at the same time. Read its segments now,
+                # because the ``latest`` that this engine writes next must name them, too.
                 self._reader.follow()
             self._announce()
         # delete the commits only now: the segment that includes them is durable
@@ -327,8 +330,8 @@ class Merger:
         removals = self._replica.plan_eviction(
             limits, expiry_time, at_most=_MOST_EVICTED
         )
-        # if the medium's time is unknown, this is the latest time, so that no base drops the
-        # tombstones as old
+        # if the medium's time is unknown, ``entry_time`` is later than any time, so that no base
+        # drops the tombstones as old
         removal_time = self._medium.entry_time()
         evictions = self._replica.tombstones(removals, removal_time)
 
@@ -339,16 +342,16 @@ class Merger:
         return _SegmentPlan(segment, removals, planned)
 
     def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
-        """Delete those of the commits that an object includes."""
+        """Delete the commits that a segment or base includes."""
         names = [info.name for info in commits]
         self.deletions.delete(self._included(names))
 
     def _included(self, names: Iterable[str]) -> list[str]:
-        """Return those of the objects that another one includes."""
+        """Return the names of the objects that another object includes."""
         return [name for name in names if self._replica.is_included(name)]
 
     def _is_new(self, name: str) -> bool:
-        """Return whether the next segment includes a commit in the inbox."""
+        """Return whether a commit in the inbox is to be merged."""
         reader = self._reader
         # A commit that cannot be read stays in the inbox. A commit that this handle is writing must
         # first be applied by the writing thread.
@@ -358,7 +361,8 @@ class Merger:
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
-        the replica. Times in it are limited to those of the commits, as in all readers."""
+        the replica. No time in the content of a commit may be later than the commit itself: every
+        reader replaces later times."""
         others = [info for info in infos if info.name not in self.own]
         read = self._fetch_all(others)
         found: dict[str, Delta] = {}
@@ -369,7 +373,8 @@ class Merger:
             elif info.name in read:
                 found[info.name] = read[info.name].clamped(info.time)
 
-        # the replica has applied own commits already, so only those of others are read
+        # apply only commits of other engines: the replica has applied own commits when they were
+        # written
         contained = self._replica.contained
         new: list[tuple[str, Delta]] = []
         for name, delta in found.items():
@@ -388,9 +393,9 @@ class Merger:
         return found
 
     def _older_segments(self, commits: Sequence[BlobInfo]) -> dict[str, Delta]:
-        """Return the older segments that the next one includes: name → content.
+        """Return the content of the older segments that the next segment includes, by name.
 
-        :param commits: that the next one includes.
+        :param commits: commits that the next segment includes.
         """
         num_bytes = 0
         for info in commits:
@@ -406,13 +411,14 @@ class Merger:
         return found
 
     def _small_segments(self, num_bytes: int) -> list[BlobInfo]:
-        """Return the segments that are no larger than what the next one includes already.
+        """Return the older segments that the next segment includes: those that are no larger than
+        the content that it has already.
 
         Sizes are compared by their numbers of binary digits, as in a log-structured merge tree. The
         segments that stay have different numbers of digits, so there are few. Each byte is written
         again about once per digit, because its segment grows each time.
 
-        :param num_bytes: of the commits that the next segment includes.
+        :param num_bytes: size of the commits that the next segment includes.
         """
         _, segments = self._base_and_segments()
         segments.sort(key=lambda info: info.size)
@@ -431,8 +437,9 @@ class Merger:
         """Return the names of the objects that these segments include, and that still exist. The
         next segment names them, too, because its readers read it in place of these segments.
 
-        While the medium refuses deletions, they are many. Then only those with the greatest names
-        are returned, which include most others. Readers read the rest again, which only takes time.
+        While the medium refuses deletions, these names become many, and only the greatest are
+        returned: their objects include most of the others. Readers may then read the omitted
+        objects again, which only takes time.
         """
         names: set[str] = set()
         for segment in segments:
@@ -452,10 +459,11 @@ class Merger:
 
         :param began: monotonic time at which the merge began to list commits.
         :param planned: monotonic time at which its evictions were chosen.
-        :raises StoreError: it was not written, or too late; nothing was applied.
+        :raises StoreError: the medium failed, or the process was paused for too long; nothing was
+            applied.
         """
-        # a higher level than that of the included segments: readers begin with the highest level,
-        # and skip the objects that it includes
+        # choose a higher level than those of the included segments: readers begin with the highest
+        # level, and skip the objects that are included in it
         levels = [self._names.level(name) for name in segment.includes]
         level = 1 + max(levels, default=0)
         name = self._new_name(level)
@@ -501,14 +509,14 @@ class Merger:
     def _write_latest(self, writer: bytes, time: float) -> None:
         """Write ``latest``.
 
-        :param writer: of the last merge or base.
-        :param time: of the last merge or base, on the medium's clock.
+        :param writer: name of the handle that has written the last merge or base.
+        :param time: time of that merge or base, on the medium's clock.
         """
         listed = self._reader.listed
         recent: list[tuple[str, int]] = []
         for info in self._reader.recent:
-            # Objects are deleted only after another object includes them. So an object that none
-            # includes exists; an included one exists if the list shows it.
+            # Name only objects that exist. An object that no other includes was not deleted; an
+            # included one may have been, so the last list must show it.
             is_unincluded = self._replica.is_unincluded(info.name)
             if is_unincluded or info.name in listed:
                 recent.append((info.name, info.size))
@@ -519,8 +527,8 @@ class Merger:
     # Bases
 
     def plan_base(self) -> None:
-        """Plan a base if one is wanted, or cancel the plan. The last merger writes it at once,
-        others only after minutes: usually one engine does it."""
+        """Plan a base if one is wanted, or cancel the plan. The engine that has merged last writes
+        the base at once, other engines only after minutes, so that usually one engine writes it."""
         if not self._is_base_wanted():
             self._base_wanted_at = math.inf
             return
@@ -562,8 +570,8 @@ class Merger:
         return base_bytes, segments
 
     def write_again(self, limits: Limits) -> Sequence[str]:
-        """Write the whole index again, and erase the objects of before, with their older versions;
-        return what the medium keeps of them (``Blobs.erase``).
+        """Write the whole index again, and erase the objects that it replaces, with their older
+        versions; return what the medium keeps of them (``Blobs.erase``).
 
         :raises StoreError: the medium failed.
         """
@@ -573,7 +581,8 @@ class Merger:
             commits = self._reader.refresh(inbox_age_s=0.0, stable=True)
             if not commits:
                 break
-        # even if the index is a single object, because it must be replaced
+        # write a base even if the index is a single object, because that object must be replaced,
+        # too
         self.write_base(least_objects=1)
         included = self._included(self._reader.listed)
         return self._medium.blobs.erase(self._names.index, included)
@@ -581,9 +590,9 @@ class Merger:
     def write_base(self, least_objects: int = 2) -> None:
         """Write a base: an object that includes all listed objects of the index that were read.
 
-        :param least_objects: of fewer, none is written.
-        :raises StoreError: the medium failed. The index has the content of before; some parts of
-            the base may be in it.
+        :param least_objects: if the base would include fewer objects, it is not written.
+        :raises StoreError: the medium failed. The content of the index is unchanged, although some
+            parts of the base may be written.
         """
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf
@@ -595,10 +604,11 @@ class Merger:
         levels = [self._names.level(name) for name in included]
         level = max(BASE_LEVEL, 1 + max(levels))
         written: list[str] = []
-        # close the dump even if a part is not written: an open dump keeps the replica open
+        # close the dump even if a part is not written: an open dump holds a transaction, for which
+        # the replica's ``close`` waits
         with closing(self._replica.dump(_PART_BYTES)) as parts:
-            # Each part is written when the next one shows that it is not the last: only the last
-            # one names the others, and what the base includes.
+            # Write each part when the next one shows that it is not the last. The last part has
+            # more content: it names the other parts, and the objects that the base includes.
             last = next(parts)
             for part in parts:
                 name = self._write_part(level, last, began)
@@ -614,14 +624,14 @@ class Merger:
         """Purge old tombstones from the replica, so that the base does not have them.
 
         A clock that is ahead must not purge them early: the removed packs could return. While the
-        machine's clock does not confirm the medium's, the time is 0, and none is old.
+        machine's clock does not confirm the medium's, the time is 0, so no tombstone counts as old.
         """
         oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
         self._replica.purge(oldest_kept)
 
     def _to_include(self) -> list[str]:
         """Return the listed objects that were read: all that no object includes, and a bounded
-        number of the others."""
+        number of those that another object includes already."""
         unincluded: list[str] = []
         included: list[str] = []
         for name in self._reader.listed:
@@ -635,8 +645,8 @@ class Merger:
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         """Write a part of a base; return its name.
 
-        :param began: monotonic time at which the base was begun. After an hour, its list of the
-            index is too old.
+        :param began: monotonic time at which the base was begun. After an hour, no part is written,
+            because the list of the index is too old.
         :raises StoreError: the medium failed, or the base takes too long.
         """
         name = self._new_name(level)
@@ -647,8 +657,8 @@ class Merger:
                 f"{self._names.base}: a base took more than an hour; it is repeated"
             )
         info = self._objects.put(name, body)
-        # The content of the part came from the replica, which only lacks that the part includes
-        # others.
+        # The content of the part came from the replica, which lacks only the names of the objects
+        # that the part includes.
         lacking = Delta(includes=part.includes)
         self._reader.apply([(name, lacking)])
         self._note_written(info)
@@ -668,7 +678,7 @@ class Merger:
             if not includer or includer not in listed:
                 continue
             included_at = listed[includer].time
-            # the time is 0 if it is not known
+            # the time is 0 if the medium has not told it
             if 0 < included_at < deletable_before:
                 names_to_delete.append(name)
         self.deletions.delete(names_to_delete)
@@ -686,7 +696,7 @@ def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
     num_bytes = 0
     for info in infos[:MOST_COMMITS]:
         num_bytes += info.size
-        # at least one commit, even if it is larger than the bound
+        # take at least one commit, even if it is larger than the bound
         if found and num_bytes > _MOST_BYTES:
             break
         found.append(info)

@@ -22,7 +22,8 @@ REGULAR_PAUSE_S = 2.6
 """Seconds from one regular merge to the next. Readers read ``latest`` again after it."""
 MERGE_S = 0.3
 """Usual duration of a merge in seconds."""
-# the same pause if the merges of the last minute have found only the engine's own commits
+# seconds from one regular merge to the next, if the merges of the last minute have found only the
+# engine's own commits
 _ALONE_PAUSE_S = 10.0
 _ALONE_AFTER_S = 60.0
 # seconds for which an own commit waits. A regular merge with its announcement takes nearly as long:
@@ -38,7 +39,7 @@ _NOT_REGULAR_S = 3.2
 # regular merges
 _STOPPED_S = 4.5
 _OLD_PAUSE_S = 10.0  # longest random pause before a merge of old commits, in seconds
-# seconds of pause after a failed merge; doubled for each further failure
+# half of the pause in seconds after the first failed merge. Each further failure doubles the pause.
 _FAILED_PAUSE_S = 1.0
 _LONGEST_FAILED_PAUSE_S = 60.0
 _ACTIVE_S = 60.0  # seconds after the last commit at which regular merges end
@@ -59,8 +60,8 @@ class MergeSchedule:
         self._committed_at = -math.inf
         """Time of the last own commit."""
         self._is_regular = False
-        """Whether this engine has written ``latest`` last, as far as it knows. Then it merges
-        regularly while it commits."""
+        """Whether this engine has written ``latest`` last, as far as is known here. If so, it
+        merges regularly while it commits."""
         self._announced_at = -math.inf
         """Time at which ``latest`` was written."""
         self._latest_time = -math.inf
@@ -75,10 +76,10 @@ class MergeSchedule:
         self._failures = 0
         """Failed merges in a row."""
         self._planned_at = math.inf
-        """Time of a planned merge of old commits."""
+        """Time of a planned merge of old commits; infinity: none is planned."""
         self._planned_since = math.inf
-        """Time at which it was planned: a later merge of another engine cancels it. Infinity: none
-        does."""
+        """Time at which that merge was planned: a merge of another engine after this time cancels
+        the plan. Infinity: no merge cancels it."""
 
     def note_commit(self, now: float) -> None:
         """Record that this engine has committed."""
@@ -119,7 +120,7 @@ class MergeSchedule:
 
         :param is_own: whether this engine has written it.
         :param written: monotonic time of writing; minus infinity: unknown.
-        :param time: time of writing that it contains. ``latest`` has changed if this has.
+        :param time: time of writing that it contains. ``latest`` has changed if this time has.
         """
         self._is_regular = is_own
         self._announced_at = written
@@ -128,13 +129,14 @@ class MergeSchedule:
         self._latest_time = time
         has_merged_since = written > self._planned_since
         if has_merged_since:
-            # Plan nothing: an engine that merges becomes the one with regular merges, and this one
-            # would not continue them, because it does not commit.
+            # Cancel the planned merge, because the other engine has merged since. The engine that
+            # merges last takes over the regular merges, and this one would not continue them
+            # without commits of its own.
             self._planned_at = math.inf
 
     def _plan_takeover(self, now: float, *, is_own: bool, time: float) -> None:
         """Plan a merge in place of another engine that merges regularly: it may be killed after a
-        commit. Each change of ``latest`` shows that it was not, and delays the plan.
+        commit. Each change of ``latest`` shows that the other engine is alive, and delays the plan.
 
         :param is_own: whether this engine has written ``latest``.
         :param time: new time in ``latest``.
@@ -148,7 +150,7 @@ class MergeSchedule:
 
     def plan_merge(self, now: float, *, anyway: bool = False) -> None:
         """Plan a merge of old commits, or of content that exceeds the limits. Many engines may find
-        the same ones at the same time: each merges after a random pause.
+        the same reason at the same time, so each waits for a random pause.
 
         :param anyway: merge even if another engine merges during the pause.
         """

@@ -2,8 +2,8 @@
 
 In a store with a key, each object is a record that the data key of the store seals. In it, what
 belongs to a tenant, the tables of its packs and its requests, is a record that the tenant's data
-key seals. Segments and bases seal that content with the same data key again: with the key, it is
-destroyed in all objects, older versions of them and copies.
+key seals. Segments and bases seal that content with the same data key again: when the key is
+destroyed, the content is unreadable in all objects, in their older versions and in copies.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class IndexObjects:
         try:
             return use()
         except CorruptPackError:
-            # ask again, because the key may have been destroyed since: only with the key, the
-            # record is damaged
+            # ask again: if the key was destroyed since, the content counts as forgotten; otherwise
+            # the record is damaged
             if self._medium.keys.holds(data_key):
                 raise
             return None
@@ -87,8 +87,8 @@ class IndexObjects:
         return self._medium.put_sealed(name, body, self._namespace)
 
     def read(self, info: BlobInfo) -> Delta:
-        """Return the content of an object. In a store with a key, it lacks that of forgotten
-        tenants; otherwise the replica refuses to apply that.
+        """Return the content of an object. In a store with a key, it lacks the content of forgotten
+        tenants; in one without a key, the replica refuses to apply that content.
 
         :raises BlobMissingError: there is no such blob.
         :raises CorruptPackError: see ``Medium.sealed``; or the key of a tenant does not read.

@@ -49,7 +49,7 @@ _FEW_SEGMENTS = 64
 class IndexReader:
     """Reader of the index of one namespace. Only one thread at a time may use it.
 
-    :param names: of the namespace's blobs.
+    :param names: names of the namespace's blobs.
     """
 
     def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
@@ -63,8 +63,8 @@ class IndexReader:
         self.listed: dict[str, BlobInfo] = {}
         """Objects of the index that the last list has shown, by name."""
         self.publishing: set[str] = set()
-        """Commits that this handle is writing: it applies them itself, so that its cursor covers
-        them."""
+        """Names of the commits that this handle is writing. The reader skips them: the thread that
+        writes a commit applies it, and needs the cursors before and after it."""
         self.recent: list[BlobInfo] = []
         """Objects of the index that were read or written recently, newest last."""
         self._followed: Latest | None = None
@@ -109,13 +109,13 @@ class IndexReader:
                 self._report(name, "it is listed and missing")
             missing_before = set(missing)
         self._check_includers()
-        # only those that could be read
+        # leave out commits that could not be read
         contained = self._replica.contained
         return [info for info in inbox if info.name in contained]
 
     def list_commits(self, *, stable: bool = False) -> list[BlobInfo]:
-        """Return the commits in the inbox. The replica keeps the names of those that it contains as
-        long as lists show them, so that they are not read again.
+        """Return the commits in the inbox. Lists that show a commit make the replica keep its name,
+        so that the commit is not read again.
 
         :param stable: see ``Medium.listed``.
         """
@@ -135,7 +135,8 @@ class IndexReader:
         age is unknown."""
         time_before = self._medium.time.now()
         commits = self.list_commits(stable=stable)
-        # the list has advanced this clock to the time of the newest commit, if that was later
+        # the list has advanced the estimate of the medium's time to that of the newest commit, if
+        # that was later
         now = self._medium.time.now()
         old: list[BlobInfo] = []
         for info in commits:
@@ -159,8 +160,8 @@ class IndexReader:
             latest = decode_latest(body)
         except (BlobMissingError, CorruptPackError):
             return None
-        # The objects that it names were read before. They must not seem missing, although they may
-        # have been deleted since.
+        # Do not read the same objects again: they may have been deleted since, and would then seem
+        # to be missing.
         if latest == self._followed:
             return latest
         missing = self.read_objects(self._named(latest))
@@ -170,8 +171,8 @@ class IndexReader:
         return latest
 
     def _named(self, latest: Latest) -> list[BlobInfo]:
-        """Return the objects of the index that ``latest`` names, without their times: only those of
-        commits are used."""
+        """Return the objects of the index that ``latest`` names, with the time 0, because readers
+        use only the times of commits."""
         named: list[BlobInfo] = []
         for name, size in latest.recent:
             # check the name: in a store without a key, a forged ``latest`` may name anything
@@ -188,7 +189,8 @@ class IndexReader:
     ) -> list[str]:
         """Read objects into the replica, unless it contains them; return the names of missing ones.
 
-        :param is_inbox: they are commits. The times in them are limited to those of their blobs.
+        :param is_inbox: the objects are commits. Times in a commit are limited to the time of its
+            blob.
         """
         new = [info for info in infos if self._is_new(info.name)]
         todo = self._in_order(new)
@@ -198,7 +200,7 @@ class IndexReader:
         while todo:
             batch = self._of_one_level(todo[:at_once])
             missing += self._read_some(batch, is_inbox=is_inbox)
-            # leave out the objects that those just read include
+            # leave out objects that the batch includes
             contained = self._replica.contained
             rest = todo[len(batch) :]
             todo = [info for info in rest if info.name not in contained]
@@ -229,8 +231,8 @@ class IndexReader:
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
         """Return the first objects that may be read together: those of one level, because they may
-        include objects of lower levels, which then need not be read. Several together have at most
-        ``_MOST_AT_ONCE_BYTES``.
+        include objects of lower levels, which then need not be read. If they are several, they have
+        at most ``_MOST_AT_ONCE_BYTES`` together.
 
         :param infos: in the order of ``_in_order``, so those of one level are neighbours.
         """
@@ -292,11 +294,13 @@ class IndexReader:
         """Add objects that were read or written to the replica."""
         if not objects:
             return
-        # look before ``apply``, which adds the included names to those that the replica contains
+        # find them before ``apply``, which adds all included names to those that the replica
+        # contains
         needless_parts = self._needless_parts(objects)
         self._replica.apply(objects)
         self._replica.mark_contained(needless_parts)
-        # the objects that were read exist, and so do those that they name
+        # keep the names of these objects, and of all that they name, until lists no longer show
+        # them
         shown = list(needless_parts)
         for name, delta in objects:
             self.unreadable.pop(name, None)
@@ -329,8 +333,9 @@ class IndexReader:
         del self.recent[:-_MOST_RECENT]
 
     def _check_includers(self) -> None:
-        """Find objects whose includer has vanished, deleted by an operator or a rule of the bucket:
-        they count as not included, and the next merge includes them again.
+        """Find objects whose includer has vanished, because an operator or a rule of the bucket has
+        deleted it. From now on, they count as not included, and a later merge or base includes them
+        again.
         """
         not_included: list[str] = []
         for name in self.listed:
@@ -370,7 +375,7 @@ class IndexReader:
         """Return the names that no list has shown for a while."""
         now = self._clock.monotonic()
         old: list[str] = []
-        # a copy, because another thread may commit meanwhile
+        # copy, because another thread may add a commit meanwhile
         names = list(self._replica.contained)
         for name in names:
             # the time of a name that was never shown begins now

@@ -1,4 +1,4 @@
-"""Finds packs that the index does not name, by their own tables, and names them again.
+"""Search for packs that the index does not name. Their own tables suffice to name them again.
 
 Index objects may be lost: deleted by an operator, or damaged. Each pack's blob ends with its table,
 which lists its keys. Packs that have a tombstone stay deleted. Requests, labels and pins are lost
@@ -48,7 +48,8 @@ class Rebuilder:
     """Rebuilds the index of one namespace.
 
     :param replica: has read the objects of the index that are left.
-    :param progress: called with the bytes of the blobs that were examined, and with all of them.
+    :param progress: called after each blob with two numbers of bytes: of the blobs that were
+        examined so far, and of all blobs.
     """
 
     def __init__(

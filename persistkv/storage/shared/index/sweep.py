@@ -38,7 +38,7 @@ _CHECK_S = 3600.0  # seconds between looks whether a sweep is due
 # one day: age of a blob before which no sweep deletes it. A commit is acknowledged only within half
 # a day of its uploads.
 _LEAST_AGE_S = 86_400.0
-# seven days: age of an unknown file before which no sweep deletes it
+# seven days: age from which on a damaged object of the index does not prevent sweeps
 _JUNK_S = 7 * 86_400.0
 _TRIES = 4  # maximum number of lists in one reading of the index, while merges replace objects
 _STARTED = struct.Struct("<d")  # time at which a sweep began, on the medium's clock
@@ -58,7 +58,7 @@ class _Damage(NamedTuple):
 
 class Sweeper:
     """Sweeps the blobs of one namespace. One thread at a time may call ``step``, any thread
-    ``sweep``, both beside commits and merges."""
+    ``sweep``. Commits and merges may run meanwhile."""
 
     def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
         self._medium = medium
@@ -103,7 +103,7 @@ class Sweeper:
             self._medium.listed(self._names.packs)
             now = self._medium.time.now()
         if not now:
-            # without a time, the store has no packs that a sweep could delete
+            # no time is known because there are no packs, so there is nothing to sweep
             return False
         # a start more than a day ahead was written by a wrong clock, and does not count
         is_recent = -INTERVAL_S < now - started < INTERVAL_S
@@ -120,7 +120,7 @@ class Sweeper:
             text = "%s: no sweep, because the clocks of the medium and of this machine differ"
             logger.warning(text, self._names.base)
             return 0
-        # data keys that were deleted, and that a late upload has restored
+        # delete data keys again that were destroyed and that a late upload has restored
         restored = self._medium.keys.undeleted()
         self._medium.keys.destroy(restored)
         unnamed = self._old_blobs(now)
@@ -160,7 +160,8 @@ class Sweeper:
         return {info.name for info in unheld if info.time < old_before}
 
     def _named(self, blobs: set[str], now: float) -> set[str]:
-        """Return those of the blobs that the index names and has not ended.
+        """Return the names of the blobs that the index names, without those of packs that have a
+        tombstone.
 
         :raises _BlockedError: an object of the index cannot be read.
         """
@@ -208,8 +209,8 @@ class Sweeper:
 
     def _is_junk(self, info: BlobInfo, now: float) -> bool:
         """Return whether an object that does not read counts as junk: it is seven days old, and
-        this handle knows all data keys of the store itself, so it is damaged and not only sealed
-        with another one.
+        this handle knows all data keys of the store itself, so the object is damaged, and not only
+        sealed with a data key that the handle lacks.
 
         :raises StoreError: the medium failed.
         """

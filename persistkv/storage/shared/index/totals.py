@@ -1,10 +1,11 @@
 """Capacity and quotas of a store with several namespaces.
 
 Each engine that merges publishes, once a minute, how many bytes of its namespace were last used
-before which time. From these *totals* of all namespaces follows a horizon: without the content that
-was last used before it, the store fits its capacity. Each namespace evicts older content. Totals
-that are not up to date do no harm: the next ones correct them. A namespace that no engine uses is
-evicted by the engine that finds its totals oldest. A namespace without content has no totals.
+before which time. From these *totals* of all namespaces follows a *horizon*, a time: without the
+content that was last used before it, the store fits its capacity. Each namespace evicts content
+that is older than the horizon. Totals that are not up to date do no harm: the next ones correct
+them. If totals become old, no engine uses their namespace: an engine of another namespace then
+evicts its content. A namespace without content has no totals.
 
 The quota of a tenant is shared by the namespaces in the same way: totals also contain those of each
 tenant with a quota. Content above a quota is evicted first: it counts neither for the capacity nor
@@ -51,14 +52,14 @@ class Totals(ArrayStruct, frozen=True):
     """Bytes of one namespace, or of one tenant in it, by their last use."""
 
     num_bytes: int
-    """Of all its content."""
+    """Bytes of all content."""
     ages: Sequence[tuple[float, int]]
     """Steps of (time, bytes that were last used at this time or earlier), ascending."""
     tenants: Mapping[bytes, Totals] = {}
     """Totals of the tenants with a quota, by the digests of their names."""
 
     def used_until(self, time: float) -> int:
-        """Return the bytes that were last used at a time or earlier."""
+        """Return how many bytes were last used at ``time`` or earlier."""
         num_bytes = 0
         for step_time, bytes_until in self.ages:
             if step_time > time:
@@ -67,7 +68,7 @@ class Totals(ArrayStruct, frozen=True):
         return num_bytes
 
     def later(self, seconds: float) -> Totals:
-        """Return totals with all times of use moved to some seconds later."""
+        """Return totals in which all times of use are later by ``seconds``."""
         ages: list[tuple[float, int]] = []
         for step_time, bytes_until in self.ages:
             later_time = step_time + seconds
@@ -80,8 +81,8 @@ class Totals(ArrayStruct, frozen=True):
     def without(self, horizons: Mapping[bytes, float]) -> Totals:
         """Return totals without the content that quotas of tenants will evict.
 
-        :param horizons: of the tenants above their quotas, by the digests of their names: content
-            that was last used before is evicted.
+        :param horizons: for each tenant above its quota, by the digest of its name: the time before
+            which its content is evicted.
         """
         # the steps of ages are coarse, so the difference may be negative
         evicted = self._evicted(horizons, math.inf)
@@ -94,15 +95,15 @@ class Totals(ArrayStruct, frozen=True):
         return Totals(num_bytes, ages)
 
     def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
-        """Return whether any content was last used before the horizon of all content, or of its
-        tenant."""
+        """Return whether there is content to evict: it was last used before ``horizon``, or before
+        the horizon of its tenant (``without``)."""
         within_quotas = self.without(horizons)
         has_excess = within_quotas.num_bytes < self.num_bytes
         return has_excess or self.used_until(horizon) > 0
 
     def _evicted(self, horizons: Mapping[bytes, float], time: float) -> int:
-        """Return the bytes that tenants last used before their horizons, and at a time or
-        earlier."""
+        """Return how many bytes were last used at ``time`` or earlier, and before the horizon of
+        their tenant (``without``)."""
         num_bytes = 0
         for tenant, horizon in horizons.items():
             totals = self.tenants.get(tenant, _NOTHING)
@@ -115,7 +116,7 @@ class PublishedTotals(NamedTuple):
     """Totals that an engine has published."""
 
     written: float
-    """On the medium's clock: seconds since the epoch."""
+    """Time of their blob, on the medium's clock: seconds since the epoch."""
     totals: Totals
 
 
@@ -128,7 +129,8 @@ class TotalsBoard:
         self._medium = medium
         self._clock = medium.clock
         self._published: dict[bytes, PublishedTotals] = {}
-        """As they were read last, by namespace: also of those that this handle uses."""
+        """Totals as they were read last, by namespace; those of the namespaces that this handle
+        uses included."""
         self._own: dict[bytes, Totals] = {}
         """Totals of the namespaces that this handle uses, as it has published them last."""
         self._next_list_at = -math.inf
@@ -140,7 +142,8 @@ class TotalsBoard:
         """Write the totals of a namespace, and read those of all others. If there are more than
         1,000, only some calls read: a list takes a request for each 1,000.
 
-        :raises StoreError: the medium or the replica failed; the totals before are kept.
+        :raises StoreError: the medium or the replica failed; the totals that were read before are
+            kept.
         """
         totals = self._publish(replica, policy)
         now = self._clock.monotonic()
@@ -197,8 +200,9 @@ class TotalsBoard:
 
     def _recent(self) -> dict[bytes, PublishedTotals]:
         """Return the totals that engines have written lately, as they were read before. They count
-        even if they are missing now: an operator has deleted them, and their engines write them
-        again within a minute; or the namespace has become empty, and counts for a minute more.
+        even if they are missing now: either an operator has deleted them, and their engines write
+        them again within a minute; or the namespace has become empty, and its old totals count for
+        a minute more.
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():
@@ -213,12 +217,12 @@ class TotalsBoard:
         names = self._medium.names
         for info in self._medium.listed(names.totals):
             namespace = names.parse_totals(info.name)
-            # otherwise, another program has written the blob
+            # the namespace is None if another program has written the blob
             if namespace is not None:
                 yield namespace, info.time
 
     def _fetch(self, namespace: bytes) -> Totals:
-        """Return the totals of a namespace; those of an empty one if they are junk, or were
+        """Return the totals of a namespace; empty totals if their blob is unreadable, or was
         deleted."""
         try:
             name = self._medium.names.totals_of(namespace)
@@ -232,12 +236,13 @@ class TotalsBoard:
 
         The namespaces in use share the free space equally. A part of the capacity is kept free, so
         that a growing namespace evicts the oldest content of the store, and not only its own. Bytes
-        that others will evict are not free before their totals show it: meanwhile, each namespace
-        of a store that exceeds its capacity gives up the same fraction, whatever its age.
+        that other namespaces will evict count as free only when their totals show it. Until then,
+        each namespace of a store that exceeds its capacity evicts the same fraction of its content,
+        whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        # before the first exchange, the other totals are not known: this namespace may use the
-        # whole limits
+        # before the first exchange, no totals of other namespaces are known, and this one may use
+        # the whole limits
         others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)
@@ -264,8 +269,8 @@ class TotalsBoard:
             # an engine in use publishes its totals once a minute
             is_in_use = 0 < age_s <= TOTALS_S
             if is_in_use:
-                # The engine of that namespace goes on using its content, so move the times of use
-                # on with the clock. Otherwise, each engine would take its own content for the
+                # The engine of that namespace keeps using its content, so add the age of the totals
+                # to the times of use. Otherwise, each engine would take its own content for the
                 # newest.
                 totals = totals.later(age_s)
             others.append(totals)
@@ -350,11 +355,12 @@ class NamespaceLimits:
         return is_time or policy != self._policy or self._has_grown()
 
     def _has_grown(self) -> bool:
-        """Return whether the namespace, or what it holds of a tenant, has grown so much that a
+        """Return whether the namespace, or the content of a tenant in it, has grown so much that a
         refresh is due.
 
         The bound is 1/64 of the capacity, or half of the namespace's share of the free space, which
-        may be less: without a new share, it would evict content although the store has room.
+        may be less: without a new share, the namespace would evict content although the store has
+        room.
         """
         capacity = self._policy.capacity
         if capacity is not None:
@@ -375,14 +381,14 @@ class NamespaceLimits:
         return False
 
     def _has_used_share(self, growth: int) -> bool:
-        """Return whether half of the share of the free space is used, at least 5 s after the last
-        refresh.
+        """Return whether the namespace has used half of its share of the free space, and the last
+        refresh was at least 5 s ago.
 
-        :param growth: bytes that the namespace has grown by since then.
+        :param growth: bytes by which the namespace has grown since that refresh.
         """
         pause_s = self._clock.monotonic() - self._refreshed_at
         whole = self.current.whole
-        # not too often, because an exchange takes several requests
+        # do not refresh too often, because an exchange takes several requests
         if pause_s < _LEAST_TOTALS_S or whole is None:
             return False
         # a horizon means that the store evicts old content: there is no room left to share
@@ -408,8 +414,8 @@ class NamespaceLimits:
         self._note_size()
         namespace = self._replica.namespace
         has_limits = policy.capacity is not None or bool(policy.quotas)
-        # also if there is only a ttl: totals show the namespaces without an engine, whose content
-        # must expire
+        # exchange totals even if there is only a ttl: they show which namespaces have no engine of
+        # their own to let their content expire
         if has_limits or policy.ttl_s is not None:
             try:
                 self._board.exchange(self._replica, policy)
@@ -432,7 +438,8 @@ def _with_quota(replica: Replica, policy: Policy) -> list[TenantTotals]:
 
 
 def _tenant_totals(replica: Replica, policy: Policy) -> dict[bytes, Totals]:
-    """Return the published totals of the tenants in a namespace that have a quota."""
+    """Return the totals to publish of the tenants in a namespace that have a quota, by the digest
+    of the name."""
     found: dict[bytes, Totals] = {}
     for one in _with_quota(replica, policy):
         if not one.stored_bytes:
@@ -498,7 +505,7 @@ def _bound(
     """Return how much of a limit one namespace may use; the whole limit without others.
 
     :param mine: totals of the namespace.
-    :param others: those of the other namespaces for which the limit is, too.
+    :param others: totals of the other namespaces that share the limit.
     :param limit: capacity or quota in bytes.
     :param num_sharing: number of namespaces that share the free space.
     """
@@ -529,7 +536,7 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     """Return the time before which content is evicted, to leave ``free`` bytes of a limit free;
     minus infinity: nothing is evicted.
 
-    :param all_totals: of all content for which the limit is.
+    :param all_totals: totals of all content to which the limit applies.
     """
     num_bytes = sum(totals.num_bytes for totals in all_totals)
     excess = num_bytes - limit + free

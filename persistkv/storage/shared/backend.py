@@ -70,7 +70,7 @@ from persistkv.tenants import check_tenant
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 5.0  # seconds of pause after a defect in the background work
+_RETRY_S = 5.0  # seconds until the next step after a defect in the background work
 _LEAST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 30.0
 _MOST_IDENTITY_BYTES = MAX_SMALL_BYTES - 1024  # its blob has 1 KiB of other content
@@ -229,10 +229,10 @@ class SharedBackend(Backend):
             return backend.rebuild_index(progress)
 
     def rebuild_index(self, progress: Callable[[int, int], None]) -> Rebuilt | None:
-        """Commit all packs again that no index names, and return their totals. None: no namespace
+        """Commit again all packs that no index names, and return their totals. None: no namespace
         has such packs, nor blobs that were skipped.
 
-        :raises StoreError: the medium failed; packs that were named before stay.
+        :raises StoreError: the medium failed; packs that were committed before stay committed.
         """
         tables: list[PackTable] = []
         skipped: Counter[str] = Counter()  # reason → number of blobs
@@ -248,7 +248,7 @@ class SharedBackend(Backend):
             return None
         blocks = sum(len(table.keys) for table in tables)
         stored_bytes = sum(table.payload_length for table in tables)
-        # count what was read: only the tables of the blobs
+        # only the tables of the blobs were read
         table_bytes = sum(len(table.encode()) for table in tables)
         return Rebuilt(
             packs=len(tables),
@@ -283,7 +283,7 @@ class SharedBackend(Backend):
         try:
             self._step_store()
         except (StoreError, ConfigurationError) as error:
-            # ConfigurationError means that another key had replaced that of this handle before the
+            # ConfigurationError: another store key had replaced that of this handle before the
             # medium answered for the first time
             self._log(error)
         due_at = self._policy.due_at
@@ -294,8 +294,8 @@ class SharedBackend(Backend):
                 namespace.step(self._policy.current())
             except StoreError as error:
                 self._log(error)
-                # Repeat the step soon, because it has left the rest of its work. The part that
-                # failed is repeated after a pause of its own.
+                # Repeat the step soon, because the rest of its work was skipped. The part that
+                # failed waits for a pause of its own.
                 due_at = -math.inf
             due_at = min(due_at, namespace.due_at())
         now = self._medium.clock.monotonic()
@@ -333,8 +333,8 @@ class SharedBackend(Backend):
     # Policy
 
     def _refresh_policy(self) -> None:
-        """Read the policy. If another store is in the place of the one before, read its content
-        anew.
+        """Read the policy. If another store has replaced the one that was read before, open its
+        namespaces with empty replicas.
 
         :raises StoreError: the medium failed; or the handle is read-only and there is no store.
         """
@@ -680,8 +680,8 @@ class SharedBackend(Backend):
             thread = self._thread
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
-            # keep the namespaces open if the thread is alive: it waits for a medium that hangs, and
-            # uses them
+            # keep the namespaces open if the thread is alive: it uses them, and waits for a medium
+            # that hangs
             if thread is None or not thread.is_alive():
                 self._opened.close()
         finally:

@@ -33,7 +33,8 @@ R = TypeVar("R")
 class Calls:
     """Runs calls concurrently, at most ``connections`` at a time, in daemon threads of its own.
 
-    :param connections: 1: calls run in the caller's thread.
+    :param connections: if 1, calls run in the caller's thread.
+    :param name: prefix of the threads' names.
     """
 
     def __init__(self, connections: int, name: str) -> None:
@@ -52,9 +53,10 @@ class Calls:
             return [call(argument) for argument in arguments]
         futures = [pool.submit(call, argument) for argument in arguments]
         try:
-            wait(futures)  # so that no call uses the caller's memory after the return
+            wait(futures)  # no call may use the caller's memory after the return
         finally:
-            # cancels calls after a KeyboardInterrupt only; otherwise, all have ended
+            # after a KeyboardInterrupt, this cancels the queued calls; otherwise all calls have
+            # ended
             for future in futures:
                 future.cancel()
         return [future.result() for future in futures]
@@ -83,7 +85,7 @@ class Medium:
     everything else.
 
     :param blobs: closed with this object.
-    :param key: of the store; None: it has none.
+    :param key: the store key; None: the store has none.
     """
 
     def __init__(self, blobs: Blobs, key: StoreKey | None, clock: Clock) -> None:
@@ -112,8 +114,8 @@ class Medium:
         return StoreNames(self.keys.keyring_id)
 
     def entry_time(self) -> float:
-        """Return the time of an entry that an index object gets now. If it is unknown, it is later
-        than any: readers limit it to the time of the object (``Delta.clamped``)."""
+        """Return the time of an entry that an index object gets now. If it is unknown, return a
+        time later than any: readers limit it to the time of the object (``Delta.clamped``)."""
         return self.time.time_of_use() or LATEST_TIME
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -154,7 +156,8 @@ class Medium:
         done = self.blobs.read(name, start, length, buffers)
         if done == length:
             return buffer
-        # a copy, because the length is often a limit, and much larger than the blob
+        # return a copy of the first bytes: the length is often a limit, and the buffer much larger
+        # than the blob
         return buffer[:done]
 
     def whole(self, name: str, limit: int) -> bytearray:

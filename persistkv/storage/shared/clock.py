@@ -54,7 +54,7 @@ class ServerTime:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._newest: _ReplyTime | None = None
-        """Of the newest reply; None: no reply yet."""
+        """Time in the newest reply; None: no reply yet."""
         self._confirmed: _ReplyTime | None = None
         """The latest time that agreed with the machine's clock when it arrived; None: none yet."""
 
@@ -70,7 +70,7 @@ class ServerTime:
 
     def _note_confirmed(self, server_time: float) -> None:
         """Remember a time of the medium if the machine's clock confirms it, and if it is later than
-        the confirmed ones before."""
+        all times that were confirmed before."""
         if not self._is_confirmed(server_time):
             return
         if server_time > self._extrapolate(self._confirmed):
@@ -92,11 +92,11 @@ class ServerTime:
             self._note_confirmed(server_time)
 
     def now(self) -> float:
-        """Return the medium's time in seconds since the epoch; 0 if it has never told it."""
+        """Return the medium's time in seconds since the epoch; 0 if no reply has shown it."""
         return self._extrapolate(self._newest)
 
     def now_or_wall(self) -> float:
-        """Return the medium's time; the machine's time if the medium has never told it."""
+        """Return the medium's time; the machine's time if no reply has shown it."""
         return self.now() or self._clock.wall()
 
     def time_of_use(self) -> float:

@@ -35,7 +35,8 @@ NONCE_BYTES = 16  # random bytes in each name: 128 bits
 NAME_BYTES = ID_BYTES + NONCE_BYTES
 # 32 MiB: readers skip larger index objects, so writers write none
 MAX_OBJECT_BYTES = 32 << 20
-MAX_SMALL_BYTES = 256 << 10  # 256 KiB: identities, policy, notes, statuses, ``latest``
+# 256 KiB: maximum size of identities, policy, notes, statuses and ``latest``
+MAX_SMALL_BYTES = 256 << 10
 MAX_VERSION = 1 << 62
 LATEST_TIME = float(1 << 40)  # seconds since the epoch: a time that no clock reaches
 # least level of a base (``Names.level``); segments have smaller ones
@@ -45,7 +46,8 @@ _MAX_MILLISECONDS = (1 << 48) - 1
 
 _HEADER = struct.Struct("<8sI")  # magic number, ``FORMAT_VERSION``
 _MAGIC = b"PKVINDEX"
-PLAIN_NAME = "plain"  # in names, stands for the id of a keyring
+# in the names of a store without a key, in place of the id of a keyring
+PLAIN_NAME = "plain"
 _HEX = re.compile(r"([0-9a-f]{32})")
 _KEY = re.compile(r"([0-9a-f]{16})")
 # first part of a blob's name, for a namespace (``Names.base``) or for the store (``StoreNames``)
@@ -93,9 +95,9 @@ class PackEntry(ArrayStruct, frozen=True):
     """Drawn when the pack was uploaded. Pack id and nonce are the name of its blob, which is never
     used again."""
     body: bytes
-    """The encoded table."""
+    """The encoded ``PackTable``."""
     time: Time
-    """Of its last use, on the medium's clock: seconds since the epoch."""
+    """Time of its last use, on the medium's clock: seconds since the epoch."""
 
     @property
     def name(self) -> bytes:
@@ -106,7 +108,7 @@ class ManifestEntry(ArrayStruct, frozen=True):
     """A request that was written. The newest version of a request counts."""
 
     digest: _Id
-    """Of the request's id, 16 bytes."""
+    """Digest of the request's id, 16 bytes."""
     version: _Version
     time: Time
     head: bytes
@@ -202,7 +204,7 @@ Timed = TypeVar("Timed", PackEntry, UseEntry, Tombstone, ManifestEntry, Dropped)
 
 
 def _clamped(entries: Iterable[Timed], latest: float) -> list[Timed]:
-    """Return entries with times of ``latest`` at most."""
+    """Return entries in which ``latest`` replaces later times."""
     found: list[Timed] = []
     for entry in entries:
         time = min(entry.time, latest)
@@ -222,16 +224,16 @@ class Latest(ArrayStruct, frozen=True):
     objects, and which engine merges, but no content depends on it."""
 
     writer: bytes
-    """Random name of the handle that merged last."""
+    """Random name of the handle that has merged last."""
     time: Time
-    """On the medium's clock."""
+    """Time of that merge, on the medium's clock."""
     recent: Sequence[tuple[str, _Length]]
     """Names and sizes in bytes of index objects that were written recently, newest last."""
 
 
 def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these
-    names. The lists are only joined: an entry that occurs twice counts once when it is applied."""
+    names. The lists are only joined: an entry may occur twice, and replicas apply it once."""
     packs: list[PackEntry] = []
     uses: list[UseEntry] = []
     removed: list[Tombstone] = []
@@ -345,18 +347,19 @@ _LATEST = msgspec.msgpack.Decoder(Latest)
 
 
 def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | None:
-    """Return the bytes in the name of a blob below a prefix; None: it is another name."""
+    """Return the bytes whose hexadecimal digits follow ``prefix`` in the name of a blob; None: the
+    name has another form."""
     if not blob.startswith(prefix):
         return None
     found = pattern.fullmatch(blob, len(prefix))
     if found is None:
         return None
-    # one part; the name of a pack has two, pack id and nonce
+    # the pattern of a pack has two groups, pack id and nonce; other patterns have one
     hex_parts = found.groups()
     return bytes.fromhex("".join(hex_parts))
 
 
-# a cache, because ``latest`` names the same objects many times
+# cache the results, because ``latest`` names the same objects many times
 @lru_cache(maxsize=4096)
 def _level(name: str) -> int:
     """Return ``Names.level`` of a name without the prefix ``index/``."""
@@ -371,7 +374,7 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
-        # These are names, or prefixes of names, which end with a slash.
+        # Prefixes of names end with a slash; the other values are whole names.
         self.base = f"{namespace.hex()}-{keyring_id}/"
         self.inbox = f"{self.base}inbox/"
         self.index = f"{self.base}index/"
@@ -379,7 +382,7 @@ class Names:
         self.keys = f"{self.base}keys/"
         self.latest = f"{self.base}latest"
         self.swept = f"{self.base}swept"
-        """Of the blob that records when the last sweep began."""
+        """Name of the blob that records when the last sweep began."""
 
     def pack(self, name: bytes) -> str:
         """Return the name of the blob of a pack, whose pack id and nonce are ``name``."""
@@ -400,7 +403,8 @@ class Names:
         return _parse_bytes(_HEX, self.keys, blob)
 
     def new_commit(self, random: Random) -> str:
-        """Return a name for a commit in the inbox. It is random only: commits have no order."""
+        """Return a name for a commit in the inbox. It is only random, because commits have no
+        order."""
         nonce = random.randbytes(NONCE_BYTES)
         return f"{self.inbox}{nonce.hex()}"
 
@@ -417,7 +421,8 @@ class Names:
         return f"{self.index}{level:08x}-{milliseconds:012x}-{nonce.hex()}"
 
     def level(self, blob: str) -> int:
-        """Return the level of an object in ``index/``; 0: it is a commit, or no such name.
+        """Return the level of an object in ``index/``; 0: the name is that of a commit, or has
+        another form.
 
         It is 1 for a segment that includes only commits; more than the level of every object that
         it includes; ``BASE_LEVEL`` or more for a base.
@@ -443,7 +448,7 @@ class StoreNames:
 
     def __init__(self, keyring_id: str = PLAIN_NAME) -> None:
         base = keyring_id
-        # these are names, or prefixes of names, which end with a slash
+        # prefixes of names end with a slash; the other value is a whole name
         self.policy = f"{base}/policy"
         self.identities = f"{base}/identities/"
         self.totals = f"{base}/totals/"
@@ -492,5 +497,5 @@ def key_of(blob: str) -> str:
     return "" if found is None else found[1]
 
 
-# stands for the namespace in ``record_name`` for blobs that belong to none
+# id in place of that of a namespace in ``record_name``, for blobs of the whole store
 NO_NAMESPACE = bytes(ID_BYTES)

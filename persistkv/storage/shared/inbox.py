@@ -59,7 +59,7 @@ class _Start(NamedTuple):
     """The beginning of a commit, on each clock, in seconds."""
 
     medium: float
-    """Time of the first request; later than any while the medium's time is unknown."""
+    """Time of the first request; ``LATEST_TIME`` while the medium's time is unknown."""
     monotonic: float
     wall: float
 
@@ -95,7 +95,8 @@ class Inbox:
         """Upload the packs of a batch, write its commit to the inbox, and apply it to the replica
         (``Backend.commit``). A batch that only uses packs is not written now."""
         plan = self._replica.plan(batch)
-        # the replica has changed since the caller read its changes
+        # the replica has changed since the caller chose this batch: the caller must read the
+        # changes first
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
@@ -106,12 +107,12 @@ class Inbox:
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # A sweep deletes old uploads that nothing names, so a commit that has taken too long must
-        # not name them. This passes the start's own time on the medium, so only the machine's
-        # clocks are checked; ``_publish`` checks the medium's, too.
+        # not name them. With the start's own time as ``written``, this call checks only the clocks
+        # of the machine; ``_publish`` checks the medium's clock, too.
         self._check_age(start, written=start.medium)
         # a tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
-        # at the start, the medium's time may have been unknown; the replies to the uploads have it
+        # take the time from the replies to the uploads if it was unknown at the start
         earliest = min(start.medium, upload.earliest)
         start = start._replace(medium=earliest)
 
@@ -164,7 +165,7 @@ class Inbox:
         uses = _uses_at(now, used, batch.manifests)
         content = Delta(packs, uses)
         requests = self._requests(batch.manifests, upload.places, plan.pins, now)
-        # tombstones of what the batch deletes
+        # end the packs and requests that the batch removes
         removals = self._replica.tombstones(plan.removals, now)
         return union([content, requests, removals])
 
@@ -205,9 +206,10 @@ class Inbox:
         return Delta(manifests=manifests, pins=pin_entries)
 
     def _least_version(self) -> int:
-        """Return the least version of a request. Where tenants were forgotten, it is the medium's
-        time in milliseconds: engines that have not learned it may know versions of the request
-        that this one cannot, and must not take the new one for an older version.
+        """Return the least version of a request. In a store with forgotten tenants, it is the
+        medium's time in milliseconds. An engine that has not read the record of a tenant yet may
+        hold greater versions of the request than this replica, and must not take the new version
+        for an older one.
         """
         medium = self._medium
         if not medium.records.forgotten.tenants:
@@ -279,7 +281,8 @@ class Inbox:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
-            # move it to the end, because the uses are in the order of their times
+            # delete an earlier use first: the new one is then the last, as the order of the times
+            # requires
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         waited_s = self._clock.monotonic() - self._published_at
@@ -289,7 +292,7 @@ class Inbox:
     def write_uses(self) -> None:
         """Publish waiting uses and tombstones in a commit of their own.
 
-        :raises StoreError: the commit failed; they wait for the next one.
+        :raises StoreError: the commit failed; the uses and tombstones wait for the next commit.
         """
         if self._uses or self._lost:
             self._publish(Delta(), self._start())

@@ -1,17 +1,18 @@
 """Keys of a shared store: which of its data keys this handle knows.
 
 1. The wrapped data keys of the store are blobs ``keyrings/<store key>/<random name>``. An engine
-   that creates a store writes one. Several may do so at once: each uses the data keys of all.
+   that creates a store writes one. Several may do so at once: each uses the data keys that any of
+   them has written.
 2. No name is written twice, except ``replaced``: a deletion that takes effect late destroys no keys
    that were written since, as by a rotation back.
-3. The content of a keyring is under its id. The id is that of the store key that made it, so these
-   engines agree on it; a rotation does not change it.
+3. The content of a keyring is under its id. The id is that of the store key that made it, so
+   engines that create the store at once agree on it; a rotation does not change it.
 4. A rotation writes one blob for the new store key, then a blob ``replaced`` for the old one, then
    deletes the others of the old one. While one is left, the old key opens the store, so that a
    rotation that was killed can be repeated. A handle that is open keeps its keys. Of an old key
-   that has a blob ``replaced``, only the data keys that are under the new one, too, count: others
-   are from an engine whose request took effect after the rotation, and the new key cannot read
-   what they seal.
+   that has a blob ``replaced``, only the data keys that are under the new one, too, count: other
+   data keys are from an engine whose request took effect after the rotation, and the new key cannot
+   read content that they seal.
 5. No data key of the store is made where content is whose keys are missing, or for a key that was
    replaced.
 6. The data keys of tenants are blobs ``<keyring>/tenants/<data key>``, sealed records of the store:
@@ -76,8 +77,8 @@ class StoreKeys:
         self._medium = medium
         self._key = key
         self._keyring: Keyring | None = None
-        """Data keys that are known; None: not read yet, or the store has no key. Changes replace
-        the object as a whole, so readers need no lock."""
+        """Data keys that are known; None: none was read yet, or the store has no key. Each change
+        replaces the whole object, so readers need no lock."""
         self._lock = medium.clock.lock()
         """Held by a thread that changes ``_keyring``. Reentrant."""
         self._reloaded_at = -math.inf
@@ -121,7 +122,8 @@ class StoreKeys:
             wrapped = self._read(self._key)
             if not wrapped and creates:
                 self._create(self._key)
-                # read again: engines that create the store at the same time all use the keys of all
+                # read again: of engines that create the store at the same time, each uses the data
+                # keys of all
                 wrapped = self._read(self._key)
             if not wrapped:
                 return False
@@ -390,9 +392,9 @@ class StoreKeys:
         wrapped = _joined(self._blobs(key.id))
         if not wrapped:
             return False
-        # After a rotation, engines make no data keys under the old store key. A killed rotation may
-        # have left this blob there. Or its upload took effect late: then the new store key cannot
-        # read what its keys seal.
+        # Use no blob of a store key that was replaced. Either a killed rotation has left the blob,
+        # or its upload took effect late: then the new store key cannot read content that its keys
+        # seal.
         is_replaced = bool(self._successor(key.id))
         if is_replaced:
             return False
@@ -418,7 +420,8 @@ class StoreKeys:
         self._keyring = self._known().extended(usable)
 
     def _tenant_key(self, name: str) -> DataKey | None:
-        """Return the data key of a tenant in a blob; None if it is absent, damaged or no key."""
+        """Return the data key of a tenant in a blob; None if the blob is missing, damaged or no
+        key."""
         key_id = self._names.parse_tenant(name)
         if key_id is None:
             return None
@@ -434,10 +437,11 @@ class StoreKeys:
         self._medium.put(name, [record])
 
     def _read(self, key: StoreKey) -> list[WrappedKey]:
-        """Return the data keys of the store that are wrapped with a store key; of a replaced one,
-        those that also a key after it wraps.
+        """Return the data keys of the store that are wrapped with a store key; of a store key that
+        was replaced, only data keys that a newer store key wraps, too.
 
-        :raises ConfigurationError: another key has replaced it.
+        :raises ConfigurationError: another store key has replaced it, and left it no usable data
+            keys.
         """
         wrapped = _joined(self._blobs(key.id))
         # read the successors after the blobs: a rotation that begins between the two reads takes

@@ -38,8 +38,8 @@ class SharedNamespace:
     """A namespace that a handle has opened. Any thread may read; one thread at a time may commit,
     another one steps.
 
-    :param namespace: its id.
-    :param folder: of the replica.
+    :param namespace: id of the namespace.
+    :param folder: directory of the replica.
     :param board: totals of all namespaces of the store, from which the limits of this one follow.
     :param is_writable: whether this handle commits and merges.
     :raises StoreError: the replica cannot be opened.
@@ -83,8 +83,8 @@ class SharedNamespace:
         self._sweeper = Sweeper(medium, self._names, self.replica)
         clock = medium.clock
         self._lock = clock.lock()
-        """Held while the index is read, merged or limited: a step may hold it for long. Commits
-        take it only to open and to make room."""
+        """Held while the index is read or merged, and while the limits change: a step may hold it
+        for long. Commits take it only to open the index and to make room."""
         self.is_open = False
         """Whether the index was read once. Before, nothing is held, and commits are refused."""
         self._open_at = clock.monotonic()
@@ -104,7 +104,7 @@ class SharedNamespace:
 
         :raises StoreError: the medium failed; ``is_open`` stays False.
         """
-        # checked without the lock first: a step may hold it for long, and each commit passes here
+        # check without the lock first: a step may hold it for long, and each commit comes here
         if not self.is_open:
             self._open()
 
@@ -114,7 +114,7 @@ class SharedNamespace:
             if self.is_open:
                 return
             now = self._medium.clock.monotonic()
-            # time of the next attempt if this one fails
+            # if this attempt fails, ``step`` makes the next one at this time
             self._open_at = now + _RETRY_S
             self._remove_forgotten()
             inbox = self.reader.refresh(inbox_age_s=0.0, stable=True)
@@ -123,7 +123,7 @@ class SharedNamespace:
             self.is_open = True
             self.follower.start()
             self._limits.start()
-            # plan a merge: commits that wait now may be those of an engine that was killed
+            # plan a merge: the engine that has written the waiting commits may have been killed
             if inbox:
                 self.merger.schedule.plan_merge(now)
 
@@ -179,7 +179,8 @@ class SharedNamespace:
         """
         self.open()
         self.follower.note_use()
-        # only for new content, because deletions must not wait for a merge, nor fail with it
+        # make room only for new content, because deletions must neither wait for a merge nor fail
+        # with it
         if batch.packs or batch.manifests:
             self._make_room(batch)
         # check the quotas last, because the evictions may have made room in them
@@ -201,7 +202,7 @@ class SharedNamespace:
             # do not merge if nothing can be evicted: all that is left may be pinned
             if not self.merger.evicts(limits):
                 return
-            # first look, because another engine may have evicted meanwhile
+            # read ``latest`` first, because another engine may have evicted meanwhile
             self.follower.look()
             if self.merger.is_over(limits, tenants):
                 self.merger.merge(limits)
@@ -211,7 +212,8 @@ class SharedNamespace:
 
         :raises QuotaExceededError: they are larger than the quota, or pinned content exceeds it.
         """
-        # let the batch pass: it writes packs in place of those that it deletes
+        # skip the check for a batch that also deletes: its new packs take the place of the deleted
+        # ones
         if batch.deletions or batch.bad:
             return
         limits = self._limits.current
@@ -221,7 +223,7 @@ class SharedNamespace:
             if bound is None:
                 continue
             is_over = self.merger.is_tenant_over(limits, digest)
-            # whether all that remains is pinned
+            # nothing can be evicted if all packs of the tenant are pinned
             is_stuck = is_over and not self.replica.has_evictable(digest)
             if is_stuck or num_bytes > bound.limit:
                 raise QuotaExceededError(tenant, num_bytes, bound.limit)
@@ -285,7 +287,7 @@ class SharedNamespace:
         """Commit packs again that the index does not name; return their tables, and the number of
         skipped blobs by reason.
 
-        :raises StoreError: the medium failed; packs that were named before stay.
+        :raises StoreError: the medium failed; packs that were committed before stay committed.
         """
         with self._lock:
             self.refresh()

@@ -63,7 +63,7 @@ class OpenedNamespaces:
 
     def __iter__(self) -> Iterator[SharedNamespace]:
         """Iterate over the namespaces that are open now."""
-        # copies, because another thread may open a namespace meanwhile
+        # iterate over copies, because another thread may open a namespace meanwhile
         yield from list(self._opened.values())
         for abandoned in list(self._abandoned.values()):
             yield abandoned.namespace
@@ -108,7 +108,8 @@ class OpenedNamespaces:
         found = self._board.abandoned(self._policy.current())
         if found is None or found in self._opened or found in self._abandoned:
             return
-        # take it by chance: a thousand engines may find it at once, and few of them should take it
+        # take the namespace by chance: a thousand engines may find it at once, and few should open
+        # it
         takes_it = clock.random.random() < _CARE_CHANCE
         if takes_it and len(self._abandoned) < _MOST_ABANDONED:
             namespace = self._make(found)
@@ -116,7 +117,7 @@ class OpenedNamespaces:
 
     def _release_abandoned(self, now: float) -> None:
         """Close the abandoned namespaces whose time is over, or that the engine of this handle uses
-        now; make the others publish their totals."""
+        now; make the remaining ones publish their totals."""
         for namespace_id, abandoned in list(self._abandoned.items()):
             is_used = namespace_id in self._opened
             if is_used or now > abandoned.until:

@@ -55,7 +55,7 @@ class SharedOptions(KeyOptions, frozen=True):
             return None
         try:
             kind = remote_type(existing_parent(directory))
-        except OSError:  # the error of opening the replica will tell more
+        except OSError:  # opening the replica raises an error that tells more
             return directory
         if kind is None:
             return directory
@@ -91,7 +91,7 @@ def parse_shared(
     options: Mapping[str, str],
     where: str,
 ) -> tuple[SharedOptions, dict[str, str]]:
-    """Return the options of the store, and the others, which are those of its medium.
+    """Return the options of the store, and the remaining options, which are those of its medium.
 
     :param where: scheme of the URL, for errors.
     :raises ConfigurationError: a value is invalid.
@@ -101,7 +101,7 @@ def parse_shared(
     for name, value in options.items():
         if name not in SHARED_NAMES:
             rest[name] = value
-        # handled here, because ``parse_duration`` refuses 0
+        # convert 0 here, because ``parse_duration`` refuses it
         elif name == "refresh" and value == "0s":
             values[name] = 0.0
         elif name == "capacity":

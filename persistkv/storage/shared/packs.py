@@ -76,9 +76,9 @@ class Upload(NamedTuple):
     """Blobs that were uploaded for a commit."""
 
     entries: list[PackEntry]
-    """Of each pack."""
+    """Entry of each pack in the index."""
     places: list[KeysPlace]
-    """Of the keys of each request."""
+    """Place of the keys of each request."""
     earliest: float
     """Time of the first upload, on the medium's clock; later than any if there was none."""
 
@@ -89,7 +89,7 @@ class _Uploaded(NamedTuple):
     time: float
     """On the medium's clock."""
     entry: PackEntry | None
-    """Of its pack; None: the blob has the keys of requests."""
+    """Entry of the pack in the blob; None: the blob has the keys of requests."""
 
 
 class _KeyRecords(NamedTuple):
@@ -98,9 +98,9 @@ class _KeyRecords(NamedTuple):
     nonce: bytes
     """Random part of the name of the blob."""
     records: list[Buffer]
-    """One of each request: its sealed keys."""
+    """The sealed keys of each request."""
     places: list[KeysPlace]
-    """Where the blob has them."""
+    """Place of each record in the blob."""
 
 
 class PackBlobs:
@@ -211,9 +211,9 @@ class PackBlobs:
     # Reads
 
     def read(self, spans: Sequence[ReadSpan]) -> list[bool]:
-        """Fill the buffers of spans of packs; return for each span whether it was filled. It is not
-        if its pack is not held, if the blob is missing or too short, or if the span is beyond the
-        payload.
+        """Fill the buffers of spans of packs; return for each span whether it was filled. A span is
+        not filled if its pack is not held, if the blob is missing or too short, or if the span is
+        beyond the payload.
 
         :raises StoreError: the medium failed; the content of all buffers is undefined.
         """
@@ -256,7 +256,7 @@ class PackBlobs:
         """
         spans: list[ReadSpan] = []
         for frame in frames:
-            # all frames use the same memory in turn
+            # all frames use the same memory, one after another
             memory = buffer[: frame.stored_length]
             spans.append(ReadSpan(pack_id, frame.offset, [memory]))
         is_read = [False] * len(spans)
@@ -274,7 +274,7 @@ class PackBlobs:
                 # these buffers call ``take_span`` with each frame as soon as it is in the memory
                 buffers = run.buffers_taken_by(take_span)
                 is_filled = self._fill(run, buffers)
-                # stop: the next ranges are in the same blob, which is gone
+                # stop, because the next ranges are in the same blob, which is gone
                 if not is_filled:
                     break
             if all(is_read) or not self._have_other_blobs(ranges):
@@ -300,8 +300,8 @@ class PackBlobs:
         return False
 
     def _is_lost(self, blob: str, *, is_too_short: bool) -> bool:
-        """Return whether a blob whose read has failed is gone for good: it is too short, because
-        it was changed, or a second look misses it, too."""
+        """Return whether a blob whose read has failed is gone for good: it is too short, because it
+        was changed, or it is still missing at a second look."""
         medium = self._medium
         # check the policy, too: in a directory that is not mounted at present, every blob is
         # missing
@@ -349,7 +349,7 @@ class PackBlobs:
         blob = self._names.keys_blob(place.nonce)
         name = self._keys_name(manifest_id)
         try:
-            # a record that is cut off cannot be opened
+            # if the blob ends before the record, ``opened`` raises
             record = medium.read(blob, place.offset, place.length)
             content = medium.seal.opened(name, record)
             return decode_manifest_keys(content)
@@ -375,7 +375,7 @@ class _Range:
         self.spans: list[int] = []
         """Indexes of the requested spans."""
         self._span_at: dict[int, int] = {}
-        """Index of a span by that of its first buffer in ``buffers``."""
+        """Index in ``buffers`` of the first buffer of a span → index of the span."""
 
     def is_followed_by(self, span: ReadSpan, gap_bytes: int) -> bool:
         """Return whether a span is in the same pack, at most ``gap_bytes`` behind the range."""
@@ -386,7 +386,7 @@ class _Range:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end
-        # the memory is too small for this gap: allocate more; buffers of earlier gaps keep the old
+        # allocate more memory if it is too small for this gap; buffers of earlier gaps keep the old
         # memory
         if gap > len(self._gap_memory):
             self._gap_memory = memoryview(bytearray(gap))
@@ -410,7 +410,8 @@ class _Range:
 
 
 def _reading_order(spans: Sequence[ReadSpan]) -> list[int]:
-    """Return the indexes of spans, so that neighbours in a pack follow each other."""
+    """Return the indexes of spans in the order of packs and offsets, so that neighbours in a pack
+    follow each other."""
 
     def place(index: int) -> tuple[bytes, int]:
         span = spans[index]

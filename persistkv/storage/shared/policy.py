@@ -49,7 +49,7 @@ class StoredPolicy(ArrayStruct, frozen=True):
     quotas: Mapping[str, int]
     """As in ``Policy``."""
     forgotten: bytes = b""
-    """Random; another value after each `forget` shows that there are new records."""
+    """Random mark. Each `forget` changes it, which shows that there are new records."""
 
     @property
     def policy(self) -> Policy:
@@ -204,8 +204,8 @@ class RecordedPolicy:
     def replace(self, policy: Policy) -> None:
         """Write other limits into the policy that was read last, and keep the rest of it.
 
-        :raises StoreError: the medium failed; the policy is as before, or (``UnavailableError``)
-            the other one.
+        :raises StoreError: the medium failed; the policy is unchanged, or after an
+            ``UnavailableError`` perhaps the new one.
         """
         before = self._known()
         changed = msgspec.structs.replace(
@@ -295,10 +295,11 @@ class RecordedPolicy:
         if before is None:
             text = "%s: the policy does not read (%s): nothing is evicted"
             logger.warning(text, self._place, error)
-            # zeros, because the store's name is not known
+            # use zeros, because the store's name is not known
             unknown_store = bytes(NONCE_BYTES)
             return StoredPolicy(unknown_store, capacity=None, ttl_s=None, quotas={})
-        # In a store with a key, a process without the key may have written it: each read warns.
+        # Warn at each read of a store with a key: a process without the key may have overwritten
+        # the policy.
         if self._medium.seal.encrypts:
             text = "%s: the policy does not read (%s): the limits that were read before stay"
             logger.warning(text, self._place, error)
@@ -322,7 +323,7 @@ class RecordedPolicy:
             )
 
     def _report_replacement(self) -> None:
-        """Log that another store is in the place of the one before."""
+        """Log that another store has replaced the one that was read before."""
         # Do not warn right after a creation: engines that create a store at the same moment replace
         # each other's policy.
         is_new = self._clock.monotonic() - self._created_at < _CREATION_S

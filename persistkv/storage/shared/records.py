@@ -26,7 +26,7 @@ class Identities:
         self._known: dict[bytes, Namespace] = {}
         """Namespaces that were read or added, by id."""
         self._unwritten: dict[bytes, Namespace] = {}
-        """Namespaces that the store lacks."""
+        """Namespaces that the store lacks, by id."""
 
     def known(self, namespace_id: bytes) -> Namespace | None:
         """Return the namespace with this id if it was read or added; None: it was not."""
@@ -89,7 +89,7 @@ class Identities:
             body = encode_namespace(namespace)
             blob = medium.names.identity(namespace_id)
             medium.put_sealed(blob, body, NO_NAMESPACE, MAX_SMALL_BYTES)
-            # with a default, because another thread may have written it, too
+            # use a default, because another thread may have written and removed the namespace, too
             self._unwritten.pop(namespace_id, None)
 
 
@@ -107,7 +107,7 @@ class Statuses:
         :raises StoreError: it is larger than readers accept, or the medium failed.
         """
         medium = self._medium
-        # in lower case, because names of blobs have no capital letters
+        # convert to lower case, because names of blobs have no capital letters
         name = medium.names.statuses + engine.lower()
         if row is None:
             medium.blobs.delete([name])
@@ -116,7 +116,7 @@ class Statuses:
             text = f"a status of {len(row)} bytes: readers accept {MAX_SMALL_BYTES}"
             raise StoreError(text)
         medium.put(name, [row])
-        # after the first write, because its reply contains the medium's time
+        # delete old statuses after the first write, because its reply contains the medium's time
         if not self._has_deleted_old:
             self._delete_old()
             self._has_deleted_old = True
@@ -130,7 +130,7 @@ class Statuses:
         medium.blobs.delete(old)
 
     def all(self) -> dict[str, bytes]:
-        """Return the statuses by the names of the engines, in small letters."""
+        """Return the statuses by the names of the engines in lower case."""
         medium = self._medium
         found: dict[str, bytes] = {}
         prefix = medium.names.statuses

@@ -49,7 +49,7 @@ class Eraser:
         """Delete packs that the index names, and the keys of requests; return what the medium keeps
         (``Blobs.erase``).
 
-        :param removals: what the replica holds.
+        :param removals: packs and requests of the tenant in the replica.
         :raises StoreError: the medium failed; some may be deleted.
         """
         names = self._names
@@ -111,7 +111,7 @@ class Eraser:
             sealed_table = without_trailer(tail, SEALED_TABLE)
             return record_key(sealed_table) in self._destroyed_keys
         table = medium.seal.decode_table(tail)
-        # check the name, because other tenants may be forgotten, too
+        # compare the name, because ``covers`` is true also for other forgotten tenants
         if table.tenant != self._tenant:
             return False
         forgotten = medium.records.forgotten

@@ -55,7 +55,7 @@ class Forgetting:
         self._policy = policy
         self._contents: list[tuple[SharedNamespace, Removals]] = []
         """Packs and requests of the tenant that are to be deleted, by namespace."""
-        # numbers for the report
+        # totals of the deleted content, for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0
@@ -68,7 +68,7 @@ class Forgetting:
         :raises StoreError: the medium failed, and the call can be repeated; or engines make data
             keys of the tenant all the time.
         """
-        # first read the index, which must name all content that is durable now
+        # read the indexes first, which must name all content that is durable now
         for namespace in self._namespaces:
             namespace.refresh()
         self._write_records()
@@ -140,7 +140,8 @@ class Forgetting:
         )
 
     def _note_content(self, record: ForgetRecord) -> None:
-        """Note the packs and requests that a record will cover: afterwards, no replica has them."""
+        """Note the packs and requests that a record will cover. When it is written, the replicas
+        lose them."""
         covered = ForgottenTenants()
         covered.add([record])
         for namespace in self._namespaces:
@@ -158,8 +159,8 @@ class Forgetting:
         self._contents.clear()
 
     def _keys_until(self, time: float | None) -> list[bytes]:
-        """Return the ids of the tenant's data keys that no record names, up to a time on the
-        medium's clock; None: all."""
+        """Return the ids of the tenant's data keys that no record names, and that were written
+        until ``time`` on the medium's clock; None: at any time."""
         blobs: dict[bytes, BlobInfo] = self._medium.keys.of_tenant(self._tenant)
         found: list[bytes] = []
         for key_id, info in blobs.items():

@@ -52,7 +52,7 @@ class ForgetRecord(ArrayStruct, frozen=True):
     """One forgetting of a tenant."""
 
     tenant: Digest
-    """Of its name (``tenant_digest``)."""
+    """Digest of its name (``tenant_digest``)."""
     time: Time
     """On the medium's clock: seconds since the epoch."""
     keys: tuple[DataKeyId, ...]
@@ -70,7 +70,7 @@ class ForgottenTenants:
         self.tenants: frozenset[bytes] = frozenset()
         """Digests of the names of all forgotten tenants."""
         self.time = 0.0
-        """Of the latest record."""
+        """Time of the latest record, on the medium's clock; 0: there is none."""
         self._until: dict[bytes, float] = {}
         """Digest of a tenant without data keys → time up to which it is forgotten."""
 
@@ -130,14 +130,14 @@ class ForgetRecords:
         """Names of the blobs that could not be read, which was logged."""
         self._to_refuse: set[str] = set()
         """Names of tenants whose data keys this handle had when it read their record:
-        ``refuse_forgotten`` refuses their next batch, which has content from before. After that,
-        they are removed."""
+        ``refuse_forgotten`` refuses the next batch of each, which may have content from before the
+        record, and removes the name."""
 
     def refresh(self) -> None:
         """Read new records, and drop the data keys that they name.
 
-        :raises StoreError: the medium failed, or others write records all the time; records that
-            were read before stay.
+        :raises StoreError: the medium failed, or other processes write records all the time;
+            records that were read before stay.
         """
         with self._lock:
             missing_before: set[str] = set()
@@ -157,10 +157,10 @@ class ForgetRecords:
 
     def _read_listed(self) -> set[str]:
         """Read the blobs that a list shows and that were not read; return the names of missing
-        ones."""
+        blobs."""
         missing: set[str] = set()
         prefix = self._medium.names.forgotten
-        # a stable list at first, because no record may be overlooked before anything is served
+        # the first list is stable, because no record may be overlooked before content is served
         for info in self._medium.listed(prefix, stable=not self._is_read):
             if info.name in self._read:
                 continue
@@ -169,7 +169,7 @@ class ForgetRecords:
             except BlobMissingError:
                 missing.add(info.name)
                 continue
-            # leave it to the next list: it may become readable
+            # leave the blob to the next call, because it may become readable
             if records is None:
                 continue
             self._apply(records)
@@ -261,8 +261,8 @@ class ForgetRecords:
         """Refuse, once for each forgotten tenant, a batch that may have content which was accepted
         before the tenant was forgotten.
 
-        :raises TenantForgottenError: the batch has content of such tenants. The caller drops all
-            content of them that it has; the next batch is accepted.
+        :raises TenantForgottenError: the batch has content of forgotten tenants. The caller drops
+            all content that it has of them; the next batch is accepted.
         """
         if not self._to_refuse:
             return

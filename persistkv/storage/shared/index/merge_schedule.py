@@ -60,8 +60,8 @@ class MergeSchedule:
         self._committed_at = -math.inf
         """Time of the last own commit."""
         self._is_regular = False
-        """Whether this engine has written ``latest`` last, as far as is known here. If so, it
-        merges regularly while it commits."""
+        """Whether this engine has probably written ``latest`` last. If so, it merges regularly
+        while it commits."""
         self._announced_at = -math.inf
         """Time at which ``latest`` was written."""
         self._latest_time = -math.inf

@@ -116,7 +116,8 @@ class Application:
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
         packs: Sequence[PackEntry] = delta.packs
-        # the change log does not keep so many, such as those of an object with the whole index
+        # the change log is too short for so many packs (an object may have the whole index), so add
+        # them the fast way, without it
         if len(packs) > LOG_ENTRIES:
             packs = self._add_many(packs)
         for entry in packs:
@@ -141,7 +142,7 @@ class Application:
         if not self._growth_bytes:
             return
         before = read_bytes(self._rows)
-        # never negative, even if rows are damaged
+        # keep the total from becoming negative if rows are damaged
         total = max(0, before + self._growth_bytes)
         self._rows.put(META, BYTES_ROW, BYTES.pack(total))
 
@@ -208,13 +209,14 @@ class Application:
         pack_names = [self._namespace + pack_id for pack_id in pack_ids]
         blob_names = [entry.name for entry in entries]
 
-        # packs whose uses have arrived before the packs themselves
+        # add packs whose uses have arrived before the packs themselves
         known = set(rows.existing(EARLY, pack_ids))
         ended_blobs = rows.existing(TOMBSTONES, blob_names)
         known.update(name[:ID_BYTES] for name in ended_blobs)
         held_packs = rows.existing(PACKS, pack_names)
         known.update(name[ID_BYTES:] for name in held_packs)
-        # packs that requests name; a new replica has no requests, and needs no search for each pack
+        # add packs that requests name; a new replica has no requests, and needs no search for each
+        # pack
         if rows.count(LINKS):
             for name in pack_names:
                 if rows.has_prefix(LINKS, name):
@@ -271,9 +273,9 @@ class Application:
         last_use = read_time(rows, EARLY, pack_id)
         rows.delete(EARLY, pack_id)
         if last_use is None:
-            # for now, because ``_add_pack`` records the use at the time of the entry next
+            # begin with time 0: ``_add_pack`` records the use at the time of the entry next
             last_use = 0.0
-        # the order belongs to the catalogue, which lists the pack as used at this time
+        # set the time at which the catalogue lists the pack as used
         self._order.set_time(last_use)
         batch = CommitBatch([PlacedPack(table)])
         self._catalogue.add(batch)
@@ -316,7 +318,7 @@ class Application:
             return
 
         pack_id = name[:ID_BYTES]
-        # look before the row of the blob is deleted
+        # find the shown blob before the row of this one is deleted
         was_shown = shown_name(rows, pack_id) == name
         self._growth_bytes -= blob_row(rows, name).counted
         rows.delete(BLOBS, name)
@@ -362,7 +364,7 @@ class Application:
             time=max(before.time, entry.time),
         )
         write_version(self._rows, entry.digest, updated)
-        # only if no later deletion is known
+        # show the request only if no later deletion is known
         if updated.is_alive:
             write = ManifestWrite(manifest, (), packs)
             self._show_request(entry, write, updated)
@@ -373,10 +375,10 @@ class Application:
         write: ManifestWrite,
         version: Version,
     ) -> None:
-        """Write a request to the catalogue, in place of its version from before."""
+        """Write a request to the catalogue, in place of its earlier version."""
         name = manifest_row(self._namespace, write.manifest.id)
         self._forget_bytes(name)
-        # the order belongs to the catalogue, which lists the request as written at this time
+        # set the time at which the catalogue lists the request as written
         self._order.set_time(entry.time)
         batch = CommitBatch(manifests=[write])
         self._catalogue.add(batch)
@@ -466,7 +468,7 @@ class _Additions:
     """Rows of new packs, and the totals with them, which ``write`` writes at once, sorted. Only for
     packs of which nothing is known: neither uses, nor other blobs, nor requests that name them.
 
-    :param state: of the namespace; it is changed.
+    :param state: totals of the namespace; ``add`` changes them.
     :param forgotten: content of these tenants is not added.
     """
 
@@ -482,7 +484,7 @@ class _Additions:
         self._state = state
         self._order = order
         self._new: defaultdict[str, list[tuple[bytes, bytes]]] = defaultdict(list)
-        """Rows by their tables."""
+        """New rows, as (key, value), by table."""
         self._tenants: dict[str, TenantTotals] = {}
         """Totals of the new packs of each tenant except the default one."""
 
@@ -502,7 +504,7 @@ class _Additions:
 
         new = self._new
         name = namespace + entry.pack_id
-        # the number of this change, which was counted just now
+        # number of this change, which ``_count`` has just assigned
         sequence = SEQUENCE.pack(self._state.sequence)
         pack_row = sequence + entry.body
         new[PACKS].append((name, pack_row))

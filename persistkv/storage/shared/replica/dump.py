@@ -56,7 +56,7 @@ def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[
             num_bytes = 0
         part.append(entry)
         num_bytes += length
-    # yield what is left; for an empty replica, this is an empty delta
+    # yield the last part, which is an empty delta if the replica is empty
     yield _delta(part)
 
 
@@ -86,7 +86,7 @@ def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
         yield Tombstone(name, time)
     for digest, version in read_versions(rows):
         yield from _request_entries(rows, namespace, digest, version)
-    # also uses of packs that have not arrived, or that no blob holds at present
+    # ``EARLY`` has the uses of packs that have not arrived, or that no blob holds at present
     for key, row in rows.range(EARLY, b""):
         pack_id = bytes(key)
         (time,) = TIME.unpack(row)
@@ -149,7 +149,7 @@ def _manifest_entry(
 
 def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     """Iterate over all blobs of packs, each with the time of the pack's last use; 0 if the row of
-    that is damaged."""
+    the use is missing or damaged."""
     for blob_name, row in rows.range(BLOBS, b""):
         pack_id = bytes(blob_name[:ID_BYTES])
         nonce = bytes(blob_name[ID_BYTES:])

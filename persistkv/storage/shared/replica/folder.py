@@ -19,7 +19,7 @@ from persistkv.storage.shared.replica.replica import Replica
 logger = logging.getLogger(__name__)
 
 _MOST_REPLICAS = 64  # maximum number of replicas of one namespace on one machine
-# file in the directory of a replica that was closed and kept
+# file that marks the directory of a replica that was closed and kept
 _CLEAN_MARKER = "clean"
 
 
@@ -29,7 +29,7 @@ class ReplicaFolder:
 
     :param root: directory for all stores; None: a temporary directory that ends with this object.
     :param parts: parts of the path below ``root`` that identify the namespace.
-    :param seal: of the store: replicas hide what the store hides.
+    :param seal: seal of the store, which also hides the rows of replicas.
     :param forgotten: see ``Replica``.
     """
 

@@ -30,9 +30,9 @@ class RequestRow(NamedTuple):
     """A request in the replica."""
 
     digest: bytes
-    """Of its id."""
+    """Digest of its id."""
     nonce: bytes
-    """Of the blob with its keys."""
+    """Nonce of the blob with its keys."""
     is_forgotten: bool
 
 

@@ -19,9 +19,9 @@ class Bound(NamedTuple):
     """How much of some content a namespace keeps."""
 
     limit: int
-    """Most bytes in all namespaces."""
+    """Maximum bytes in all namespaces."""
     num_bytes: int
-    """Most bytes in this one; what exceeds them is evicted, least recently used first."""
+    """Maximum bytes in this namespace; content above it is evicted, least recently used first."""
     horizon: float = -math.inf
     """Content that was last used before this time is evicted."""
     share: int = 0
@@ -32,12 +32,12 @@ class Limits(NamedTuple):
     """Limits that a merge enforces."""
 
     ttl_s: float | None = None
-    """Content expires this many seconds after its last use; None: requests by their own ttl
-    only."""
+    """Content expires this many seconds after its last use; None: only requests with a ttl of their
+    own expire."""
     whole: Bound | None = None
-    """Of all content of this namespace; None: the store has no capacity."""
+    """Bound of all content of this namespace; None: the store has no capacity."""
     tenants: Mapping[bytes, Bound] = MappingProxyType({})
-    """Of the content of each tenant with a quota in this namespace, by the digest of its name."""
+    """Bound of each tenant with a quota in this namespace, by the digest of its name."""
 
 
 Candidates: TypeAlias = Iterator[tuple[bytes, Use | Chain]]
@@ -50,10 +50,12 @@ def evict(
     limits: Limits,
     at_most: int,
 ) -> None:
-    """Evict what exceeds limits: first what exceeds those of tenants.
+    """Evict content that exceeds the limits: first content above quotas, then content above the
+    capacity.
 
-    :param order: of the transaction.
-    :param at_most: maximum number of packs and requests, of each tenant and altogether.
+    :param order: eviction order of the transaction.
+    :param at_most: maximum number of packs and requests to evict, from each tenant and for the
+        capacity.
     """
     # The transaction asks after each eviction whether the goal is met. Begin with the tenants,
     # because evicting their excess makes room in the capacity, too.
@@ -89,7 +91,8 @@ class _Goal(NamedTuple):
         next_candidate = next(self.candidates(), None)
         if next_candidate is None:
             return True
-        # The first candidate decides alone: later ones were used later, or have a higher priority.
+        # Only the first candidate decides: later candidates were used later, or have a higher
+        # priority.
         _, row = next_candidate
         return row.time >= self.bound.horizon
 

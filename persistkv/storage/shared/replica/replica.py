@@ -96,11 +96,11 @@ MAP_BYTES = 64 << 30
 # 1 GiB: minimum of the same, if the process may not have more
 _LEAST_MAP_BYTES = 1 << 30
 _READERS = 126
-# stands for a name in ``Replica.apply``: the content is in no index object yet
+# in place of a name in ``Replica.apply``: the content is in no index object yet
 NO_OBJECT = ""
 # maximum number of packs or requests that one transaction removes
 _FORGOTTEN_AT_ONCE = 256
-# seconds for which ``close`` waits for transactions; all but that of a base take milliseconds
+# seconds for which ``close`` waits for transactions, which usually take milliseconds
 _CLOSE_S = 5.0
 
 
@@ -119,9 +119,9 @@ class KeysPlace(NamedTuple):
     """Random part of the name of their blob."""
     offset: int
     length: int
-    """In bytes, of the sealed record in that blob."""
+    """Bytes of the sealed record in that blob."""
     data_key: bytes
-    """Id of the data key that seals them; ``PLAIN_KEY``: none does."""
+    """Id of the data key that seals the keys; ``PLAIN_KEY``: none does."""
 
 
 @dataclass
@@ -156,11 +156,12 @@ class CommitPlan(NamedTuple):
 class Replica:
     """Replica of the index of one namespace. Thread-safe.
 
-    :param directory: of the LMDB environment; the replica is its only user.
+    :param directory: directory of the LMDB environment, which only the replica uses.
     :param namespace: id of the namespace.
-    :param seal: of the rows.
-    :param forgotten: content of these tenants is refused; it may grow. None: of no tenant.
-    :param map_bytes: address space, halved until it fits.
+    :param seal: seal of the rows.
+    :param forgotten: content of these tenants is refused; more may be added later. None: no content
+        is refused.
+    :param map_bytes: bytes of address space for the memory map, halved until they fit.
     :raises StoreError: the directory cannot be used.
     """
 
@@ -287,11 +288,11 @@ class Replica:
         return found
 
     def live_names(self, names: Iterable[bytes]) -> set[bytes]:
-        """Return those of the names that are held."""
+        """Return those of the blobs that are held; ``names``: pack id and nonce of each."""
         return self._existing(BLOBS, names)
 
     def held(self, pack_ids: Iterable[bytes]) -> list[bytes]:
-        """Return those of the packs that are held, in order."""
+        """Return the ids of those packs that are held, in the given order."""
         with self.rows() as rows:
             found: list[bytes] = []
             for pack_id in pack_ids:
@@ -300,7 +301,7 @@ class Replica:
         return found
 
     def ended_names(self, names: Iterable[bytes]) -> set[bytes]:
-        """Return those of the names that have a tombstone."""
+        """Return those of the blobs that have a tombstone; ``names`` as in ``live_names``."""
         return self._existing(TOMBSTONES, names)
 
     def _existing(self, table: str, keys: Iterable[bytes]) -> set[bytes]:
@@ -373,8 +374,7 @@ class Replica:
         return 0 if totals is None else totals.stored_bytes
 
     def has_evictable(self, tenant: bytes) -> bool:
-        """Return whether a tenant has packs that may be evicted; ``tenant`` as in
-        ``tenant_bytes``."""
+        """Return whether a tenant has packs that may be evicted; ``tenant``: digest of its name."""
         with self.rows() as rows:
             return rows.has_prefix(TENANT_ORDER, tenant)
 
@@ -392,7 +392,7 @@ class Replica:
                 keep=kept_names(self.namespace, batch),
                 order=TimedOrder(rows),
             )
-            # read the cursor before the removals, which move it on
+            # read the cursor before the removals, which advance it
             cursor = transaction.cursor
             deletions = CommitBatch(
                 deletions=batch.deletions,
@@ -400,7 +400,8 @@ class Replica:
                 manifest_deletions=batch.manifest_deletions,
             )
             transaction.remove(deletions)
-            # look after the removals: a bad pack that the batch also writes is missing now
+            # find missing packs after the removals: a bad pack that the batch also writes is
+            # missing now
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
                 # only the first one, because a batch may have a pack twice
@@ -480,7 +481,7 @@ class Replica:
             for name, delta in objects:
                 application = Application(rows, self.namespace, self._forgotten)
                 application.apply(delta)
-                # keep a known includer, which an earlier delta or call has named
+                # keep the includer that an earlier delta, or an earlier call, has named
                 if name != NO_OBJECT and name not in includers:
                     includers[name] = self.contained.get(name, NO_INCLUDER)
                 # The delta has the content of the objects that it includes, so they are not read
@@ -489,7 +490,7 @@ class Replica:
                     includers[included] = name
             self._put_includers(rows, includers)
             cursor_after = read_state(rows, self.namespace).cursor
-        # only after the transaction, which may fail
+        # change ``contained`` only after the transaction, which may fail
         self.contained.update(includers)
         return cursor_before, cursor_after
 
@@ -570,7 +571,7 @@ class Replica:
         for start in range(0, max(len(packs), len(requests)), _FORGOTTEN_AT_ONCE):
             end = start + _FORGOTTEN_AT_ONCE
             part = Delta(removed=packs[start:end], dropped=requests[start:end])
-            # the removal is in no object, because other replicas refuse the content by the same
+            # the removal need not be in an object: other replicas refuse the content by the same
             # records
             self.apply([(NO_OBJECT, part)])
         self._num_applied_records = num_records
@@ -601,7 +602,7 @@ class Replica:
         """Close the environment when the transactions of other threads have ended. Later
         transactions raise.
 
-        :param keep: complete the files, so that a later handle can use them.
+        :param keep: sync the files, so that a later handle can use them.
         :raises StoreError: the files are not complete; or a thread did not end its transaction, and
             the environment stays open until the process ends.
         """
@@ -667,7 +668,7 @@ def _steps(
 
 
 def _purge_times(rows: TableRows, table: str, before: float) -> None:
-    """Delete the rows of a table of times that are earlier than ``before``."""
+    """Delete the rows with times earlier than ``before``. The values of the table are times."""
     old: list[bytes] = []
     for key, row in rows.range(table, b""):
         (time,) = TIME.unpack(row)
@@ -720,7 +721,7 @@ def _open(directory: Path, size: int) -> lmdb.Environment:
                 map_size=size,
                 max_dbs=len(REPLICA_TABLES),
                 max_readers=_READERS,
-                # without syncs, because a replica that did not end cleanly is not used again
+                # do not sync commits: a replica that did not end cleanly is not used again
                 sync=False,
                 metasync=False,
             )

@@ -27,7 +27,7 @@ BYTES = struct.Struct("<q")
 # key in ``META`` of the number of bytes that the namespace takes on the medium
 BYTES_ROW = b"bytes"
 OVERHEAD_BYTES = 256  # bytes that a pack or request takes for its rows in index objects
-_BLOB = struct.Struct("<Q")  # bytes that the blob counts for
+_BLOB = struct.Struct("<Q")  # bytes that the blob counts for in the capacity
 _VERSION = struct.Struct("<Q16sQQ?d")
 
 
@@ -37,15 +37,16 @@ class Version(NamedTuple):
 
     written: int = 0
     content_digest: bytes = bytes(16)
-    """Of the written content: of two equal versions, the one with the greater digest counts."""
+    """Digest of the written content: of two equal versions, the one with the greater digest
+    counts."""
     dropped: int = 0
     """Version up to which the request is deleted."""
     pin_version: int = 0
     """Version of the last pin or unpin."""
     was_pin: bool = False
-    """Whether that was a pin; False: an unpin, or none."""
+    """Whether ``pin_version`` was a pin; False: it was an unpin, or there is none."""
     time: float = 0.0
-    """Of the latest write or deletion, on the medium's clock."""
+    """Time of the latest write or deletion, on the medium's clock."""
 
     @property
     def is_alive(self) -> bool:
@@ -66,7 +67,7 @@ class BlobRow(NamedTuple):
     """Value of a row in ``BLOBS``."""
 
     counted: int
-    """Bytes that the blob counts for."""
+    """Bytes that the blob counts for in the capacity."""
     table: bytes
     """The encoded table; empty if the catalogue shows this blob, and has its table."""
 
@@ -81,9 +82,9 @@ class KeysRow(NamedTuple):
     """Random part of the name of their blob."""
     offset: int
     length: int
-    """In bytes, of the sealed record in that blob."""
+    """Bytes of the sealed record in that blob."""
     counted: int
-    """Bytes that the request counts for."""
+    """Bytes that the request counts for in the capacity."""
     data_key: bytes
     """Id of the data key that seals the keys."""
 
@@ -172,7 +173,7 @@ def write_later_time(rows: TableRows, table: str, key: bytes, time: float) -> No
 
 
 def read_version(rows: TableRows, digest: bytes) -> Version:
-    """Return the state of a request; that of an unknown one if there is none."""
+    """Return the state of a request; ``Version()`` if the replica knows nothing of it."""
     row = rows.get(VERSIONS, digest)
     if row is None:
         return Version()

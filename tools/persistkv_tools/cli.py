@@ -36,8 +36,8 @@ _BAD_INPUT = 2
 _STORE_FAILED = 3
 _INTERRUPTED = 130
 _DEBUG = "--debug"
-# exit code for ``entry``: run the command again in another process (EX_TEMPFAIL)
 RETRY = 75
+"""Exit code that asks ``entry`` to run the command again in another process (EX_TEMPFAIL)."""
 
 COMMANDS: dict[str, str] = {
     "ls": "persistkv_tools.inspect.ls:COMMAND",
@@ -72,16 +72,17 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
         PID, so that the caller can run the command in another process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    if sys.stdout is None:  # closed by the caller (>&-)
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-    debug = _DEBUG in given  # accepted before and after the command
+    if sys.stdout is None:  # the caller closed standard output (>&-)
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
+    # handle the option here, because it is accepted before and after the command
+    debug = _DEBUG in given
     given = [argument for argument in given if argument != _DEBUG]
     _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
         _run(given)
         render.OUTPUT.flush()
     except KeyboardInterrupt:
-        # without this, the code would be 1, which means a finding
+        # without this handler, Python would print a traceback and end by SIGINT
         sys.stderr.write("persistkv: interrupted\n")
         sys.exit(_INTERRUPTED)
     except PersistKVError as error:
@@ -102,7 +103,7 @@ def _log_to_stderr(level: int) -> None:
 
 def _exit_with(error: PersistKVError) -> NoReturn:
     """Print the error, and exit with 3 if the store or the host is the cause, otherwise with 2."""
-    # one line: scripts and logs quote it
+    # join the message to one line, because scripts and logs quote it
     message = printable(" ".join(str(error).split()))
     sys.stderr.write(f"persistkv: {message}\n")
     is_store = isinstance(error, (StoreError, HostError))
@@ -118,7 +119,7 @@ def _run(arguments: list[str]) -> None:
         lines = [f"{printable(word)}\n" for word in words]
         render.print_exact("".join(lines))
     elif command is not None:
-        # ``entry`` let Ctrl-C end the process during imports; from here on, it raises
+        # ``entry`` let Ctrl-C end the process during imports; from here on, Ctrl-C raises
         # KeyboardInterrupt, so that the command can clean up
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -131,7 +132,7 @@ def _run_without_command(arguments: list[str]) -> None:
     """Run a command line that does not begin with the name of a command: one of the general
     options, or a mistake."""
     is_help = not arguments or not {"-h", "--help"}.isdisjoint(arguments)
-    # only for the help: the summaries import the modules of all commands
+    # make the summaries only for the help, because they import the modules of all commands
     parser = _general_parser(_summaries() if is_help else None)
     # these two options are handled here, because argparse would demand a COMMAND after them
     if arguments == ["--completion"]:
@@ -143,12 +144,15 @@ def _run_without_command(arguments: list[str]) -> None:
         parser.print_help()
         sys.exit(_BAD_INPUT)
     else:
-        # prints the help, the version or an error, and exits
+        # ``parse_args`` prints the help, the version or an error, and exits
         parser.parse_args(arguments)
 
 
 def _general_parser(epilog: str | None) -> ArgumentParser:
-    """Return the parser of the general options; ``epilog`` ends its help."""
+    """Return the parser of the general options.
+
+    :param epilog: text at the end of the help; None: none.
+    """
     parser = ArgumentParser(
         prog="persistkv",
         usage="persistkv COMMAND [options]",
@@ -183,6 +187,7 @@ def _general_parser(epilog: str | None) -> ArgumentParser:
 
 def _summaries() -> str:
     """Return the list of all commands, each with the first sentence of its help."""
+    # argparse leaves the same margin in the lists of options
     width = shutil.get_terminal_size().columns - 2
     lines = ["commands, each with --help:"]
     for name in COMMANDS:

@@ -29,10 +29,12 @@ class Positional(NamedTuple):
     """An argument without a name."""
 
     name: str
-    """Parameter of the command's function."""
+    """Name of the parameter of the command's function that takes the value."""
     metavar: str
     help: str
     is_store: bool = False
+    """Whether its value is a store: a URL, a path or a name. If it is left out, the value is the
+    store that ``STORE_VARIABLE`` names."""
     is_many: bool = False
     """Whether it takes all remaining words. They may be none."""
     is_needed: bool = True
@@ -67,7 +69,7 @@ class Command(NamedTuple):
         :raises ConfigurationError: the positional arguments are wrong.
         :raises SystemExit: an option is wrong (2), or help was asked for (0).
         """
-        # intermixed: options may be between the words
+        # "intermixed" allows options between the positional arguments
         given = vars(self.parser(name).parse_intermixed_args(arguments))
         words = given.pop(_WORDS)
         self.function(**_assigned(name, self.positionals, words), **given)
@@ -81,8 +83,8 @@ class Command(NamedTuple):
             formatter_class=RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        # One list of all positional arguments, which ``_assigned`` divides. The first of them, the
-        # store, may be left out, but argparse can only leave out the last.
+        # Take all positional arguments as one list, which ``_assigned`` divides. The first of
+        # them, the store, may be left out, but argparse can leave out only the last one.
         parser.add_argument(_WORDS, nargs="*", help=SUPPRESS)
         self.add_options(parser)
         parser.add_argument(
@@ -120,12 +122,13 @@ def store_of(words: Sequence[str]) -> str | None:
 
 
 def number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Return a type of options: whole numbers within these bounds."""
+    """Return a type of options: whole numbers of at least ``least``, and at most ``most`` unless it
+    is None."""
 
     def parse(text: str) -> int:
         """Return the number; raise ArgumentTypeError, which argparse shows, if it is invalid."""
         bound = f"from {least}" if most is None else f"from {least} to {most}"
-        # -1 is below every bound: text that is no number gets the same error
+        # text that is no number counts as -1, which is below every bound, and gets the same error
         value = int(text) if text.isdecimal() else -1
         if value < least or (most is not None and value > most):
             problem = f"{text!r} is not valid; expected a whole number {bound}"
@@ -187,6 +190,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--yes": {"action": "store_true", "help": "Do not ask for confirmation."},
 }
+"""Options that several commands have, each with its arguments of ``add_argument``."""
 SELECTION = (
     "--namespace",
     "--label",
@@ -239,7 +243,7 @@ def _description(
         paragraphs.append(textwrap.fill(words, width))
     helps = []
     for positional in positionals:
-        # the first line begins with the name
+        # the first line begins with the argument's name, and the others are indented as far
         name = f"  {positional.metavar:<12}"
         filled = textwrap.fill(
             positional.help,
@@ -261,7 +265,7 @@ def _assigned(
     remaining = _with_default_store(positionals, words)
     values: dict[str, Any] = {}
     for positional in positionals:
-        # it takes the rest, so it is the last one
+        # an argument that takes all remaining words is the last one of its command
         if positional.is_many:
             values[positional.name] = remaining
             remaining = []
@@ -287,7 +291,7 @@ def _with_default_store(
     stores = sum(positional.is_store for positional in positionals)
     given: list[str] = []
     for word in words[:stores]:
-        # the first other word, such as an id, ends the stores
+        # stores come first: the first word that is none, such as an id, ends them
         if not looks_like_store(word):
             break
         given.append(resolved(word))
@@ -327,7 +331,7 @@ def _expected_store(word: str) -> str:
 
 def resolved(word: str) -> str:
     """Return the URL of a store given by its name, or an absolute path instead of a relative one;
-    others unchanged."""
+    any other word unchanged."""
     word = named_stores().get(word, word)
     if not word.startswith("."):
         return word

@@ -21,7 +21,7 @@ _persistkv() {{
 complete -o default -F _persistkv persistkv
 """
 """For bash; zsh runs it after ``autoload bashcompinit && bashcompinit``."""
-_MOST = 100  # more would fill the terminal
+_MOST = 100  # completions; more would fill the terminal
 
 
 def completions(
@@ -35,18 +35,18 @@ def completions(
     """
     words = _with_whole_urls(arguments)
     prefix = words[-1]
-    # the name of a command is missing, is being completed, or is unknown
+    # complete the name of the command: it is missing, unfinished or unknown
     if len(words) < 2 or command is None:
         return [name for name in commands if name.startswith(prefix)]
     if prefix.startswith("-"):
-        # from the help: argparse has no public list of its options
+        # find the options in the help, because argparse has no public list of them
         shown = command.parser(words[0]).format_help()
         names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
         return [name for name in names if name.startswith(prefix)]
     store_names = [name for name in sorted(named_stores()) if name.startswith(prefix)]
     if not _takes_request(command):
         return store_names
-    # ids of requests need the store that they are in; before it is given, its name is completed
+    # ids are read from a store: until one is given, complete the names of stores
     store = store_of(words[1:-1])
     return store_names if store is None else _requests(store, prefix)
 

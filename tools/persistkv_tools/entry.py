@@ -27,25 +27,27 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-# exit codes as in ``cli``, which is not imported here
+# Exit codes of ``cli``, repeated here: its import before the fork might start threads.
 _STORE_FAILED = 3
 _RETRY = 75  # another process uses the store with the same PID
 _DAMAGE = frozenset(
     {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
 )
+"""Signals that end a process that reads damaged files."""
 _PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
-# children, each with another PID, until one gets a PID that the store accepts
+"""Signals that the parent passes on to the child."""
 _PID_ATTEMPTS = 8
-# ``si_code`` of a signal from a process is at most this; of one from a terminal, it is larger
+"""Most children that are forked until the store accepts the PID of one."""
 _BY_A_PROCESS = 0
+"""Largest ``si_code`` of a signal from a process; that of a signal from a terminal is larger."""
 _PR_SET_PDEATHSIG = 1
 _READING_COMMANDS = frozenset(
     {"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"}
 )
 _REPAIR_OPTION = "--repair"
-"""With it, a reading command writes."""
+"""Option with which a reading command writes."""
 _DRY_RUN_OPTION = "--dry-run"
-"""With it, a command that writes only reads."""
+"""Option with which a writing command only reads."""
 _NICENESS = 10  # a tenth of the time of an engine on the same processor
 
 
@@ -54,9 +56,9 @@ def main() -> NoReturn:
     by that signal; if it is one that damaged files cause, print an error and exit with code 3.
     """
     lower_priority(sys.argv[1:])
-    # the caller may have left it ignored: then the kernel discards the child's exit code
+    # a caller may leave SIGCHLD ignored, and the kernel would discard the child's exit code
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # blocked before the fork: a signal that comes meanwhile waits for ``_wait``
+    # block the signals before the fork, so that those that arrive early are pending until ``_wait``
     blocked = {*_PASSED_ON, signal.SIGCHLD}
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     parent = os.getpid()
@@ -64,10 +66,10 @@ def main() -> NoReturn:
         may_retry = attempt < _PID_ATTEMPTS - 1
         child = os.fork()
         if not child:
-            # ends the child
+            # the child ends in this call
             _run_child(parent, previous_mask, may_retry=may_retry)
         code = _wait(child)
-        # the next child has another PID
+        # if the PID was in use, fork again: the next child has another PID
         if code != _RETRY or not may_retry:
             break
     _end(code)
@@ -79,12 +81,14 @@ def _run_child(
     *,
     may_retry: bool,
 ) -> NoReturn:
-    """Run the command in this child process with the signal mask, and exit with its code.
+    """Run the command in this child process, and exit with its code.
 
     :param parent: PID of the process that forked it.
+    :param signal_mask: signals that are blocked while the command runs.
+    :param may_retry: exit with ``_RETRY`` if another process uses the store with this PID.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # the parent ended before the call above, which then sends no signal
+    # for a parent that ended before ``prctl`` was called, the kernel sends no signal
     if os.getppid() != parent:
         os._exit(_STORE_FAILED)
     signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
@@ -105,21 +109,21 @@ def lower_priority(arguments: Sequence[str]) -> None:
 def _run(*, may_retry: bool) -> NoReturn:
     """Run the command in this process, and exit with its code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # until the command starts: no traceback of an import
+        # let Ctrl-C end the process without a traceback until ``cli`` starts the command
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from persistkv_tools.cli import main as run
 
     try:
         run(may_retry=may_retry)
     except SystemExit as end:
-        # a text instead of a code: the interpreter prints it, and exits with 1
+        # if it is a text and no code, the interpreter prints it, and exits with 1
         if not isinstance(end.code, int):
             raise
         # ``os._exit`` does not wait for threads, and does not flush
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(end.code)
-    sys.exit()
+    sys.exit()  # never reached: ``main`` of ``cli`` always raises SystemExit
 
 
 def _wait(child: int) -> int:
@@ -128,11 +132,11 @@ def _wait(child: int) -> int:
     while True:
         found = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if found.si_signo != signal.SIGCHLD:
-            # the terminal sends its signals to the child, too
+            # a terminal sends its signals to the child, too: passed on, they would arrive twice
             if found.si_code <= _BY_A_PROCESS:
                 os.kill(child, found.si_signo)
             continue
-        # SIGCHLD also comes when the child is stopped or continued: then ``ended`` is 0
+        # SIGCHLD also comes when the child is stopped or continued; ``ended`` is 0 in this case
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
@@ -154,10 +158,11 @@ def _end(code: int) -> NoReturn:
             "starts with an empty store\n"
         )
         sys.exit(_STORE_FAILED)
-    # by the same signal, so that a shell sees how the command ended; SIGKILL has no handler to set
+    # End by the same signal, so that a shell sees how the command ended. SIGKILL has no handler
+    # that could be set.
     if number is not signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)
-    # still here, such as with PID 1 in a container, which the kernel protects from these signals
+    # the signal had no effect, because the kernel protects PID 1 of a container from it
     sys.exit(128 + number)

@@ -29,7 +29,7 @@ def named_stores() -> dict[str, str]:
     path = config_file()
     try:
         content = tomllib.loads(path.read_text())
-    # most users have no file
+    # most users have no configuration file, so its absence is no error
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError) as error:

@@ -34,7 +34,7 @@ def write_file(path: Path, content: bytes) -> None:
 
     :raises FileError: it cannot be written. The old content stays; a ``.part`` file may be left.
     """
-    # in the same directory, so that the rename is atomic
+    # write next to the file, because a rename is atomic only within one file system
     part = path.with_name(path.name + ".part")
     try:
         # a rename would replace a device or pipe by a file

@@ -27,8 +27,8 @@ from persistkv.storage.format.pack import (
 )
 from persistkv.storage.format.seal import Seal
 
-# 8 MiB: with 2 MiB, a verify of packs of 4 MiB took a fifth longer
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 8 << 20  # 8 MiB
+"""Most bytes of one read. With 2 MiB, a verify of packs of 4 MiB took a fifth longer."""
 OnBytes = Callable[[int], None]
 """Called with the number of bytes after each read or write; may sleep to limit the pace."""
 
@@ -37,7 +37,7 @@ class Problem(enum.StrEnum):
     """Kind of a defect that ``persistkv verify`` finds. docs/operating.md describes each kind."""
 
     PAYLOAD = "payload"
-    DECODE = "decode"  # bytes match their checksum, but cannot be decoded
+    DECODE = "decode"  # the bytes match their checksum, but cannot be decoded
     SHORT = "short"
     PADDING = "padding"
     NAME = "name"
@@ -100,8 +100,8 @@ class Piece(NamedTuple):
 
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of ``most_bytes``, or one larger frame. A pack without frames is one
-    empty piece."""
+    """Cut a pack into pieces of at most ``most_bytes``; a larger frame is a piece of its own. A
+    pack without frames is one empty piece."""
     first_frame = 0
     first_block = 0
     start = 0
@@ -123,8 +123,8 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
 
 
 def _frame_runs(table: PackTable, most_bytes: int) -> Iterator[list[Frame]]:
-    """Yield the frames of a pack in runs of ``most_bytes``, or of one larger frame; an empty run if
-    the pack has none."""
+    """Yield the frames of a pack in runs of at most ``most_bytes``; a larger frame is a run of its
+    own. Yield an empty run if the pack has no frames."""
     run: list[Frame] = []
     length = 0
     for frame in table.frames:
@@ -138,16 +138,16 @@ def _frame_runs(table: PackTable, most_bytes: int) -> Iterator[list[Frame]]:
 
 
 def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]:
-    """Yield the defects of a piece with these stored bytes, and decrypt them in place; for the
-    first piece of a pack, also check the pack's id.
+    """Yield the defects of a piece; for the first piece of a pack, also check the pack's id.
 
-    :param seal: of the store.
+    :param found: stored bytes of the piece, which are decrypted in place.
+    :param seal: seal of the store.
     :raises UnknownCodecError: the frames cannot be decoded by this release.
     """
     table = piece.table
     first_block = piece.first_block
     keys = table.keys.unpack()
-    # checked with the first piece only, because the id covers the table and no frames
+    # check the id with the first piece only, because the id covers the table and no frames
     if piece.first_frame == 0 and not seal.is_id_of(table):
         yield _defect(
             table,
@@ -206,7 +206,7 @@ def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | N
     :raises CorruptPackError: its bytes do not verify or decode.
     :raises StoreError: the medium failed.
     """
-    # with its keys and its number, which the seal of the pack checks
+    # the seal of the pack also checks the frame's keys and number, which a placed frame has
     placed = next(islice(table.placed_frames(), number, None))
     frame = placed.frame
     stored = memoryview(bytearray(frame.stored_length))
@@ -235,7 +235,8 @@ def check_pack(
     """
     findings: list[Defect] = []
     for piece in pieces(table, BATCH_BYTES):
-        # aligned, so that it can be read past the page cache; an mmap is never empty
+        # Reads past the page cache need memory that is aligned to pages, as an mmap is. An mmap
+        # cannot be empty.
         memory = mmap.mmap(-1, max(piece.length, 1))
         buffer = memoryview(memory)[: piece.length]
         span = ReadSpan(table.pack_id, piece.start, [buffer])

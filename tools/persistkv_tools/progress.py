@@ -19,8 +19,10 @@ from rich.text import Text
 
 from persistkv_tools import render
 
-_MOST_PAUSE_S = 1.0  # for the share of the time
-_MOST_UNUSED_S = 1.0  # of time without transfers that makes up for later ones
+_MOST_PAUSE_S = 1.0
+"""Longest pause that reduces transfers to their share of the time."""
+_MOST_UNUSED_S = 1.0
+"""Most seconds without transfers for which later transfers may exceed the rate."""
 
 
 class _Bytes(ProgressColumn):
@@ -57,7 +59,13 @@ def counted(
     throttle: Throttle | None = None,
 ) -> Callable[[int], None]:
     """Return a function that takes the bytes of each read, advances a bar, and sleeps as the
-    throttle requires."""
+    throttle requires.
+
+    :param progress: display of the bar; None: no bar is shown.
+    :param what: label of the bar.
+    :param total: bytes of all reads; None: unknown.
+    :param throttle: limits of the pace; None: no limit.
+    """
     shown = progress or Progress(disable=True)
     pace = throttle or Throttle()
     task = shown.add_task(what, total=total)
@@ -96,7 +104,7 @@ class Throttle:
         now = time.monotonic()
         pause_s = self._share_pause_s(now)
         if self._rate is not None:
-            # time without transfers makes up for later ones, but not without limit
+            # a transfer that begins late may exceed the rate, for a limited time
             begin = max(self._free_at, now - _MOST_UNUSED_S)
             self._free_at = begin + num_bytes / self._rate
             pause_s = max(pause_s, self._free_at - now)
@@ -107,7 +115,7 @@ class Throttle:
     def _share_pause_s(self, now: float) -> float:
         """Return the pause that reduces the last read or write to its share of the time."""
         busy_s = now - self._resumed
-        # with so long a pause, the busy time is ``share`` of both together
+        # with this pause, the busy time is ``share`` of busy time and pause together
         pause_s = busy_s / self._share - busy_s
-        # bounded: a read that waited for a slow disk would pause for minutes
+        # without a bound, a read that waited long for a slow disk would cause a pause of minutes
         return min(_MOST_PAUSE_S, pause_s)

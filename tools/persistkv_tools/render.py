@@ -24,14 +24,15 @@ from rich.text import Text
 from persistkv.errors import StoreError, printable
 from persistkv.rounding import divide_up
 
-PIPE_CLOSED = 141  # as of a process that SIGPIPE ended
+PIPE_CLOSED = 141
+"""Exit code of a command whose output was closed, equal to that of a process that SIGPIPE ended."""
 _PLAIN_WIDTH = 1000  # a pipe or file has no width; rich would take 80 and cut
 _WIDE = 120  # columns of a terminal that shows tables in full
 _UNBROKEN = 12  # characters that a cell shows on one line
 _BAR = 24  # characters of the longest bar
 _LONGEST_CELL = 200  # characters
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "m"))  # of times, in seconds
-_ALMOST = 0.98  # part of a unit that is shown as one
+_ALMOST = 0.98  # part of a unit that is shown as a whole one
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -50,7 +51,7 @@ def format_size(num_bytes: int) -> str:
         return f"{num_bytes} B"
     size = num_bytes / 1024
     for unit in ("KiB", "MiB", "GiB", "TiB"):
-        # from here on, one digit after the point would show 1024.0
+        # 1023.95 and more would be rounded to 1024.0, so the next unit is used
         if size < 1023.95:
             return f"{size:.1f} {unit}"
         size /= 1024
@@ -59,7 +60,7 @@ def format_size(num_bytes: int) -> str:
 
 def format_pace(num_bytes: int, seconds: float) -> str:
     """Return duration and rate of a transfer for people, such as ``in 1.5 s (8.0 MiB/s)``."""
-    # a transfer of nothing takes no time
+    # a transfer of nothing takes no time: avoid a division by zero
     rate = num_bytes / max(seconds, 1e-3)
     return f"in {seconds:.1f} s ({format_size(round(rate))}/s)"
 
@@ -81,7 +82,7 @@ def format_expiry(at: float, now: float | None = None) -> str:
     left_s = at - (time.time() if now is None else now)
     if left_s <= 0:
         return "expired"
-    # rounded to the nearest day, hour or minute: a ttl of 7d is no 6d a moment after the store
+    # round to the nearest unit, because a ttl of 7d is not 6d a moment after the store
     for unit, letter in _UNITS:
         if left_s >= unit * _ALMOST:
             return f"in {round(left_s / unit)}{letter}"
@@ -121,7 +122,7 @@ def bar(value: int, largest: int) -> str:
     """Return a bar of text; the largest value has a bar of 24 characters."""
     if not largest:
         return ""
-    # rounded up: a value that is not zero has a bar
+    # round up, so that every value above zero has a bar
     length = divide_up(value * _BAR, largest)
     return "█" * length
 
@@ -146,7 +147,7 @@ def print_json(value: Any) -> None:
     text = msgspec.json.format(encoded, indent=2).decode()
     lines = text.split("\n")
     for at, line in enumerate(lines):
-        # unprintable characters are within strings only, where an escape means the same
+        # unprintable characters occur only in strings, where an escape means the same character
         if not line.isprintable():
             lines[at] = "".join(map(_json_escape, line))
     _write("\n".join(lines) + "\n")
@@ -160,7 +161,7 @@ def _json_escape(char: str) -> str:
 def print_exact(text: str) -> None:
     """Print a text unchanged, without a newline added; on a terminal, with unprintable characters
     escaped."""
-    # programs that read a pipe or file get the exact bytes; a terminal would obey them
+    # a terminal would obey control characters; programs that read a pipe get them unchanged
     if sys.stdout.isatty():
         lines = map(printable, text.split("\n"))
         text = "\n".join(lines)
@@ -184,10 +185,10 @@ formatted according to the field's name."""
 
 
 def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
-    """Return the columns that words such as ``header=field`` describe.
+    """Return the columns of a table.
 
-    A word without ``=`` is both header and field. Headers are shown with spaces for ``_``.
-
+    :param spec: for each column, a word ``header=field``, or one word for both. Headers are shown
+        with spaces for ``_``.
     :param derived: functions that return a cell's text from a record, by the name used in place of
         a field.
     """
@@ -239,7 +240,7 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
 
 def _text(column: str, value: Any) -> str:
     """Return a value as text, by its type."""
-    # before numbers: a bool is an int, too
+    # test for bool before int, because a bool is an int, too
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, int):
@@ -332,11 +333,11 @@ def table(
     for position, header in enumerate(headers):
         if position == 0 or header in on_the_left:
             lengths = [len(row[position]) for row in rows]
-            # a short id that is broken over lines cannot be copied
+            # keep short ids on one line: an id that is broken over lines cannot be copied
             is_short = max(lengths, default=0) <= _UNBROKEN
             drawn.add_column(header, overflow="fold", no_wrap=is_short)
         else:
-            # a number over two lines reads as two numbers
+            # keep a number on one line: over two lines, it reads as two numbers
             drawn.add_column(header, justify="right", no_wrap=True)
     for row in rows:
         drawn.add_row(*map(plain, row))
@@ -387,6 +388,7 @@ class _Output:
 
 
 OUTPUT = cast("TextIO", _Output())
+"""The stream that all commands write to."""
 
 
 def raise_output_error(error: OSError) -> NoReturn:
@@ -395,8 +397,8 @@ def raise_output_error(error: OSError) -> NoReturn:
 
     :raises OutputError: it could not be written for another reason.
     """
-    # The rest of the buffer goes to /dev/null: otherwise the interpreter writes it at its end, and
-    # fails again.
+    # send the rest of the buffer to /dev/null: otherwise the interpreter writes it when it exits,
+    # and fails again
     discarding = os.open(os.devnull, os.O_WRONLY)
     os.dup2(discarding, sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):

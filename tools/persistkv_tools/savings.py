@@ -9,7 +9,9 @@ from persistkv.storage.backend import Backend
 from persistkv.storage.inspection.savings import SavedTotals, saved_totals
 from persistkv_tools import render
 
-_KEPT_S = 60.0  # engines write them at most once a minute
+_KEPT_S = 60.0
+"""For how long savings are shown before they are read again: engines write them at most once a
+minute."""
 
 COLUMNS = render.columns(
     "model namespace=short label requests restored prefill",

@@ -41,8 +41,11 @@ from persistkv_tools.packs import OnBytes, Piece, check_piece
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
-_GOOD_RATIO = 0.75  # checksums and a transaction take the rest
+_GOOD_RATIO = 0.75
+"""Least ratio to the plain medium's speed that is good: a store also computes checksums and commits
+a transaction."""
 _POOR_RATIO = 0.4
+"""Least ratio to the plain medium's speed that is usable."""
 
 _Times = defaultdict[str, list[float]]
 """Seconds of each round, by operation."""
@@ -77,7 +80,7 @@ def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
         limit = render.format_size(MAX_PACK_BYTES)
         raise ConfigurationError("--size", size, f"a multiple of 64KiB up to {limit}")
     with byte_progress() as progress, _scratch(url) as scratch:
-        # one round more, which warms up
+        # add one round, which warms up
         on_bytes = counted(progress, "bench", (rounds + 1) * job_bytes)
         try:
             times = _measure(scratch, job_bytes, rounds, on_bytes)
@@ -148,17 +151,17 @@ def _scratch(url: str) -> Iterator[str]:
     """Create a temporary store next to that of the URL; yield its URL. At the end, remove it, or
     erase it if it is remote."""
     parsed = StoreUrl.parse(url)
-    # next to the store: on the same disk, or in the same bucket
+    # a place next to the store is on the same disk, or in the same bucket
     suffix = f".bench-{secrets.token_hex(4)}"
     location = parsed.location.rstrip("/") + suffix
     path = Path(location)
     if path.is_absolute():
-        # in the nearest existing directory: no parent directories are created, which would be left
+        # use the nearest existing directory, so that no parent directory is created and left behind
         location = str(existing_parent(path.parent) / path.name)
     scratch = f"{parsed.scheme}://{location}"
     if parsed.options:
         scratch += f"?{urlencode(parsed.options)}"
-    # created before the ``try``: if that fails, there is nothing to remove
+    # create the store before the ``try``, because there is nothing to remove if that fails
     open_backend(scratch).close()
     try:
         yield scratch
@@ -172,7 +175,7 @@ def _scratch(url: str) -> Iterator[str]:
 def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times:
     """Return the seconds of each operation in each round; none of the plain medium if it cannot be
     used directly. Raise OSError if the plain file failed."""
-    # page-aligned, as O_DIRECT requires
+    # memory of an mmap is aligned to pages, as O_DIRECT requires
     source = memoryview(mmap.mmap(-1, job_bytes))
     target = memoryview(mmap.mmap(-1, job_bytes))
     source[:] = np.random.default_rng(0).bytes(job_bytes)
@@ -190,7 +193,7 @@ def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times
             if plain is not None:
                 steps["plain store"] = partial(plain.write, [source])
                 steps["plain load"] = partial(plain.read, [target])
-            # interleaved: other work of the disk slows all of them
+            # interleave the operations, so that other work of the disk slows all of them
             for name, step in steps.items():
                 begin = time.perf_counter()
                 step()
@@ -202,7 +205,7 @@ def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times
 
 
 def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter:
-    """Return a pack of these blocks under new keys: a store does not write blocks again that it
+    """Return a pack of these blocks under new keys, because a store would not write blocks that it
     holds."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
     segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
@@ -225,7 +228,7 @@ def _plain_medium(url: str) -> Iterator[PlainMedium | None]:
     parsed = StoreUrl.parse(url)
     plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
     if plain is None and Path(parsed.location).is_dir():
-        with suppress(OSError):  # a file system without O_DIRECT
+        with suppress(OSError):  # raised by a file system without O_DIRECT
             plain = _PlainFile(Path(parsed.location) / "plain")
     if plain is None:
         yield None
@@ -241,11 +244,12 @@ class _PlainFile(PlainMedium):
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
-        self._end = 0  # bytes that were written
+        self._end = 0
+        """Length of the file in bytes."""
 
     def write(self, buffers: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, buffers))
-        # a disk that becomes full makes the write shorter, without an error
+        # on a disk that becomes full, a write may be short without raising an error
         if os.pwritev(self._file, buffers, self._end) != num_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fdatasync(self._file)
@@ -253,9 +257,9 @@ class _PlainFile(PlainMedium):
 
     def read(self, buffers: Sequence[memoryview]) -> None:
         num_bytes = sum(map(len, buffers))
-        # the bytes of the last write end the file
+        # the last write has as many bytes, and is at the end of the file
         os.preadv(self._file, buffers, self._end - num_bytes)
-        for buffer in buffers:  # a load computes checksums
+        for buffer in buffers:  # compute checksums, as a load from a store does
             xxhash.xxh3_64_intdigest(buffer)
 
     def close(self) -> None:

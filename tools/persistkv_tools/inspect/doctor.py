@@ -43,7 +43,7 @@ CODECS = ("raw", "zstd:1", "planes:2", "planes:4")
 LEAST_GAIN = 1.1
 """Factor by which the ratio of a codec must be better than the store's present one to be
 recommended."""
-_SAMPLE_PACKS = 64  # packs that the sample for the codecs is taken from
+_SAMPLE_PACKS = 64  # most packs from which bytes are taken to compare codecs
 SHARED_MEMORY = Path("/dev/shm")
 REGIONS = "persistkv_offload_*.mmap"
 """Pattern of the file names of primary tiers under /dev/shm; see ``persistkv.cpu.region_file``."""
@@ -66,11 +66,12 @@ _OPTIONAL_PACKAGES = {
     "vllm": "vllm",
 }
 """Requirement that pip installs, for each package that is optional."""
-_MIN_SHARED = 1 << 30  # 1 GiB: less holds no primary tier worth having
+_MIN_SHARED = 1 << 30  # 1 GiB: a smaller primary tier is of little use
 _MIN_FILES = 1024
-_RELEASED = 1_760_000_000  # seconds since the epoch: no clock that is right shows less
-_SKEW_S = 300.0  # by which clocks of machines may differ
-_SAMPLE_BYTES = 8 << 20  # 8 MiB: encoded with each codec in a tenth of a second
+_RELEASED = 1_760_000_000
+"""Seconds since the epoch, before this release: a clock that shows less is wrong."""
+_SKEW_S = 300.0  # seconds by which the clocks of machines may differ
+_SAMPLE_BYTES = 8 << 20  # 8 MiB, which each codec encodes in a tenth of a second
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC  # inode in /proc/*/ns/pid: include/linux/proc_ns.h
 
 T = TypeVar("T")
@@ -97,7 +98,8 @@ def doctor(url: str | None, *, json: bool) -> None:
         render.print_json({"url": url, "findings": findings})
     else:
         table = render.table(("check", "level", "found"), [], left="level,found")
-        # without rows, ``render.table`` takes the texts of the last column for short ones
+        # Allow line breaks in the last column. ``render.table`` forbids them in columns of short
+        # texts, and it has seen no row.
         table.columns[-1].no_wrap = False
         for finding in findings:
             level = render.plain(finding.level.value, _STYLES[finding.level])
@@ -134,7 +136,11 @@ def _passed(
     todo: str,
     level: Level = Level.WARNING,
 ) -> Check:
-    """Return the outcome of a check: OK if it passed, otherwise ``level`` with the remedy."""
+    """Return the outcome of a check: OK if it passed, otherwise ``level`` with the remedy.
+
+    :param found: what the check has found.
+    :param todo: remedy.
+    """
     if passed:
         return Check(check, Level.OK, found)
     return Check(check, level, found, todo)
@@ -190,7 +196,6 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
         "with size=)"
     )
     yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
-    # files of primary tiers that killed engines left
     leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_leftover(path)]
     found = "none"
     if leftovers:
@@ -211,7 +216,7 @@ def _is_leftover(path: Path) -> bool:
     except OSError:
         return False
     try:
-        # briefly: an engine that finds it locked retries
+        # the lock lasts until the file is closed below; an engine that meets it retries
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -234,7 +239,7 @@ def _process(environment: Mapping[str, str]) -> Iterator[Check]:
 
 def _open_files() -> Check:
     """Check the number of files that the process may open."""
-    # soft limits apply; a process may raise its own up to the hard one
+    # the soft limit applies, and a process may raise it up to the hard one
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = soft == resource.RLIM_INFINITY or soft >= _MIN_FILES
     found = f"{_limit(soft)} (at most {_limit(hard)})"
@@ -277,7 +282,7 @@ def _store(url: str) -> Iterator[Check]:
     """Check whether a store can be opened, and what limits or threatens it."""
     try:
         parsed = StoreUrl.parse(url)
-        # before the opening: it names the defects of a medium that cannot be opened
+        # check the medium before opening it, because this check names the defect that prevents it
         yield from BACKENDS.get(parsed.scheme).check_medium(parsed)
         with closing(open_backend(url, read_only=True)) as backend:
             is_remote = backend.capabilities.remote
@@ -303,10 +308,10 @@ def _store(url: str) -> Iterator[Check]:
         yield Check("damaged files", Level.WARNING, found, todo)
     yield _store_clock(newest)
     location = Path(parsed.location)
-    # not a bucket
+    # False for a bucket, which is no place on this machine
     if location.is_dir():
         yield _space(location, stats.disk_bytes, stats.capacity)
-        # a directory that machines share has blobs, and neither LMDB nor segment files
+        # these checks are about LMDB and segment files, which a shared directory does not have
         if not is_remote:
             yield _pid_namespace()
             yield _direct(location)
@@ -334,7 +339,7 @@ def _codec(stats: BackendStats, sample: bytes) -> Check:
 def _store_clock(newest: float) -> Check:
     """Check that the newest request, created at ``newest`` (seconds since the epoch), is not from
     the future."""
-    # engines of several machines write: a difference of some minutes is common, and harmless
+    # allow some minutes, a common and harmless difference between the clocks of machines
     is_right = newest <= time.time() + _SKEW_S
     found = "no request is from the future"
     if not is_right:
@@ -352,7 +357,7 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     tables: list[PackTable] = []
     for space in backend.namespaces():
         tables.extend(backend.changes(space.id, None).added)
-    # over all packs: contexts of one model compress differently from those of another
+    # spread the sample over all packs, because contexts of different models compress differently
     packs = _spread(tables, _SAMPLE_PACKS)
     most_frames = most_bytes // FRAME_BYTES
     frames_per_pack = max(1, most_frames // max(1, len(packs)))
@@ -360,7 +365,7 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     for table in packs:
         numbers = range(table.frame_count)
         for number in _spread(numbers, frames_per_pack):
-            # damaged and evicted frames are left out
+            # leave out damaged frames, and evicted ones, which are None
             with suppress(CorruptPackError):
                 frame = read_frame(backend, table, number)
                 if frame is not None:
@@ -383,7 +388,7 @@ def smallest(sample: bytes) -> tuple[str, float]:
         frame = sample[start : start + FRAME_BYTES]
         for name in CODECS:
             encoded = parse_codec(name).encode(frame)
-            # as a store does: a frame that its codec makes no smaller is stored raw
+            # a store writes a frame raw if the codec makes it no smaller
             stored_bytes = min(len(encoded), len(frame))
             sizes[name] += align(stored_bytes)
     best = min(sizes, key=sizes.__getitem__)
@@ -396,7 +401,7 @@ def _pid_namespace() -> Check:
     try:
         is_initial = os.stat("/proc/self/ns/pid").st_ino == _INITIAL_PID_NAMESPACE
     except OSError:
-        # unknown: advice would be a guess
+        # pass the check if the namespace is unknown, because advice would be a guess
         is_initial = True
     found = "that of the machine" if is_initial else "this container's own"
     todo = (
@@ -407,9 +412,13 @@ def _pid_namespace() -> Check:
 
 
 def _space(location: Path, held: int, capacity: int | None) -> Check:
-    """Check whether the disk has room for a store that grows up to its capacity."""
+    """Check whether the disk has room for a store that grows up to its capacity.
+
+    :param held: bytes that the store takes now.
+    :param capacity: in bytes; None: unlimited.
+    """
     disk = shutil.disk_usage(location)
-    # negative: the store is above its capacity, and shrinks
+    # negative: the store is above its capacity, and will shrink
     growth_bytes = 0 if capacity is None else capacity - held
     fits = growth_bytes <= disk.free
     found = f"{render.format_size(disk.free)} free"
@@ -441,7 +450,7 @@ def _writes_direct(location: Path) -> bool:
     try:
         descriptor = os.open(location, flags, 0o600)
     except OSError as error:
-        # how a file system refuses O_DIRECT
+        # a file system refuses O_DIRECT with this error
         if error.errno == errno.EINVAL:
             return False
         raise
@@ -449,7 +458,7 @@ def _writes_direct(location: Path) -> bool:
         # O_DIRECT needs a buffer that is aligned to pages, as an mmap is
         with mmap.mmap(-1, PAGE_BYTES) as page:
             os.pwritev(descriptor, [page], 0)
-    # some file systems refuse only the write
+    # some file systems accept O_DIRECT when a file is opened, and refuse the write
     except OSError:
         return False
     finally:

@@ -73,7 +73,7 @@ def ls(
         raise ConfigurationError(
             "output format", "several", "at most one of --ids, --csv and --json"
         )
-    # programs get all requests, one by one; people get a page, with copies as one row
+    # programs get all requests, each as one row; people get a page, with copies merged into one row
     for_programs = ids or csv or json
     most = _most_rows(limit, for_programs=for_programs)
     with open_store(url) as store:
@@ -134,7 +134,7 @@ COMMAND = Command(ls, (URL,), _add_options)
 def _csv(page: Page) -> str:
     """Return the page as comma-separated values, with a header."""
     text = StringIO()
-    # each row is one request here, so its copies are rows of their own
+    # leave out the number of copies, because copies are rows of their own here
     columns = [name for name in RequestView.__struct_fields__ if name != "copies"]
     writer = DictWriter(
         text, [*columns, "model"], extrasaction="ignore", lineterminator="\n"
@@ -156,12 +156,12 @@ def _print(page: Page) -> None:
     for space in page.namespaces:
         models[space.id] = render.format_model(space.model)
     model_names = set(models.values())
-    # a column with one value would only take room
+    # a column of models that shows the same model in each row would only take room
     has_model_column = len(model_names) > 1
-    # several namespaces of one model: its name does not tell them apart
+    # if namespaces have the same model, its name does not tell them apart
     models_are_ambiguous = len(models) > len(model_names)
 
-    # words of the form HEADER=FIELD, or one name for both
+    # a word for each column; see ``render.columns``
     shown = "request=short_id age=created"
     if render.is_wide():
         shown += " used=last_used tokens blocks by_group size=raw_bytes"
@@ -173,7 +173,6 @@ def _print(page: Page) -> None:
         shown += " model"
     if render.is_wide() and models_are_ambiguous:
         shown += " namespace"
-    # cells that are no plain fields of a request
     columns = render.columns(
         shown,
         by_group=_blocks_by_group,
@@ -188,14 +187,14 @@ def _print(page: Page) -> None:
         optional="by group,stored,expires,copies,hits,pinned,labels",
     )
     only_model = ""
-    # without a column of models, there is at most one
+    # without a column of models, the store has at most one model
     if not has_model_column:
         only_model = next(iter(model_names), "")
     _print_counts(page, only_model)
 
 
 def _copies(request: RequestView) -> str:
-    """Return the number of copies, empty for one: so a column without copies is left out."""
+    """Return the number of copies; empty for one, so that a column without copies is left out."""
     return f"{request.copies:,}" if request.copies > 1 else ""
 
 

@@ -34,7 +34,7 @@ from persistkv_tools.inspect.stat import TENANTS, has_tenants
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
 
-_PERIODS = 48  # columns of a chart that can be distinguished
+_PERIODS = 48  # intervals of a chart, whose columns can still be distinguished
 _MOST = 10  # rows of a table
 _NODES = 60  # rows of the prefix tree: two screens
 _STYLE = """
@@ -198,7 +198,7 @@ def report_data(url: str, backend: Backend) -> ReportData:
     by_size = sorted(found, key=lambda request: -request.manifest.raw_bytes)
     largest = by_size[:_MOST]
     tree = None
-    # the tree of the largest request's namespace, with its path highlighted
+    # the tree is that of the largest request's namespace, and highlights the path of this request
     if largest:
         tree = prefix_tree(backend, largest[0], _NODES)
     return ReportData(
@@ -220,15 +220,15 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     last = found[-1].manifest.created
     length = max((last - first) / _PERIODS, 1.0)
     periods = []
-    # one more than the quotient: the last request may begin an interval
+    # add one interval, because the last request is at the end of the last full one
     for number in range(int((last - first) / length) + 1):
         periods.append(Period(first + number * length))
-    # by namespace id, because equal keys mean equal tokens only within one namespace
+    # keep keys by namespace id, because equal keys mean equal tokens only within one namespace
     keys_seen: dict[bytes, set[bytes]] = {}
     for request in found:
         namespace = request.namespace.id
         (keys,) = backend.manifest_keys(namespace, [request.manifest.id])
-        # deleted meanwhile, or damaged
+        # None: the keys are damaged, or the request was deleted meanwhile
         if keys is None:
             continue
         seen = keys_seen.setdefault(namespace, set())
@@ -236,7 +236,7 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         num_found = sum(key in seen for key in request_keys)
         seen.update(request_keys)
         number = int((request.manifest.created - first) / length)
-        # divisions are rounded: the last request might be beyond the last interval
+        # rounding errors might put the last request beyond the last interval
         period = periods[min(number, len(periods) - 1)]
         period.add(request.manifest, num_found)
     held_bytes = 0
@@ -267,7 +267,7 @@ def _parts(data: ReportData) -> Iterator[str]:
         card = f"<b>{_escape(figure)}</b><span>{name}</span>"
         cards.append(f'<div class="card">{card}</div>')
     yield f'<div class="cards">{"".join(cards)}</div>'
-    # an empty store has no past
+    # without requests, there are no ages and sizes to show
     if data.totals.requests:
         ages = _histogram("younger than", data.totals.ages)
         sizes = _histogram("smaller than", data.totals.sizes)
@@ -310,7 +310,7 @@ def _parts(data: ReportData) -> Iterator[str]:
 
 def _histogram(header: str, bins: list[Bin]) -> str:
     """Return a table of the requests in each bin, with bars relative to the fullest bin."""
-    # at least 1: an empty store has empty bins
+    # at least 1, because all bins of an empty store are 0, and it is a divisor
     largest = max(1, *(found.requests for found in bins))
     rows = []
     for found in bins:
@@ -359,7 +359,7 @@ def _tree(tree: PrefixTree, request: RequestView) -> str:
     """Return the section of the prefix tree: a bar for each node, from its first to its last
     block."""
     nodes = list(_walk(tree.top.children))
-    # the right end of all bars
+    # depth at the right end of the bars
     deepest = max((node.end for _, node in nodes), default=1)
     rows = []
     for level, node in nodes:
@@ -458,6 +458,7 @@ def _bar(
     """Return a table row with a bar between two positions from 0 (left) to 1 (right), its name
     indented by ``level``.
 
+    :param text: text between the name and the bar.
     :param kind: CSS class of the bar: ``bar`` or ``tree``.
     :param chosen: whether to highlight the bar.
     """
@@ -490,10 +491,11 @@ def _chart(
     texts: Sequence[str],
     top: str,
 ) -> str:
-    """Return a section with a chart: for each period, a column with its share of the full height
-    and its tooltip.
+    """Return a section with a chart, which has one column for each period.
 
-    :param top: label of a full column.
+    :param shares: heights of the columns: parts of the full height, 0 to 1.
+    :param texts: texts of the columns' tooltips.
+    :param top: label of the full height.
     """
     times = [render.format_time(period.start) for period in periods]
     columns = []

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Fields of the store's or an engine's totals, which name the metrics, with the help of each metric.
+# Each table below maps fields of one struct, which name the metrics, to the help of each metric.
 _STORE: dict[str, str] = {
     "packs": "Packs in the store.",
     "blocks": "Blocks in all packs; a block in two packs counts twice.",
@@ -88,6 +88,7 @@ _ENGINES = "Running engines that publish their status."
 _UP = "Whether the store could be read."
 _MAX_PORT = 65_535
 _BREAKER = ("closed", "half-open", "open")
+"""States of a circuit breaker, in the order of their numbers in the metric."""
 _ENGINE_LABELS = ("store", "engine", "host", "namespace")
 _REQUESTS = (
     "Requests for which the store held blocks: loaded, or why these were computed."
@@ -112,7 +113,7 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
     try:
-        # a store of another format, or a wrong URL, ends the command now
+        # open the store once, so that another format or a wrong URL ends the command now
         open_backend(url, read_only=True).close()
     except StoreUnavailableError as error:
         if once:
@@ -196,14 +197,16 @@ class StoreCollector:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = without_options(url)
-        # the server answers each scrape in a thread of its own; ``collect`` closes a failed store
+        # Needed because the server answers each scrape in a thread of its own. Reentrant, because
+        # a scrape that fails closes the store while it holds the lock.
         self._lock = threading.RLock()
         self._backend: Backend | None = None
         """The open store; None: the next scrape opens it."""
         self._savings = RecentSavings()
         self._failure = ""
         """Error of the last read, as logged; empty: it succeeded."""
-        self._failed_at = -math.inf  # ``time.monotonic`` time of the last failure
+        self._failed_at = -math.inf
+        """When the last read failed, on the monotonic clock; minus infinity: none has failed."""
 
     def collect(self) -> list[Metric]:
         """Return the metrics of a scrape; only ``persistkv_up``, with value 0, if the store cannot
@@ -227,9 +230,9 @@ class StoreCollector:
         """Read the store, which is opened first if it is not open; None: it cannot be read."""
         began = time.monotonic()
         with self._lock:
-            # The store failed for another scrape while this one waited for the lock. A further
-            # attempt may take the deadline of a medium that hangs: the scrapes of several servers
-            # would queue, and all of them would time out.
+            # Give up if the read of another scrape failed while this one waited for the lock. If
+            # the medium hangs, each attempt takes as long as its deadline: the waiting scrapes
+            # would make theirs one after the other, and all of them would time out.
             if self._failed_at >= began:
                 return None
             try:
@@ -282,7 +285,7 @@ class StoreCollector:
         self._failure = failure
 
     def _tenants(self, rows: list[TenantTotals]) -> list[Metric]:
-        """Return the metrics of the tenants with a quota: others may be many."""
+        """Return the metrics of tenants with a quota. Tenants without one may be too many."""
         from prometheus_client.core import GaugeMetricFamily
 
         metrics: list[Metric] = []
@@ -308,7 +311,8 @@ class StoreCollector:
                 f"persistkv_saved_{name}", text, labels=labels
             )
             for row in rows:
-                # 0 from the start, also before any prefill is measured: increases need it
+                # export 0 until a prefill is measured: Prometheus sees an increase only from a
+                # value that it has scraped
                 value = getattr(row, name) or 0
                 counter.add_metric([self._store, row.namespace, row.model], value)
             metrics.append(counter)
@@ -325,7 +329,7 @@ class StoreCollector:
             for status in engines:
                 value = getattr(status.counters, name)
                 labels = self._labels(status)
-                # ``created`` shows Prometheus a restart of the engine, after which it counts from 0
+                # ``created`` tells Prometheus that the engine restarted, and counts from 0 again
                 counter.add_metric(labels, value, created=status.started)
             metrics.append(counter)
         name = "persistkv_engine_requests"
@@ -347,7 +351,7 @@ class StoreCollector:
             for status in engines:
                 value = getattr(status, name)
                 if name == "breaker":
-                    # a local store has none
+                    # a local store has no breaker
                     if value not in _BREAKER:
                         continue
                     value = _BREAKER.index(value)

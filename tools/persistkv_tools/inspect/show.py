@@ -41,9 +41,9 @@ from persistkv_tools.options import opened
 _SHOWN_PACKS = 40  # rows of the table
 _SHARERS = 5  # ids of other requests to list for each pack
 _KEY_DIGITS = 12  # enough to distinguish the keys of one store
-_NAMES = 2  # of the requests that end in a node
-_BRANCHES = 8  # of a node
-_NODE_DIGITS = 8
+_NAMES = 2  # ids of requests to list for each node in which they end
+_BRANCHES = 8  # children of a node
+_NODE_DIGITS = 8  # of the key that names a node
 
 
 class _Chain(NamedTuple):
@@ -182,7 +182,7 @@ def show(
     shorts: Mapping[str, str] = {}
     with opened(url) as backend:
         found = find_request(backend, request, namespace)
-        # the tree names other requests by short ids
+        # read short ids only for the tree, which names other requests by them
         if tree:
             shorts = short_ids(request_ids(backend, found.namespace.id))
         context = show_context(url, backend, found, key_limit=keys)
@@ -286,7 +286,7 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
     :param shorts: of the namespace's requests: id → short id.
     """
     drawn = Tree(render.plain(title))
-    # nodes that are drawn, without their children yet
+    # nodes that were drawn without their children, which are still to be drawn
     to_grow = [(drawn, top)]
     while to_grow:
         branch, node = to_grow.pop()
@@ -330,11 +330,11 @@ def show_context(
     keys = found.keys(backend)
     keys_by_group = [group.unpack() for group in keys]
     catalogue = backend.catalogue(namespace)
-    # the packs that the manifest names nearly always hold the blocks of the request
+    # search the packs that the manifest names first: they nearly always hold all blocks
     named_packs = catalogue.chain(manifest.id) or []
     named_tables = backend.tables(namespace, named_packs)
     places = _places(backend, namespace, named_tables, keys_by_group)
-    # requests that name one of these packs, too, may share blocks
+    # requests that name one of the same packs may share blocks with this one
     others = [head.id for head in catalogue.manifests_naming(named_packs)]
     if manifest.id in others:
         others.remove(manifest.id)
@@ -346,8 +346,8 @@ def show_context(
     for key in chain.from_iterable(keys_by_group):
         if key in sharers:
             num_shared += 1
-    # Sorted by age. A later request with the same context counts as a hit of the oldest copy alone:
-    # its hits are those of all copies.
+    # A later request with the same context counts as a hit of the oldest copy alone. So the hits of
+    # the oldest copy, which is the first one, are those of all copies.
     copies = found.copies(backend)
     (oldest_use,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest_use is None else oldest_use.hits
@@ -379,7 +379,7 @@ def _places(
     def add_places(tables: Iterable[PackTable]) -> None:
         """Add the wanted blocks of these packs to ``places``; the first pack of a block counts."""
         for table in tables:
-            # most packs hold no wanted block: their frames need not be gone through
+            # skip packs that hold no wanted block, which are most, before their frames are read
             if wanted.isdisjoint(table.keys.unpack()):
                 continue
             for placed in table.placed_frames():
@@ -388,9 +388,11 @@ def _places(
                     places.setdefault(key, place)
 
     add_places(named)
-    # a block that was deleted and stored again is in another pack
+    # search all packs for the remaining blocks: a block that was deleted and stored again is in a
+    # pack that the manifest does not name
     if len(places) < len(wanted):
-        with no_collections():  # creates many objects that stay alive
+        # without garbage collections, which would scan the many long-lived tables again and again
+        with no_collections():
             tables = backend.changes(namespace, None).added
         add_places(tables)
     return places
@@ -410,12 +412,12 @@ def _sharers(
     request_keys = [frozenset(keys) for keys in keys_by_group]
     sharers: dict[bytes, list[str]] = {}
     for other, groups in keys_of(backend, namespace, others):
-        # None: its keys were deleted meanwhile, or are damaged
+        # None: the keys of the request are damaged, or were deleted meanwhile
         if groups is None:
             continue
         for group_keys, packed in zip(request_keys, groups, strict=False):
             other_keys = packed.unpack()
-            # most requests share nothing: skipping them here halves the time of this function
+            # most requests share nothing, and skipping them here halves the time of this function
             if group_keys.isdisjoint(other_keys):
                 continue
             for key in group_keys.intersection(other_keys):
@@ -429,9 +431,10 @@ def _group_view(
     places: dict[bytes, _BlockPlace],
     key_limit: int,
 ) -> GroupView:
-    """Return the keys of one KV cache group of the request, and where the first of them are.
+    """Return the totals of one KV cache group of the request, and its first ``key_limit`` keys.
 
-    :param places: of the held keys.
+    :param number: index of the group.
+    :param places: locations of blocks by key; a key that no pack holds is absent.
     """
     frames = [places[key].frame for key in keys if key in places]
     views = []
@@ -446,7 +449,7 @@ def _group_view(
         views.append(KeyView(depth, digits, pack, offset))
     num_missing = len(keys) - len(frames)
     raw_bytes = sum(frame.block_bytes for frame in frames)
-    # frames hold several blocks: each counts with its mean size
+    # a frame holds several blocks, and each of them counts with the mean size
     stored_bytes = sum(frame.stored_length // frame.block_count for frame in frames)
     return GroupView(
         group=number,
@@ -468,7 +471,7 @@ def _pack_views(
     :param keys_by_group: for each KV cache group, the keys of the context.
     :param sharers: key → the other requests that have it.
     """
-    # in the order of the context: the first block of each group, then the second ones
+    # go block by block over all groups, because an engine needs all groups of a prefix together
     keys_in: dict[bytes, list[bytes]] = {}
     for key in chain.from_iterable(zip_longest(*keys_by_group)):
         if key in places:
@@ -477,7 +480,7 @@ def _pack_views(
     views = []
     for pack, keys in keys_in.items():
         table = places[keys[0]].table
-        # other requests that share one of the pack's blocks
+        # ids of other requests that share one of the pack's blocks
         names: set[str] = set()
         for key in keys:
             names.update(sharers.get(key, ()))
@@ -521,9 +524,9 @@ def prefix_tree(
         children=[],
     )
     nodes_left = node_limit
-    # nodes without their children yet, each with the chains that begin with its path
+    # nodes whose children are still to be made, each with the chains that begin with its path
     to_grow: deque[tuple[TreeNode, Sequence[_Chain]]] = deque([(top, chains)])
-    while to_grow:  # first along the path of the chosen request, then level by level
+    while to_grow:
         parent, below = to_grow.popleft()
         branches = _branches(below, parent.end, chosen)
         shown = branches[: min(nodes_left, _BRANCHES)]
@@ -532,7 +535,7 @@ def prefix_tree(
         for branch in shown:
             child = _node(branch, parent.end, chosen)
             parent.children.append(child)
-            # in front of the others: the path of the chosen request gets its nodes first
+            # grow the path of the chosen request first, because the number of nodes is limited
             if child.chosen:
                 to_grow.appendleft((child, branch))
             else:
@@ -567,7 +570,7 @@ def _branches(
     the largest. Shorter chains are left out."""
     longer = [chain for chain in chains if len(chain.keys) > depth]
     branches: list[Sequence[_Chain]] = []
-    # the chains are sorted and share all keys before ``depth``: equal keys are neighbours
+    # the chains are sorted and share all keys before ``depth``, so equal keys are neighbours
     for _, branch in groupby(longer, key=lambda chain: chain.keys[depth]):
         branches.append(list(branch))
 
@@ -584,10 +587,10 @@ def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
     without its children."""
     first_keys = branch[0].keys
     last_keys = branch[-1].keys
-    # the chains are sorted: those in between begin with the same keys as the first and the last
+    # the chains are sorted, so all of them share the keys that the first and the last one share
     end = _common_length(first_keys, last_keys)
     names = [chain.request for chain in branch if len(chain.keys) == end]
-    # the chosen request first, because only the first names are shown
+    # put the chosen request first, because only the first names are shown
     names.sort(key=lambda name: name != chosen)
     return TreeNode(
         start=depth,

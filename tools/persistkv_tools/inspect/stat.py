@@ -20,7 +20,7 @@ from persistkv_tools import render, savings
 from persistkv_tools.command import Command
 from persistkv_tools.options import show_adoptions
 
-_MOST_ROWS = 20  # of a table of labels or tenants; --json has all
+_MOST_ROWS = 20  # rows of a table of labels or tenants; --json has all
 
 
 def _number(ratio: float | None) -> str:
@@ -116,7 +116,7 @@ def _print(store: StoreTotals) -> None:
     columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
     render.show_table(columns, store.namespaces, left="namespace")
     _print_merging(store.namespaces)
-    # otherwise each namespace has a model of its own, and both tables would be equal
+    # if each namespace has a model of its own, both tables would show the same totals
     if len(store.models) < len(store.namespaces):
         render.show_table(_MODELS, store.models)
     if has_tenants(store):
@@ -138,7 +138,7 @@ def has_tenants(store: StoreTotals) -> bool:
 def _rows(store: StoreTotals) -> dict[str, str]:
     """Return the totals of the whole store by name."""
     rows = render.pairs(_TOTALS, store)
-    # a bucket has no free space to reuse
+    # None for a bucket, which has no free space to reuse
     if store.free is not None:
         rows |= _free_rows(store.free)
     rows["capacity"] = "none"
@@ -168,11 +168,10 @@ def _print_groups(namespaces: list[NamespaceTotals]) -> None:
 
 def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     """Show the commits of a shared store that are not in its index yet, and who merged last."""
-    # a local store has no inbox
+    # None for a local store, which has no inbox
     shared = [space for space in namespaces if space.waiting_commits is not None]
     if not shared:
         return
-    # words of the form HEADER=CELL: a cell is a field, or made by the function of that name
     columns = render.columns(
         "namespace=short_id waiting=waiting_commits oldest=waiting_age merged=merge_age by=merger",
         short_id=lambda space: space.id[:8],
@@ -190,7 +189,7 @@ def _age(time: float | None) -> str:
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     """Print the requests and bytes of each bin, with a bar relative to the fullest one.
 
-    :param header: of the column with the upper bounds of the bins.
+    :param header: header of the column with the upper bounds of the bins.
     """
     largest = max(found.requests for found in bins)
     columns = render.columns(

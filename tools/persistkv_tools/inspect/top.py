@@ -109,11 +109,11 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
     with options.opened(url) as backend:
         watch = Watch(url, backend)
         if endless:
-            # Ctrl-C ends the display; it is no error
+            # Ctrl-C is the usual way to end the display, and no error
             with suppress(KeyboardInterrupt):
                 _show_live(watch, pause_s, console)
             return
-        # the first snapshot is not shown: rates need two
+        # take a first snapshot that is not shown, because rates need two
         watch.snapshot()
         for _ in range(count or 1):
             time.sleep(pause_s)
@@ -126,7 +126,7 @@ def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
 
 def _show_live(watch: Watch, pause_s: float, console: Console) -> NoReturn:
     """Show the present state on the terminal, again and again, until Ctrl-C."""
-    # the first snapshot is not shown: rates need two
+    # take a first snapshot that is not shown, because rates need two
     watch.snapshot()
     with Live(console=console, auto_refresh=False) as live:
         while True:
@@ -172,7 +172,7 @@ def _tables(engines: list[EngineView]) -> list[Table]:
     if not engines:
         return []
     width = render.console().width
-    # a table of names and values for each engine
+    # show each engine in a table of its own, with names and values
     if width < _NARROW:
         columns = render.columns(f"{_TRAFFIC} {_HEALTH} model", **_CELLS)
         return [render.pair_table(render.pairs(columns, engine)) for engine in engines]
@@ -224,14 +224,14 @@ class Watch:
         """Return the engines that have published a status, live ones first; update their rates."""
         statuses = read_statuses(self._backend)
         models = {}
-        # without statuses, the identities of namespaces need not be read
+        # read the identities of namespaces only if there is an engine to show
         if statuses:
             for space in self._backend.namespaces():
                 models[space.id.hex()] = space.identity.model_name
         engines: list[EngineView] = []
         for status in statuses:
             before = self._last_statuses.get(status.engine)
-            # an engine may publish less often than this method is called: its rates stay meanwhile
+            # keep the rates of an engine that has published no new status since the last call
             if before is not None and status.time > before.time:
                 self._rates[status.engine] = _rates(before, status)
             view = render.view_of(
@@ -245,7 +245,7 @@ class Watch:
             )
             engines.append(view)
         self._last_statuses = {status.engine: status for status in statuses}
-        # within both parts, the sort keeps the order
+        # among live and among other engines, the sort keeps the order of the statuses
         engines.sort(key=lambda view: not view.live)
         return engines
 

@@ -30,7 +30,7 @@ from persistkv_tools.options import opened, show_adoptions
 
 _AGAINST_HELP = "Directory of a model, another store, or id of a namespace."
 _REQUEST_HELP = "Id of a request in its engine, or the beginning of the id."
-_DTYPES = ("torch_dtype", "dtype")  # old name of the field in config.json, and new one
+_DTYPES = ("torch_dtype", "dtype")  # old and new name of the field in config.json
 _NAMESPACE_ID = re.compile("[0-9a-f]{32}")
 
 
@@ -95,14 +95,14 @@ def why(
         spaces = chosen_namespaces(backend, None)
         chosen = chosen_namespaces(backend, namespace or None)
         if against is None:
-            # among all namespaces, each pair is compared once; a chosen one is compared with all
-            # others
+            # Among all namespaces, each pair is compared once, at its newer one. A chosen namespace
+            # is compared with all others.
             only_older = not namespace
             candidates = _compare_within(chosen, spaces, only_older=only_older)
         else:
             candidates = _compare_against(against, chosen, backend)
-    # ``candidates`` has one list of comparisons for each namespace or model that is explained; the
-    # nearest one tells most: all others differ in more fields
+    # ``candidates`` has a list of comparisons for each namespace or model that is explained. Keep
+    # the one with the fewest differences, which are the likely reason for misses.
     comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
         report: dict[str, Any] = {"url": url, "against": against}
@@ -148,7 +148,7 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
             f"not one of the last 64, or its engine publishes no status"
         )
     if json:
-        # the same fields as without --request
+        # the JSON object has the same fields as without --request
         empty: dict[str, list[Any]] = {"comparisons": [], "adoptions": []}
         report = {"url": url, "against": None, "request": request, "loads": loads}
         render.print_json({**report, **empty})
@@ -225,7 +225,7 @@ def _compare_against(
     :raises NotFoundError: there is nothing to compare with.
     """
     path = Path(against)
-    # a directory with data.mdb is an LMDB store, which may be given by its path, too
+    # a directory with data.mdb is an LMDB store that is given by its path, not a model
     is_model = path.is_dir() and not (path / "data.mdb").exists()
     if is_model:
         found = [[compare_model(path, space) for space in chosen]]
@@ -350,12 +350,12 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     ours: dict[str, Any] = {"weights": fingerprint_checkpoint(directory)}
     config = _read_config(directory / "config.json")
     dtype = _model_dtype(config)
-    # the model's dtype is one part of this field; the others are the engine's choice
+    # compare only the model's part of this field, because the engine chooses the other parts
     if dtype is not None and isinstance(stored.get("dtype"), dict):
         ours["dtype"] = {"model": dtype}
     ours["config"] = _common(config, stored.get("config", {}))
     our_identity = Identity.of(ours)
-    # fields of the namespace that the model's files do not show are left out
+    # leave out fields of the namespace that the model's files do not show
     their_identity = Identity.of(_common(stored, ours))
     differences = []
     for found in our_identity.diff(their_identity):
@@ -375,7 +375,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     """Return the content of a model's config.json; raise FileError if it cannot be read, or is no
     JSON object."""
     try:
-        # Python's parser: it reads the value Infinity, which some models have
+        # Python's parser accepts the value Infinity, which some models have
         config = json.loads(path.read_bytes())
     except OSError as error:
         raise FileError("read", path, error) from None
@@ -400,7 +400,7 @@ def _count(identity: Identity) -> int:
     """Return the number of fields of an identity, nested ones included: all that differ from an
     empty identity."""
     differences = Identity({}).diff(identity)
-    # the empty identity is itself a difference, with an empty field name, which is not counted
+    # leave out the difference of the whole identity, whose field name is empty
     return sum(difference.field != "" for difference in differences)
 
 

@@ -46,13 +46,14 @@ from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import RequestUse
 
 _AT_ONCE = 64  # packs or requests of one commit
-_MOST_PAUSE_S = 0.2
+_MOST_PAUSE_S = 0.2  # longest pause after a commit
 
 
 class Quarantine(msgspec.Struct):
     """Directories of damaged stores that ``--quarantined`` deletes."""
 
     directories: tuple[str, ...] = ()
+    """Paths of the directories. Each is a store that an engine renamed because it was damaged."""
     num_bytes: int = 0
     """Bytes that these directories take on disk before the deletion."""
     deleted_bytes: int = 0
@@ -90,6 +91,7 @@ class Done(msgspec.Struct):
     or an error."""
 
     goes: PrunedTotals = msgspec.field(default_factory=PrunedTotals)
+    """Totals of the packs that were deleted."""
     requests: int = 0
     freed_bytes: int = 0
     """Bytes of free space that the store returned to its file system."""
@@ -136,8 +138,8 @@ class _Usage:
     def packs_of(self) -> dict[str, set[bytes]]:
         """By request id, the ids of the packs that hold a block of the request; no ids if its keys
         cannot be read."""
-        # found by key: the packs that a manifest names may be old, because a block that was deleted
-        # and stored again is in another pack
+        # Packs are found by key. The packs that a manifest names may be outdated, because a block
+        # that was deleted and stored again is in another pack.
         packs: dict[str, set[bytes]] = {}
         for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
             packs[name] = self.held_packs.holding(all_keys(keys))
@@ -149,7 +151,10 @@ class _Usage:
         *,
         needed: bool = True,
     ) -> Iterator[tuple[RequestManifest, RequestUse | None]]:
-        """See the function ``with_uses``."""
+        """Yield the manifests of these requests, each with its use.
+
+        :param needed: whether the uses are needed; False: None instead of them.
+        """
         manifests = (self.manifests[name] for name in names)
         return with_uses(self._backend, self.namespace.id, manifests, needed=needed)
 
@@ -205,7 +210,6 @@ class _Usage:
         used_by_chosen = self.used_by(self.chosen)
         used_by_others = self.used_by(self.manifests.keys() - self.chosen)
         self.packs_to_delete = used_by_chosen - used_by_others
-        # number of blocks by pack, only of packs that have such blocks
         private_blocks = self._private_blocks(used_by_chosen & used_by_others)
         if shared_packs:
             self.packs_to_delete.update(private_blocks.keys())
@@ -214,7 +218,7 @@ class _Usage:
         if orphans:
             all_packs = self.held_packs.tables.keys()
             self.packs_to_delete |= all_packs - used_by_others - used_by_chosen
-        # with shared packs, others lose a pack, too
+        # a shared pack to delete is also used by requests that were not chosen: delete them, too
         users = self._users_of(self.packs_to_delete)
         self.requests_to_delete = self.chosen.union(users)
 
@@ -232,7 +236,7 @@ class _Usage:
 
         :param shared: ids of packs that chosen and other requests use.
         """
-        # keys of the shared packs, with the id of their pack
+        # maps each key of the shared packs to its pack's id
         pack_of: dict[bytes, bytes] = {}
         for pack in shared:
             for key in self.held_packs.tables[pack].keys.unpack():
@@ -252,7 +256,10 @@ class _Usage:
         return private_blocks
 
     def used_since(self, backend: Backend) -> set[bytes]:
-        """Return the ids of packs that are used by requests added after the plan was made."""
+        """Return the ids of packs that are used by requests added after the plan was made.
+
+        :param backend: see ``present``.
+        """
         added = self.present(backend) - self.manifests.keys()
         used: set[bytes] = set()
         for _, keys in keys_of(backend, self.namespace.id, added):
@@ -262,7 +269,8 @@ class _Usage:
     def present(self, backend: Backend) -> set[str]:
         """Return the ids of the requests that the store holds now.
 
-        :param backend: that commits, if any does: others may see its commits later.
+        :param backend: if the plan is carried out, the backend that commits it: other backends may
+            see the commits only later.
         """
         return set(request_ids(backend, self.namespace.id))
 
@@ -274,7 +282,7 @@ class _Chosen(NamedTuple):
     request: str
     """Id of the request."""
     usage: _Usage
-    """That of its namespace."""
+    """Usage of the request's namespace."""
 
     def keep(self) -> None:
         """Take the request out of the choice."""
@@ -352,7 +360,7 @@ class Prune:
         self._choose(rules, named)
         self.plan = PrunePlan([], PrunedTotals(), 0)
         for usage in self._usages:
-            # without either, its packs need not be read
+            # the packs of a namespace without chosen requests are read only to find orphans
             if usage.chosen or rules.orphans:
                 self._plan(usage, rules)
         self._sort_and_shorten()
@@ -388,22 +396,25 @@ class Prune:
 
     def _choose(self, rules: PruneRules, named: set[tuple[bytes, str]]) -> None:
         """Choose the requests to delete: those that the selection takes or that are named, without
-        those that the other rules keep."""
+        those that the other rules keep.
+
+        :param named: (namespace id, request id) of the requests that the user named.
+        """
         if rules.selection is not None or named:
-            # named without a selection: all of the named ones
+            # without a selection, all named requests are chosen
             selection = rules.selection or Selection()
             for usage in self._usages:
                 usage.choose(selection, named)
         last = rules.keep_last
         days = rules.keep_daily
-        # the rules that keep apply to the chosen requests, so they come after the choice
+        # apply the rules that keep requests after the choice, because they count chosen requests
         if last is not None or days is not None:
             self._keep_newest(last or 0, days or 0)
         if rules.keep_bytes is not None:
             self._shrink_to(rules.keep_bytes)
 
     def _oldest_first(self) -> list[_Chosen]:
-        """Return the chosen requests of all namespaces."""
+        """Return the chosen requests of all namespaces, the oldest first."""
         chosen = []
         for usage in self._usages:
             for name in usage.chosen:
@@ -413,8 +424,12 @@ class Prune:
         return chosen
 
     def _keep_newest(self, last: int, days: int) -> None:
-        """Take the newest requests, and the newest one of each of the newest days, out of the
-        choice."""
+        """Take the newest chosen requests, and the newest one of each of the newest days, out of
+        the choice.
+
+        :param last: number of requests to keep.
+        :param days: number of days of which a request is kept.
+        """
         newest_first = reversed(self._oldest_first())
         days_seen: set[date] = set()
         for number, chosen in enumerate(newest_first):
@@ -425,9 +440,9 @@ class Prune:
                 chosen.keep()
 
     def _shrink_to(self, stored_bytes: int) -> None:
-        """Reduce the choice to the oldest chosen requests: as many as must be deleted to reach this
-        size of packs."""
-        # the store's totals, which need no reading of a catalogue, may show that all of it fits
+        """Reduce the choice to the oldest requests: as many as must be deleted until the packs take
+        at most ``stored_bytes``."""
+        # compare the store's totals first: if all packs fit, no catalogue need be read
         if self._backend.stats().stored_bytes <= stored_bytes:
             for usage in self._usages:
                 usage.chosen.clear()
@@ -435,7 +450,7 @@ class Prune:
         remaining_bytes = sum(usage.payload_bytes() for usage in self._usages)
         users = {usage.namespace.id: usage.user_counts() for usage in self._usages}
         for chosen in self._oldest_first():
-            # enough is deleted
+            # the deletion of the older requests suffices
             if remaining_bytes <= stored_bytes:
                 chosen.keep()
                 continue
@@ -462,7 +477,7 @@ class Prune:
 
     def _sort_and_shorten(self) -> None:
         """Sort the requests of the plan by age, and set their short ids."""
-        # short ids are unique among all requests of these namespaces, also those that stay
+        # make short ids unique among all requests, because other commands search all of them
         all_ids: list[str] = []
         for usage in self._usages:
             all_ids.extend(usage.manifests)
@@ -477,17 +492,17 @@ class Prune:
         count the requests that are gone."""
         try:
             for packs in batched(sorted(usage.packs_to_delete), _AT_ONCE):
-                # before each commit: engines store requests all the time
+                # look for new requests before each commit, because engines store them all the time
                 used = usage.used_since(backend)
                 wanted = [pack for pack in packs if pack not in used]
                 self._commit(backend, usage, CommitBatch(deletions=wanted))
-            # the deletion of a pack has deleted the requests that name it; chosen requests that
-            # share all their packs with others are still there
+            # The deletion of a pack has deleted the requests that name it. Chosen requests that
+            # share all their packs with other requests are still there.
             still_present = usage.chosen & usage.present(backend)
             for names in batched(sorted(still_present), _AT_ONCE):
                 self._commit(backend, usage, CommitBatch(manifest_deletions=names))
         except StoreError:
-            with suppress(StoreError):  # the first error tells more
+            with suppress(StoreError):  # raise the first error, which tells more
                 self._count_requests(backend, usage)
             raise
         self._count_requests(backend, usage)
@@ -497,7 +512,8 @@ class Prune:
         begin = time.monotonic()
         try:
             result = backend.commit(usage.namespace.id, batch)
-        except StoreFullError:  # deleting takes room too; fewer at once take less
+        # a deletion takes room too, and a smaller one takes less
+        except StoreFullError:
             halves = _halves(batch)
             if not halves:
                 raise
@@ -507,7 +523,7 @@ class Prune:
         for table in result.evicted:
             self.done.goes.add(table)
         seconds = time.monotonic() - begin
-        # engines wait for each commit, so the pause leaves them as much time as it took
+        # engines wait while a commit runs: leave them as much time as it took, within bounds
         time.sleep(min(seconds, _MOST_PAUSE_S))
 
     def _count_requests(self, backend: Backend, usage: _Usage) -> None:
@@ -523,7 +539,8 @@ def _halves(batch: CommitBatch) -> list[CommitBatch]:
     if len(packs) + len(names) < 2:
         return []
     middle_pack = len(packs) // 2
-    # rounded up, where packs are rounded down: a batch of one pack and one request is divided, too
+    # Round requests up where packs are rounded down. Otherwise, a batch of one pack and one request
+    # would be divided into an empty batch and itself.
     middle_name = (len(names) + 1) // 2
     first = CommitBatch(
         deletions=packs[:middle_pack],
@@ -545,7 +562,11 @@ def _usages(
     namespaces: Iterable[Namespace],
     named: set[tuple[bytes, str]],
 ) -> list[_Usage]:
-    """Return the usages of the namespaces; only those of the named requests, if there are any."""
+    """Return the usages of the namespaces.
+
+    :param named: (namespace id, request id): only the namespaces of these requests are returned.
+        Empty: all are.
+    """
     named_spaces = {space for space, _ in named}
     usages = []
     for space in namespaces:

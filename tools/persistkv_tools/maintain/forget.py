@@ -39,11 +39,12 @@ def forget(
     json: bool,
 ) -> None:
     """Destroy the packs, the requests and the data keys of a tenant. Engines may use the store
-    meanwhile; what they have accepted for the tenant and not stored yet is dropped.
+    meanwhile; they drop blocks of the tenant that they have accepted and not stored yet.
 
-    With a key, no copy of the content can be read any more without a copy of the wrapped data keys
-    from before. Prints a receipt, signed if the store has a key, which names what is out of reach.
-    Can be repeated. Exit code 1: the receipt of --verify-receipt is not genuine.
+    If the store has a key, copies of the content can be read only with an old copy of the wrapped
+    data keys. Prints a receipt, signed if the store has a key, which lists the copies that the
+    command cannot delete. Can be repeated. Exit code 1: the receipt of --verify-receipt is not
+    genuine.
 
     Example: persistkv forget "lmdb:///var/cache/kv?key_file=key" anna --receipt anna.json
     """
@@ -55,7 +56,7 @@ def forget(
     check_tenant("tenant", tenant)
     ensure_consent("forget", "--yes", yes=yes, json=json)
     target = None if receipt is None else Path(receipt)
-    # before anything is destroyed: an older receipt must not be lost
+    # refuse an existing file before anything is destroyed: it may be an older receipt
     if target is not None and target.exists():
         raise ConfigurationError(_RECEIPT, receipt, "a file that does not exist")
     with open_store(url, read_only=False) as store:

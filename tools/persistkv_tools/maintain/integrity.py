@@ -60,9 +60,12 @@ from persistkv_tools.packs import (
 )
 
 _STATE_VERSION = 2
-_ATTEMPTS = 5  # at a reading that no other process disturbs
-_RECHECKS = 2  # of requests that look wrong
-_MANIFESTS_AT_ONCE = 512  # whose keys are in memory together
+"""Version of the progress file's format."""
+_ATTEMPTS = 5
+"""Most times that something is read again, because another process wrote during the reading."""
+_RECHECKS = 2
+"""How often requests that look wrong are checked again before they are findings."""
+_MANIFESTS_AT_ONCE = 512  # requests whose keys are in memory together
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of packs of one namespace that are read together."""
@@ -143,7 +146,10 @@ class VerifyState(Tally, kw_only=True):
         return state
 
     def take(self, tally: Tally, after: str) -> None:
-        """Add the totals and findings of a finished portion, whose last pack is ``after``."""
+        """Add the totals and findings of a finished portion.
+
+        :param after: ids of its last pack, as in the attribute ``after``.
+        """
         self.after = after
         for name in Tally.__struct_fields__:
             total = getattr(self, name) + getattr(tally, name)
@@ -161,7 +167,8 @@ class VerifyState(Tally, kw_only=True):
 
 def read_catalogues(backend: Backend) -> list[NamespacePacks]:
     """Return the packs of each readable namespace, in the order of the namespace ids."""
-    with no_collections():  # creates many objects that stay alive
+    # without garbage collections, which would scan the many long-lived tables again and again
+    with no_collections():
         names = sorted(space.id for space in backend.namespaces())
         return [NamespacePacks(backend, name) for name in names]
 
@@ -183,7 +190,7 @@ def _count_rows_once(
     """Return the findings of ``count_rows``; None if others wrote meanwhile. Refreshes the packs of
     all namespaces."""
     # Totals and rows are read one after the other. They can be compared only if nothing was written
-    # in between: the rows did not change, and the totals are the same afterwards.
+    # in between: no rows changed, and the totals are the same when they are read again at the end.
     stats = backend.stats()
     tenants = backend.tenants()
     num_requests = 0
@@ -215,7 +222,7 @@ def _unread_tenants(
     """Yield a finding for each tenant whose totals count other packs or bytes than can be read. The
     default tenant has no totals of its own."""
     recorded_of = {totals.tenant: totals for totals in recorded}
-    # the totals that the readable packs add up to
+    # compute the totals of the readable packs
     readable_of: dict[str, TenantTotals] = {}
     for space in spaces:
         for table in space.tables.values():
@@ -233,13 +240,17 @@ def _unread_tenants(
             f"{counted.stored_bytes} bytes, and {found.packs} of {found.stored_bytes} can be "
             f"read"
         )
-        # at least one: with equal numbers of packs, their bytes differ
+        # count at least one defect, because only the bytes may differ
         num_packs = max(1, abs(counted.packs - found.packs))
         yield Defect(problem=Problem.TENANT_TOTALS, detail=detail, count=num_packs)
 
 
 def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
-    """Yield a finding if the totals count other rows than can be read; ``rows``: the excess."""
+    """Yield a finding if the totals count other rows than can be read.
+
+    :param what: noun for the rows in the finding.
+    :param rows: number that the totals count, less the number that can be read.
+    """
     if rows:
         relation = "more" if rows > 0 else "fewer"
         detail = f"the totals count {abs(rows)} {relation} {what} than can be read"
@@ -252,7 +263,7 @@ class PackToRead(NamedTuple):
     space: NamespacePacks
     """The packs of its namespace, which are refreshed during the run."""
     table: PackTable
-    """As of the start of the run. The pack may be deleted or replaced meanwhile."""
+    """Table of the pack at the start of the run. The pack may be deleted or replaced meanwhile."""
 
 
 def packs_left(
@@ -263,7 +274,7 @@ def packs_left(
     left = []
     for space in spaces:
         for pack_id in sorted(space.tables):
-            # an interrupted run has not read the packs that come later in this order
+            # an interrupted run has read the packs of this order up to ``state.after``
             is_left = (space.namespace + pack_id).hex() > state.after
             if is_left and state.draws(pack_id):
                 left.append(PackToRead(space, space.tables[pack_id]))
@@ -334,8 +345,8 @@ class Verifier:
         """Packs of the portion in progress; None: no portion is in progress."""
         self._reads: Iterable[_Read] = ()
         """Reads of the portion in progress, in the order of its packs."""
-        # None: the thread that iterates ``packs`` reads
         self._pool = ThreadPool(threads, "persistkv-verify") if threads else None
+        """Threads that read and check; None: the thread that iterates ``packs`` does it."""
         self._local = threading.local()
         """Memory of each reading thread; see ``_memory``."""
 
@@ -353,7 +364,7 @@ class Verifier:
         parts: list[Piece] = []
         for pack in portion:
             table = pack.space.tables.get(pack.table.pack_id)
-            # it may have been evicted since the start of the run
+            # the pack may have been evicted since the start of the run
             if table is not None:
                 parts.extend(pieces(table, self._batch_bytes))
         reads: list[_Read] = []
@@ -409,7 +420,7 @@ class Verifier:
         """Read a batch; return for each piece whether it is good. Pieces of an unknown codec count
         as not good."""
         num_bytes = sum(piece.length for piece in batch)
-        # one piece after the other, filled by one read
+        # place the pieces one after the other, so that one read fills them all
         memory = self._memory(num_bytes)
         buffers: list[memoryview] = []
         spans: list[ReadSpan] = []
@@ -446,8 +457,8 @@ class Verifier:
         *,
         is_suspect: bool,
     ) -> None:
-        """Count a pack whose pieces were read. A suspect pack, of which a piece was not good, is
-        checked again first, and its findings are added to the tally."""
+        """Count a pack whose pieces were read. If one of them was not good, the pack is a suspect:
+        it is checked again first, and its findings are added to the tally."""
         try:
             if is_suspect:
                 tally.findings += self._confirmed(space, table, tally)
@@ -476,8 +487,8 @@ class Verifier:
             if not findings:
                 tally.went_meanwhile += 1
                 return []
-            # if it was replaced during the check, the findings are about a mixture of both packs,
-            # and the check is repeated
+            # repeat the check if the pack was replaced during it: the findings are about a mixture
+            # of the old and the new pack
             space.refresh()
             if space.tables.get(table.pack_id) is current:
                 break
@@ -485,8 +496,11 @@ class Verifier:
 
 
 def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
-    """Return whether a piece with these stored bytes has no defect. False for an unknown codec,
-    which the second check counts."""
+    """Return whether a piece has no defect. False for an unknown codec: the second check of its
+    pack counts it.
+
+    :param found: stored bytes of the piece, which are decrypted in place.
+    """
     try:
         return next(check_piece(piece, found, seal), None) is None
     except UnknownCodecError:
@@ -506,8 +520,8 @@ def check_manifests(
         names = request_ids(backend, space.namespace)
         num_checked += len(names)
         suspects = _suspects(backend, space, names, on_bytes)
-        # Keys and packs were not read at the same time: others may have written, evicted or
-        # replaced what looks wrong. Only what also fails all rechecks is a finding.
+        # Keys and packs were not read at the same time: other processes may have written, evicted
+        # or replaced some in between. So only requests that fail all rechecks are findings.
         for _ in range(_RECHECKS):
             if not suspects:
                 break
@@ -549,7 +563,8 @@ def _suspects(
                 namespace=space.namespace.hex(),
                 request=name,
             )
-        on_bytes(0)  # reads no payload, but the pace may require a sleep
+        # no payload was read, but the limits of the pace may require a sleep
+        on_bytes(0)
     return found
 
 
@@ -562,8 +577,8 @@ class HeldKeys:
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """Return, for each request, the number of its keys that no pack holds."""
-        # usually all keys of all requests are held, which one search shows; sorted they are found
-        # five times as fast
+        # Usually all keys of all requests are held, which one search shows. Sorted keys are found
+        # five times as fast.
         prints = np.sort(_fingerprints(chain.from_iterable(requests)))
         if not self._absent(prints).any():
             return [0] * len(requests)
@@ -579,7 +594,7 @@ class HeldKeys:
         if not num_held:
             return np.ones(len(prints), dtype=bool)
         places = np.searchsorted(self._held, prints)
-        # a fingerprint behind all held ones is compared with the last one, which is smaller
+        # compare a fingerprint that is larger than all held ones with the last one, which differs
         places = np.minimum(places, num_held - 1)
         absent: npt.NDArray[np.bool_] = self._held[places] != prints
         return absent

@@ -144,7 +144,7 @@ def _pin(
     what = "pin" if pinned else "unpin"
     with open_store(url, read_only=False) as store:
         chosen = _chosen(store, what, requests, label, namespace)
-        # one commit for each namespace
+        # collect the changes by namespace, because a commit changes one namespace
         pins: dict[bytes, list[tuple[str, bool]]] = {}
         for found in chosen:
             of_namespace = pins.setdefault(found.namespace.id, [])
@@ -168,10 +168,10 @@ def _chosen(
 ) -> list[FoundRequest]:
     """Return the requests with these ids, or with these labels.
 
-    :param what: command, for errors.
+    :param what: name of the command, for errors.
     :raises NotFoundError: an id matches no request, or several; or no request has the labels.
     """
-    # neither, or both
+    # raise an error if neither or both are given
     if bool(requests) == bool(labels):
         raise MissingOptionError(what, "either REQUEST ... or --label NAME[=VALUE]")
     selection = Selection.parse(labels)

@@ -96,7 +96,7 @@ def prune(
             shared_packs=shared_packs,
             quarantined=quarantined,
         )
-        # before the question: the user consents to this plan
+        # print the plan before the question, because the user consents to it
         if not json:
             _print_plan(pruning.plan, pruning.quarantined)
         outcome = _Outcome()
@@ -108,17 +108,20 @@ def prune(
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
-    # A schedule deletes by age, size and such: it needs no alarm for blocks that others still use.
-    # A user who names requests or labels wants all of their content deleted.
+    # A user who names requests or labels expects all of their content to be deleted. Blocks that
+    # stay because other requests use their packs are no reason for an error if a schedule deletes
+    # by age or size.
     only_labels = _is_by_labels(selection) and not keeps
     expects_all_deleted = bool(request) or only_labels
     _exit(pruning, outcome, expects_all_deleted=expects_all_deleted)
 
 
 def _exit(pruning: Prune, outcome: _Outcome, *, expects_all_deleted: bool) -> None:
-    """Raise the failure of the run, or exit with 1 if blocks stay that the user wanted to go.
+    """Raise the failure of the run, or exit with 1 if blocks stay that the user expects to be
+    deleted.
 
-    :param expects_all_deleted: whether the chosen requests are to be deleted completely.
+    :param expects_all_deleted: whether the user expects all content of the chosen requests to be
+        deleted.
     """
     if outcome.failure is not None:
         raise outcome.failure
@@ -152,13 +155,13 @@ class _Outcome(NamedTuple):
 def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
     """Carry out the plan, after a question unless ``yes``; return the outcome, empty if the answer
     is no."""
-    # nothing to delete: a question would only delay a script on a terminal
+    # without anything to delete, a question would only delay a script on a terminal
     asks = pruning.deletes and not yes
     if asks and not confirm("Delete them?"):
         return _Outcome()
     try:
         pruning.run()
-    # ``prune`` raises it after it has shown the deletions
+    # the caller raises this error after it has shown the deletions
     except StoreError as error:
         return _Outcome(pruning.done, failure=error)
     backend = store.backend
@@ -234,7 +237,7 @@ def _print_sizes(
     keep_bytes: int | None,
 ) -> None:
     """Print the size of the store after the deletion, and why it may be above ``--keep-size``."""
-    # the oldest chosen requests are gone, and the packs still do not fit
+    # all chosen requests were deleted, and the remaining packs still take more than ``keep_bytes``
     if keep_bytes is not None and stats.stored_bytes > keep_bytes:
         size = render.format_size(stats.stored_bytes)
         render.say(
@@ -279,7 +282,8 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
 def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
     """Print the deleted content."""
     done = outcome.done
-    if done is None:  # only a plan, or the user did not agree
+    # None: nothing was deleted, because of --dry-run, or because the user did not consent
+    if done is None:
         return
     damaged = pruning.quarantined
     requests = render.count(done.requests, "request")

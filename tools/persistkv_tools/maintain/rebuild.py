@@ -24,7 +24,7 @@ class RebuildReport(msgspec.Struct, frozen=True, kw_only=True):
     rebuilt: bool
     """Whether there is a new catalogue."""
     intact: bool
-    """Whether the catalogue was not damaged; nothing was changed then."""
+    """Whether the catalogue was not damaged, and so nothing was changed."""
     seconds: float
     packs: int = 0
     """Number of packs in the new catalogue."""
@@ -72,7 +72,7 @@ COMMAND = Command(rebuild)
 
 
 def _shown(progress: Progress) -> Callable[[int, int], None]:
-    """Return a function that shows how many of all bytes were read."""
+    """Return a function that takes the bytes read so far and the total, and shows them."""
     task = progress.add_task("read", total=None)
 
     def show(done: int, total: int) -> None:

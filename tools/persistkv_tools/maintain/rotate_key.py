@@ -32,7 +32,7 @@ def rotate_key(
     """Replace the key of a store: the URL names the present one. No content is written again, and
     engines may use the store meanwhile; they need the new key when they start again.
 
-    Whoever has the old key and an old copy of the wrapped data keys can still read the content.
+    The content stays readable with the old key and an old copy of the wrapped data keys.
 
     Example: persistkv rotate-key "lmdb:///var/cache/kv?key_file=old" --new-key-file new
     """
@@ -44,8 +44,8 @@ def rotate_key(
     new_key = _new_key(values)
     old_options = convert_options(KeyOptions, _key_options(url), where="url")
     old_key = old_options.store_key()
-    # opened for reading first, which raises if the store is absent: opening it for writing would
-    # create it
+    # Open the store for reading first, which raises an error if it is absent. Opening it for
+    # writing would create it.
     with opened(url):
         pass
     with closing(open_backend(url)) as backend:

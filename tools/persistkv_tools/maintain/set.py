@@ -42,10 +42,11 @@ class Consequences(msgspec.Struct, frozen=True):
     evicted_bytes: int
     """Part of ``disk_bytes`` that the next commits evict to fit a new capacity."""
     quota_bytes: dict[str, int]
-    """Tenant → bytes by which it is above its new quota, and which are evicted."""
+    """For each tenant above its new quota, the bytes above it, which are evicted."""
     expiring_requests: int
     """Requests that the next commits delete, because they are older than a new ttl."""
     requests: int
+    """All requests of the store."""
     missing_disk_bytes: int
     """Bytes that a local disk lacks for the store to grow to the new capacity."""
 
@@ -91,8 +92,8 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
         }
         render.print_json(report)
     elif done:
-        # a local store evicts in the transaction that changes its policy; expired requests are
-        # deleted with the commits of engines
+        # A local store evicts content in the transaction that changes its policy. Requests that
+        # expire by a new ttl are deleted by the next commits of engines.
         is_applied = is_local and after.ttl_s == before.ttl_s
         later = "; engines apply it with their next commit"
         render.say("changed" if is_applied else f"changed{later}")
@@ -101,7 +102,7 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
 def _set_values(url: str, values: list[str]) -> Policy:
     """Change the policy of a store, and return it as changed."""
     with closing(open_backend(url)) as backend:
-        # read again: another command may have changed other values during the question
+        # read the policy again, because another command may have changed other values meanwhile
         policy = _changed(backend.policy(), values)
         backend.set_policy(policy)
     return policy
@@ -141,8 +142,8 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
 
 
 def _check_placement(policy: Policy, value: str) -> None:
-    """Raise ConfigurationError unless a value is the placement of the policy. It is shown with the
-    values that can be changed, so it is accepted with them."""
+    """Raise ConfigurationError unless a value is the placement of the policy. The present placement
+    is accepted, because it is shown like the values that can be changed."""
     if value != policy.placement:
         expected = (
             f"{policy.placement}, fixed at creation; persistkv copy copies a store "
@@ -178,13 +179,13 @@ def _consequences(
     """Return the effects of a change of the policy: evictions, expiry, and a lack of disk
     space."""
     stats = backend.stats()
-    # by how much the store can grow; negative: it is above the new capacity
+    # bytes by which the store may grow; negative: it must shrink to the new capacity
     growth_bytes = 0
     if after.capacity is not None:
         growth_bytes = after.capacity - stats.disk_bytes
     location = Path(StoreUrl.parse(url).location)
     missing = 0
-    # only the room of a local disk can be measured
+    # measure the free space if the store is a directory; that of a bucket is unknown
     if after.capacity != before.capacity and location.is_dir():
         disk = shutil.disk_usage(location)
         missing = max(0, growth_bytes - disk.free)
@@ -222,7 +223,7 @@ def _expiring(backend: Backend, policy: Policy) -> int:
         for _, use in with_uses(backend, namespace.id, manifests):
             if use is None:
                 continue
-            # without the request's own ttl: what expires by that is no effect of this change
+            # leave out the request's own ttl: it expires the request without this change, too
             expires = use.expires(own_ttl_s=None, store_ttl_s=policy.ttl_s)
             if expires is not None and expires < now:
                 expiring += 1

@@ -61,18 +61,22 @@ from persistkv_tools.maintain.integrity import (
 from persistkv_tools.packs import BATCH_BYTES, Defect, check_pack
 from persistkv_tools.progress import Throttle, byte_progress, counted
 
-_SAVE_S = 5.0  # between writes of the progress file
-# The progress is saved after a portion. A limit of the pace has smaller portions, because they take
-# longer.
+_SAVE_S = 5.0  # least time between two writes of the progress file
 _PORTION_BYTES = 1 << 30  # 1 GiB
+"""Most payload bytes of a portion, after which the progress is saved."""
 _BOUNDED_PORTION_BYTES = 64 << 20  # 64 MiB
-# 1 MiB: small reads, so that reads of an engine need not wait long
-_BOUNDED_BATCH_BYTES = 1 << 20
-_SHARE_BESIDE_ENGINES = 0.05  # of the time
-_THREADS = 4
-_SWITCH_S = 0.0002  # after which a thread that waits for the GIL asks for it
+"""The same if the pace is limited, which makes portions take longer."""
+_BOUNDED_BATCH_BYTES = 1 << 20  # 1 MiB
+"""Most bytes of one read if the pace is limited: reads of an engine wait only for small ones."""
+_SHARE_BESIDE_ENGINES = 0.05
+"""Largest share of the time that reads take while engines use the store."""
+_THREADS = 4  # that read and check ahead if the pace is not limited
+_SWITCH_S = 0.0002
+"""For how long a thread waits for the GIL before it asks the running thread to release it."""
 _SHOWN = 20  # rows of a table
-_ATTEMPTS = 100  # at a check and deletion that no commit of another process disturbs
+_ATTEMPTS = 100
+"""Most times that a pack is checked and deleted again, because another process has committed in
+between."""
 
 
 class Summary(Tally, kw_only=True):
@@ -174,12 +178,12 @@ class _Pace(NamedTuple):
         :param resumable: whether the progress is saved.
         """
         share = 1.0
-        # the user's own limit replaces the one for the sake of engines
+        # a limit that the user gives replaces the one that protects engines
         if beside_engines and bytes_per_s is None:
             share = _SHARE_BESIDE_ENGINES
         throttle = Throttle(bytes_per_s, share=share)
         if throttle.bounded:
-            # no threads: they read ahead of the thread that the throttle slows down
+            # use no threads: they would read ahead of the thread that the throttle slows down
             pace = cls(
                 throttle,
                 threads=0,
@@ -193,7 +197,7 @@ class _Pace(NamedTuple):
                 portion_bytes=_PORTION_BYTES,
                 batch_bytes=BATCH_BYTES,
             )
-        # the progress is saved after each portion; without saving, portions need no limit
+        # portions are limited only for the sake of saving: progress is saved after each one
         if not resumable:
             return pace._replace(portion_bytes=math.inf)
         return pace
@@ -238,7 +242,7 @@ def verify(
             )
         if repair:
             summary, failure = _repair(store, summary, yes=yes, json=json)
-    # the run is complete: a later one starts from the beginning
+    # the run is complete: without the progress file, the next run starts from the beginning
     if resume is not None:
         resume.unlink(missing_ok=True)
     if json:
@@ -270,7 +274,7 @@ def _repair(
         _print_plan(plan)
     if plan.packs and (yes or _consents(plan)):
         try:
-            # Checks each pack again. ``repaired`` counts the commits before an error, too.
+            # ``repaired`` counts each commit, so it is right also if a later commit fails
             repair_packs(store.writable(), bad, repaired)
         except StoreError as error:
             failure = error
@@ -370,7 +374,8 @@ def check_store(
         batch_bytes=pace.batch_bytes,
     )
     with closing(verifier), _prompt_threads():
-        # the threads read packs while this one counts rows and reads requests
+        # start the reading threads first: they read packs while this one counts rows and reads
+        # requests
         verifier.begin()
         row_findings = count_rows(backend, spaces)
         num_requests, request_findings = check_manifests(backend, spaces, on_bytes)
@@ -414,7 +419,7 @@ def _begin_state(url: str, sample: float, resume: Path | None) -> VerifyState:
     if resume is None:
         return VerifyState.begin(url, sample)
     state = VerifyState.load(resume, url, sample)
-    # fails now, and not after an hour of reading, if the file cannot be written
+    # write the file now: if that fails, the run ends before it has read for an hour
     state.save(resume)
     return state
 
@@ -471,7 +476,7 @@ def _print_plan(plan: RepairPlan) -> None:
 
 def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
     """Print how much was read, and how fast."""
-    # the speed is that of this run alone
+    # the duration is that of this run alone, so the bytes must be, too
     read_bytes = summary.stored_bytes - summary.resumed_bytes
     speed = "-"
     if summary.seconds:
@@ -533,7 +538,7 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
     for space in read_catalogues(backend):
-        # no pack is planned twice: its id is a digest that covers its namespace
+        # no pack is in two namespaces, because its id is a digest that covers the namespace
         packs_to_delete = sorted(bad & space.tables.keys())
         if packs_to_delete:
             _plan_namespace(backend, space, packs_to_delete, plan)
@@ -555,7 +560,7 @@ def _plan_namespace(
         plan.packs.append(PlannedPack(name, pack_id.hex(), blocks, payload_bytes))
         plan.blocks += blocks
         plan.stored_bytes += payload_bytes
-    # planned as the repair does it, without a commit
+    # prepare the commits of the repair, whose manifests show the blocks that each request keeps
     for heads, batch in _shortenings(backend, space, packs_to_delete):
         kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
         for head in heads:
@@ -593,10 +598,10 @@ def _delete(
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
-        # an engine may have deleted or replaced it since it was found bad
+        # an engine may have deleted or replaced the pack since it was found bad
         if table is None or not check_pack(backend, table):
             return
-        # requests first: the deletion of the pack deletes those that still name it
+        # shorten requests first, because the deletion of the pack deletes those that still name it
         shortening = _shorten_requests(backend, space, pack_id, done)
         if shortening is None:
             continue
@@ -605,7 +610,7 @@ def _delete(
         if result.stale:
             continue
         done.packs.append(pack_id)
-        # some may have been shortened before, because of another bad pack
+        # a deleted request no longer counts as shortened because of another bad pack
         done.shortened -= shortening.to_delete
         done.deleted |= shortening.to_delete
         return
@@ -637,8 +642,8 @@ def _shorten_requests(
     for heads, batch in _shortenings(backend, space, [pack_id]):
         shorter = {(name, write.manifest.id) for write in batch.manifests}
         if shorter:
-            # The cursor is that of this repair's last commit: only changes by other processes make
-            # the commit stale, and then it has no effect.
+            # The cursor is that of this repair's last commit, so only changes by other processes
+            # make the commit stale. A stale commit has no effect.
             result = backend.commit(name, replace(batch, seen=cursor))
             if result.stale:
                 return None
@@ -654,9 +659,9 @@ def _shortenings(
     space: NamespacePacks,
     bad: Sequence[bytes],
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
-    """Yield manifests that name ``bad`` packs, some at a time, each time with the commit that
-    shortens them to the blocks before their first bad pack. The commit leaves out those that would
-    keep none, and has no cursor.
+    """Yield batches of the manifests that name ``bad`` packs, each with the commit that shortens
+    them to the blocks before their first bad pack. The commit leaves out manifests that would keep
+    no block, and has no cursor.
     """
     manifests = backend.catalogue(space.namespace).manifests_naming(bad)
     good = [table for table in space.tables.values() if table.pack_id not in bad]
@@ -665,10 +670,10 @@ def _shortenings(
         request_keys: set[bytes] = set()
         for request in requests:
             request_keys.update(all_keys(request.keys))
-        # to save memory, only the good packs that hold blocks of these requests
+        # to save memory, keep only the good packs that hold blocks of these requests
         tables = _tables_with(good, request_keys)
         num_groups = max((len(request.keys) for request in requests), default=0)
-        # the shorter manifests record their sizes, which follow from the block size of each group
+        # shortened manifests record their sizes, which follow from the block size of each group
         block_bytes = _block_bytes(tables, num_groups)
         pack_of = _packs_of_keys(tables)
         yield heads, shortened(requests, pack_of, block_bytes, seen=None)

@@ -121,6 +121,7 @@ class CopyOutcome(NamedTuple):
 
     copied: Copied
     place: CopyTarget
+    """Where the content was written, or would be written by a plan."""
 
 
 def copy_content(
@@ -157,12 +158,13 @@ def copy_content(
     if newest is not None:
         chosen.sort(key=lambda found: found.manifest.created)
         chosen = chosen[-newest:]
-    # packs without a request are copied if nothing is chosen, because no option chooses them
+    # Packs that no request names are copied only if no request is chosen, because they match no
+    # choice.
     everything = not names and newest is None and selection == _ALL
 
     spaces = chosen_namespaces(backend, namespace) if everything else []
     sources = _sources(backend, chosen, spaces)
-    # sizes are compared before the target is created or opened for writing
+    # compare sizes before the target is created or opened for writing
     with open_if_exists(target) as existing:
         plan = CopyPlan(sources, existing, everything=everything)
         place = plan.place(existing, target, backend.stats().capacity)
@@ -171,21 +173,21 @@ def copy_content(
     with closing(open_backend(place.url)) as writable:
         on_bytes = counted(progress, "copy", plan.payload_bytes, throttle)
         copied = run_plan(plan, writable, target, on_bytes)
-        # if another process has created the store meanwhile, it may have another capacity
+        # read the capacity again, because another process may have created the store meanwhile
         capacity = writable.stats().capacity
     return CopyOutcome(copied, place._replace(capacity=capacity))
 
 
 def _refuse_same_store(url: str, target: str) -> None:
-    """Raise ConfigurationError if both URLs name one store. The content under another key is
-    another store."""
+    """Raise ConfigurationError if both URLs name one store at one place, under the same key. Under
+    another key, a place holds another store."""
     source_url = StoreUrl.parse(url)
     target_url = StoreUrl.parse(target)
     source_place = (source_url.scheme, source_url.location)
     target_place = (target_url.scheme, target_url.location)
     if source_place != target_place:
         return
-    # e.g. from a store without a key, or to one with another key, at the same place
+    # different options for the key name different stores
     for name in KEY_OPTIONS:
         if source_url.options.get(name) != target_url.options.get(name):
             return

@@ -28,11 +28,15 @@ class Copied(msgspec.Struct):
     """Outcome of a copy."""
 
     packs: int = 0
+    """Number of packs that were copied."""
     stored_bytes: int = 0
+    """Payload bytes of ``packs``."""
     requests: int = 0
+    """Number of requests that were copied."""
     packs_held: int = 0
     """Number of packs that were not copied, because the target held all their blocks already."""
     requests_held: int = 0
+    """Number of requests that were not copied, because the target held them already."""
     evicted_packs: int = 0
     """Packs that the commits of the copy evicted from the target, whether they were copied by it or
     not."""
@@ -70,7 +74,7 @@ class Source:
         self.packs = NamespacePacks(backend, namespace.id)
         """All packs of the namespace, as of now."""
         self.requests = sorted(requests, key=_age_order)
-        """The oldest first."""
+        """Requests to copy, the oldest first."""
         self._backend = backend
 
     def keys(self, request: str) -> ManifestKeys | None:
@@ -201,13 +205,13 @@ class CopyPlan:
         capacity = BACKENDS.get(parsed.scheme).new_policy(parsed).capacity
         if capacity is None:
             return CopyTarget(url, None)
-        # at least that of the source: the next copies bring its later content
+        # choose at least the source's capacity, because later copies bring more of its content
         wanted = max(source_capacity or 0, capacity_for(self.store_bytes))
         target_url = url
         if capacity < wanted and "capacity" not in parsed.options:
             target_url = with_option(url, "capacity", wanted)
             capacity = wanted
-        # of an empty store
+        # the new store is empty
         self.check_room(TargetRoom(capacity), url)
         return CopyTarget(target_url, capacity)
 
@@ -222,7 +226,7 @@ class CopyPlan:
         holds."""
         comparison = _compared(source, target)
         lacking_packs = comparison.lacking_packs
-        # orphans are found among the packs to copy; without any, requests' keys need not be read
+        # orphans are searched among the packs that the target lacks, if it lacks any
         finds_orphans = everything and bool(lacking_packs)
         packs_of_missing: set[bytes] = set()
         packs_of_requests: set[bytes] = set()
@@ -230,7 +234,8 @@ class CopyPlan:
             is_held = manifest.id in comparison.held_requests
             if is_held:
                 self._counted.requests_held += 1
-                # the keys of a held request only tell which packs are no orphans
+                # read the keys of a held request only to find orphans: they tell which packs are
+                # none
                 if not finds_orphans:
                     continue
             keys = source.keys(manifest.id)
@@ -259,8 +264,12 @@ class CopyPlan:
         keys: ManifestKeys | None,
         lacking: set[bytes],
     ) -> set[bytes]:
-        """Add a request that the target lacks; return the ids of its packs."""
-        # its keys are unreadable, or the source has lost some of its blocks
+        """Add a request that the target lacks; return the ids of its packs.
+
+        :param keys: keys of the request; None: they are gone or damaged.
+        :param lacking: ids of the source's packs with blocks that the target lacks.
+        """
+        # a request with unreadable keys, or with blocks that the source has lost, is not copied
         if keys is None or not source.packs.hold(all_keys(keys)):
             self._counted.incomplete.append(manifest.id)
             return set()
@@ -291,11 +300,11 @@ class CopyPlan:
                 newest_first.append((created, request_id, source.namespace.id))
         newest_first.sort(reverse=True)
 
-        # a pack that several requests share takes room once
+        # packs that were counted for newer requests: a shared pack takes room only once
         counted: set[tuple[bytes, bytes]] = set()
         for num_newer, (_, request_id, namespace) in enumerate(newest_first):
             to_copy = missing.get((namespace, request_id))
-            if to_copy is None:  # the target holds it, or it cannot be copied
+            if to_copy is None:  # the target holds the request, or it cannot be copied
                 continue
             of_request = {(namespace, pack) for pack in to_copy.packs}
             new_packs = of_request - counted
@@ -313,7 +322,7 @@ def counts(requests: int, packs: int) -> str:
 
 
 class _Compared(NamedTuple):
-    """One namespace of the source, compared with the same of the target."""
+    """Result of the comparison of one namespace in the source and in the target."""
 
     held_requests: set[str]
     """Ids of the requests that the target holds."""
@@ -348,9 +357,9 @@ def _age_order(manifest: RequestManifest) -> tuple[float, str]:
 
 def _store_bytes(requests: Sequence[Missing], packs: Iterable[PackTable]) -> int:
     """Return an upper estimate of the bytes that requests and packs take in a store."""
-    tables = list(packs)  # iterated twice
+    tables = list(packs)  # a list, because it is iterated twice
     payload_bytes = sum(table.payload_length for table in tables)
-    # the table of a pack lists the keys of its blocks, and a request those of its own
+    # a key is stored in the table of its pack, and also in each request that names it
     num_keys = sum(len(table.keys) for table in tables)
     num_keys += sum(request.manifest.blocks for request in requests)
     return store_bytes(payload_bytes, len(tables), len(requests), num_keys)

@@ -13,23 +13,25 @@ from persistkv.rounding import divide_up, round_up
 from persistkv.storage.backend import Backend
 from persistkv.storage.inspection.requests import stored_requests
 
-_PAGE_HEADERS = 64  # one page of 4 KiB for each piece of 256 KiB
+_PAGE_HEADERS = 64  # 1/64 of the payload: a page of 4 KiB for each piece of 256 KiB
 # 5 KiB: catalogue rows of a pack, and the unused part of its last page
 _PACK_BYTES = 5 << 10
 _REQUEST_BYTES = 1280  # catalogue rows of a request
 _KEY_BYTES = 80  # a key of 36 bytes in a tree whose pages are half full
 _EMPTY_BYTES = 256 << 10  # 256 KiB: files of an empty store
-# Reserves that a store keeps free, upper estimates for all drivers.
-# For commits: 1/16 of the capacity, at most so many bytes.
+# The constants below bound the reserves that stores of all drivers keep free.
+# For commits, a store keeps 1/16 of its capacity, at most 256 MiB.
 _COMMIT_SHARE = 16
 _MOST_COMMIT_BYTES = 256 << 20  # 256 MiB
-# For the growth of the catalogue: 1/32 of the capacity, at most 8 MiB; in large stores 1/256.
+# For the growth of its catalogue, a store keeps 1/32 of its capacity, at most 8 MiB. A store of
+# more than 2 GiB keeps 1/256 instead.
 _LARGEST_CATALOGUE_SHARE = 32
 _SMALL_CATALOGUE_BYTES = 8 << 20  # 8 MiB
 _LEAST_CATALOGUE_SHARE = 256
-# 2 MiB: catalogue pages freed by the last commits, not yet reusable
+# 2 MiB: catalogue pages that the last commits have freed, and that cannot be reused yet
 _PAGES_BYTES = 2 << 20
-# 1 MiB, with these pages and empty files; in a store below 4/3 MiB, 3/4 of it
+# 1 MiB: minimum of the catalogue, with these pages and the empty files. A store below 4/3 MiB keeps
+# 3/4 of its capacity for it.
 _LEAST_CATALOGUE_BYTES = 1 << 20
 _MIB = 1 << 20
 
@@ -47,7 +49,7 @@ def store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int
 def capacity_for(content_bytes: int) -> int:
     """Return the capacity for a new store that is to hold this content: bytes, a multiple of 1
     MiB."""
-    # more than the reserves of ``TargetRoom.free_bytes``, so that the content fits
+    # add more than the reserves that ``TargetRoom.free_bytes`` subtracts, so that the content fits
     wanted = content_bytes + content_bytes // 8 + 16 * _MIB
     return round_up(wanted, _MIB)
 
@@ -57,6 +59,7 @@ class TargetRoom(NamedTuple):
 
     capacity: int
     held_bytes: int = _EMPTY_BYTES
+    """Bytes of the capacity that are taken; by default, those of an empty store."""
 
     @classmethod
     def of(cls, backend: Backend) -> TargetRoom | None:
@@ -75,8 +78,8 @@ class TargetRoom(NamedTuple):
         free = backend.free_space()
         if free is not None:
             used_on_disk -= free.catalogue_bytes + free.payload_bytes
-        # Both are upper bounds. That of the disk may be far too high: a killed writer leaves files
-        # longer than their content, until the next commit.
+        # Both values are upper bounds. ``used_on_disk`` may be far too high: a killed writer leaves
+        # files longer than their content, until the next commit.
         upper_bound = min(used_on_disk, content_bytes + _EMPTY_BYTES)
         lower_bound = stats.stored_bytes + _EMPTY_BYTES
         return cls(stats.capacity, max(upper_bound, lower_bound))

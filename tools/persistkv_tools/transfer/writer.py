@@ -38,7 +38,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Co
     :raises StoreError: a store failed; earlier commits stay in effect, and the next copy skips
         their content.
     """
-    # The target may have been filled since the plan was made.
+    # check the room again, because the target may have been filled since the plan was made
     plan.check_room(TargetRoom.of(target), url)
     copied = plan.initial_outcome()
     writers = []
@@ -46,7 +46,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Co
         writer = _NamespaceWriter(target, source, copied, on_bytes)
         writers.append(writer)
         _write_source(plan, source, writer)
-    # at the end of all: a later namespace may have evicted packs of an earlier one
+    # check after all are written, because a later namespace may evict packs of an earlier one
     for writer in writers:
         writer.check()
     return copied
@@ -54,7 +54,8 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Co
 
 def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> None:
     """Write the packs and requests of one namespace."""
-    # packs that no request names come first: those of requests are then used last, and evicted last
+    # Write packs that no request names first. Packs of requests are used after them, and so they
+    # are evicted later.
     for owner, pack in plan.orphans:
         if owner is source:
             writer.add_pack(pack)
@@ -101,7 +102,7 @@ class _NamespaceWriter:
         table = self._source.packs.tables[pack]
         if pack in self._offered or self._packs.hold(table.keys.unpack()):
             return
-        # a pack is offered once: one that the target evicts again would be copied for ever
+        # never read a pack twice: one that the target evicts again would be copied for ever
         self._offered.add(pack)
         payload = self._source.read(table, self._on_bytes)
         if payload is None:
@@ -112,7 +113,7 @@ class _NamespaceWriter:
             self.flush()
         copy = PackCopy(table, payload, self._backend.seal)
         self._waiting.append(copy)
-        # counted as held from now on, under the id that it gets in the target
+        # the pack counts as held from now on, under the id that it gets in the target
         copied = msgspec.structs.replace(table, pack_id=copy.pack_id)
         self._packs.add(copied)
 
@@ -126,7 +127,7 @@ class _NamespaceWriter:
         if keys is not None:
             for pack in self._source.packs.in_order(keys):
                 self.add_pack(pack)
-        # the packs above may be damaged, or evicted by source or target meanwhile
+        # some blocks are missing if a pack is damaged, or was evicted by source or target meanwhile
         if keys is None or not self._packs.hold(all_keys(keys)):
             self._copied.incomplete.append(manifest.id)
             return
@@ -154,20 +155,20 @@ class _NamespaceWriter:
         return set(request_ids(self._backend, self._namespace))
 
     def _commit(self, manifests: list[ManifestWrite]) -> None:
-        """Commit the packs that wait, and requests; leave out what the quota of its tenant
-        refuses."""
+        """Commit the packs that wait, and these requests; leave out content of tenants whose quota
+        it does not fit."""
         batch = CommitBatch(self._waiting, manifests)
         self._waiting = []
         while batch.packs or batch.manifests:
             try:
                 result = self._backend.commit(self._namespace, batch)
             except QuotaExceededError as error:
-                # this attempt has written nothing; the next one is without the tenant's content
+                # this attempt has written nothing: repeat it without the tenant's content
                 batch = self._without(error.tenant, batch)
                 continue
             self._count(batch, result)
-            # the refresh adds those that the target holds: packs that the commit evicted at once
-            # must not stay
+            # Remove the packs that were added in advance: the commit may have evicted some at once.
+            # The refresh below adds those that the target holds.
             for pack in batch.packs:
                 self._packs.remove(pack.pack_id)
             break
@@ -197,7 +198,7 @@ class _NamespaceWriter:
         self._copied.evicted_packs += len(result.evicted)
         for pack in batch.packs:
             self._copied.stored_bytes += pack.table.payload_length
-            # by a key: another pack with the same blocks, and another id, may replace it
+            # record a key and no id, because another pack with the same blocks may replace this one
             first_key = pack.keys.unpack()[0]
             self._written_keys.append(first_key)
         for write in batch.manifests:

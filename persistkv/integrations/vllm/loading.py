@@ -36,6 +36,8 @@ _FEWEST_TOKENS = 64
 _LONGEST_STEP_S = 30.0  # seconds: a longer step includes a pause of the engine
 # minimum ratio of the time of a step to the expected time that shows a pause
 _PAUSE_RATIO = 5.0
+# number of such steps in a row that show a slower engine instead of pauses
+_SLOW_STEPS = 4
 
 # start of the name of a class of KV cache specs, and its field with the window
 _WINDOW_FIELDS = (
@@ -76,6 +78,8 @@ class StepMeter:
         for requests in it."""
         self._computed: dict[str, range] = {}
         """By request: the tokens of that step whose chunks were stored so far."""
+        self._num_slow_steps = 0
+        """Number of steps in a row that took as long as if they included a pause."""
 
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
@@ -108,13 +112,15 @@ class StepMeter:
 
     def _observe(self, computed: Sequence[range], step_s: float) -> None:
         """Learn from one step, in which only these tokens were computed; ignore steps that were
-        mostly something else."""
+        mostly something else: decoding, or a pause."""
         num_tokens = sum(len(tokens) for tokens in computed)
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return
         expected_s = self._expected_s(computed)
-        includes_pause = expected_s is not None and step_s > _PAUSE_RATIO * expected_s
-        if includes_pause:
+        is_slow = expected_s is not None and step_s > _PAUSE_RATIO * expected_s
+        self._num_slow_steps = self._num_slow_steps + 1 if is_slow else 0
+        # a few slow steps include pauses, which say nothing about the speed
+        if 0 < self._num_slow_steps < _SLOW_STEPS:
             return
         for tokens in computed:
             share = len(tokens) / num_tokens

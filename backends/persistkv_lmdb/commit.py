@@ -574,11 +574,11 @@ class BatchCommit:
 
     def _write_deletions(self) -> CommitResult:
         """Write a batch that only deletes, for which ``write`` found no free pages."""
-        # Deletions need few pages: those that the last transaction freed may be enough, and become
-        # reusable with another commit.
+        # Deletions need few pages. The pages that the last transaction freed may be enough, and the
+        # empty commit makes them reusable.
         self._environment.commit_nothing()
-        # Manifests that share a pack are deleted first, in transactions that need fewer pages
-        # still.
+        # First delete manifests that share a pack, in transactions of their own, which need even
+        # fewer pages.
         self._drop_shared_manifests(shared_by=1)
         return self.write()
 
@@ -652,8 +652,9 @@ class BatchCommit:
         :raises QuotaExceededError: its packs cannot fit the quota of their tenant.
         """
         tenants = tenants_of(self._batch)
-        # first refuse tenants that were forgotten since the content was accepted, then those that a
-        # process is forgetting now, because it would not find what this commit adds
+        # First refuse tenants that were forgotten since the content was accepted. Then refuse
+        # tenants that a process is forgetting now: it would not find the content that this commit
+        # adds.
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, without_growth=without_growth)
@@ -750,14 +751,19 @@ class BatchCommit:
         return shared
 
     def _drop_manifests_of(self, pack_id: bytes, *, keep_later: bool) -> None:
-        """Delete all manifests that name a pack, in short transactions; parameters as in
-        ``CatalogTransaction.drop_manifests_of``."""
+        """Delete all manifests that name a pack, in short transactions.
+
+        :param keep_later: keep the packs that follow this one in the manifests.
+        """
         drop = partial(self._drop_some, pack_id, keep_later=keep_later)
         self._repeat(drop, at_once=_DROPPED_AT_ONCE)
 
     def _drop_some(self, pack_id: bytes, at_most: int, *, keep_later: bool) -> bool:
-        """Delete manifests that name a pack in one transaction; return whether more name it.
-        Parameters as in ``CatalogTransaction.drop_manifests_of``."""
+        """Delete at most ``at_most`` manifests that name a pack in one transaction; return whether
+        more name it.
+
+        :param keep_later: keep the packs that follow this one in the manifests.
+        """
         with self._step() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
             # erase all packs that were deleted with the manifests: a rebuild must not find them

@@ -405,7 +405,7 @@ class Environment:
             reusable once no reader has an older snapshot.
         """
         with self.transaction(write=True) as transaction:
-            # LMDB writes a transaction only if it puts a row: this one is put unchanged
+            # LMDB commits a transaction only if it puts a row: put the row of the clock unchanged
             moment, clock = read_clock(transaction)
             write_clock(transaction, moment, clock)
             own_number = transaction.txn.id()
@@ -579,9 +579,9 @@ class Environments:
             )
         try:
             shared = slot.environment
-            # Close it before the next one is opened, because LMDB opens a file only once per
-            # process. Handles that still use it find it closed, and acquire the next one
-            # (``LmdbBackend._follow``).
+            # Close an environment that cannot be shared before the next one is opened, because LMDB
+            # opens a file only once per process. Handles that still use it find it closed, and
+            # acquire the next one (``LmdbBackend._follow``).
             if shared is not None and not shared.serves(read_only=read_only):
                 shared.close()
                 shared = None

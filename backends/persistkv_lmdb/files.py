@@ -71,6 +71,7 @@ _LAST_PAGE_AT = 120
 _META_BYTES = 160  # enough of a meta page to read these fields, with either header
 _MOST_PAGE_BYTES = 64 << 10  # 64 KiB
 
+# errors of LMDB for a full map, disk or transaction
 _FULL = (lmdb.MapFullError, lmdb.DiskError, lmdb.TxnFullError)
 _CORRUPT = (
     lmdb.CorruptedError,

@@ -56,7 +56,7 @@ class LmdbForgetting:
         self._keys = environment.database.keys
         self._has_key = environment.database.seal.encrypts
         self._tenant = tenant
-        # numbers of deletions so far, for the report
+        # packs, requests and bytes of payloads that were deleted so far, for the report
         self._packs = 0
         self._requests = 0
         self._stored_bytes = 0

@@ -67,7 +67,7 @@ _TTL_ROW = b"ttl"
 _TTL = struct.Struct("<d")  # seconds
 _PLACEMENT_ROW = b"placement"
 INLINE = "inline"  # placement of payloads as values in LMDB
-# both placements; the other one is in segment files, of which LMDB holds the extents (page ranges)
+# both placements; with ``extents``, payloads are in segment files, and LMDB holds their page ranges
 PLACEMENTS = (INLINE, "extents")
 _ERASURES_ROW = b"erasures"
 _KEYRING_ROW = b"keyring"

@@ -103,9 +103,9 @@ class ScannedPack(NamedTuple):
     name: bytes
     """Namespace and pack id."""
     last_erasure: int
-    """As in ``Trailer``."""
+    """Number of the last erasure when the pack was written."""
     tail_length: int
-    """As in ``Trailer``."""
+    """Bytes from the beginning of the pack's table to the end of its trailer."""
 
 
 def rebuild(
@@ -376,7 +376,7 @@ class _Rebuild:
         the packs."""
         write_keyring(rows, self._keyring_id)
         # The list of erasures may be lost. Later erasures must have larger numbers than the packs
-        # name, or they would not cover these.
+        # name, because an erasure covers only packs that name a smaller number.
         last_erasure = self._erasures.last
         for pack in packs:
             last_erasure = max(last_erasure, pack.last_erasure)

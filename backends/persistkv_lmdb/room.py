@@ -36,8 +36,8 @@ _ALL_RESERVED_SHARE = 8  # 1/8: maximum share that is reserved for all processes
 # Maximum number of extents that are reserved for the next commit: they take a millisecond, in which
 # other engines wait. If free space is in smaller pieces, that commit reserves the rest itself.
 _MOST_EXTENTS = 32
-# Stands for the limit of the segments in bytes if payloads are inline, because these count in the
-# catalogue.
+# limit of the segments in bytes if payloads are inline: they count in the catalogue, so the
+# segments need no limit
 _NO_LIMIT = 1 << 62
 
 

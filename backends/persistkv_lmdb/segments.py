@@ -280,7 +280,8 @@ class SegmentFiles:
             begun.set()
             self._write_runs(runs, buffers)
 
-        # record the write before it is queued, because an interrupt may come in between
+        # Record the write before it is queued: if Ctrl-C came in between, ``abandon`` would not
+        # wait for a write that is running.
         self._writes.append(write)
         self._pool.begin(write, run)
         # If a thread is idle, wait until it runs the write: it might otherwise wait up to 5 ms for

@@ -172,7 +172,8 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[_Effect]:
     if when is None:
         return
     after = f"after {when} days" if "Days" in expiration else f"on {when}"
-    # expired packs are only misses, but a rule for other objects also expires those of the index
+    # expired packs are only misses, but a rule that is not limited to packs also expires objects of
+    # the index
     if "/packs/" in rule.prefix.removeprefix(prefix):
         yield _Effect(
             Level.NOTE,

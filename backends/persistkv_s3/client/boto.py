@@ -609,7 +609,7 @@ def _client_of(session: Any, options: S3Options, *, unsigned: bool) -> Any:
 def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
     """Return the arguments of botocore's ``Config`` for a client.
 
-    :param unsigned: as in ``_client_of``.
+    :param unsigned: whether signatures leave out the bodies of uploads.
     """
     path_style = options.path_style
     # servers other than AWS rarely have a domain name for each bucket

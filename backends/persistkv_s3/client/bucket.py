@@ -269,7 +269,8 @@ class Bucket:
         :raises RequestRefusedError: the server refuses to delete some of them. The others are
             deleted, unless it refuses all.
         """
-        # raised at the end, so that one locked object does not protect the others
+        # a refusal is raised at the end, so that one locked object does not keep other objects from
+        # being deleted
         refusal: RequestRefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
             batch = keys[start : start + MOST_DELETED]
@@ -304,7 +305,7 @@ class Bucket:
             try:
                 page = self._run(partial(self._transport.versions, prefix, after))
             except RequestRefusedError as error:
-                # report it, because it is not known whether there are versions
+                # report the refusal: without a list, some versions may be left
                 return str(error)
             found = [version for version in page.versions if version.key in wanted]
             for start in range(0, len(found), MOST_DELETED):
@@ -386,7 +387,7 @@ class Bucket:
     ) -> R:
         """Make one attempt, unless the breaker is open, and record how it went.
 
-        :param transferred: as in ``_run``.
+        :param transferred: returns the bytes that all attempts so far have transferred.
         """
         if not self.breaker.admit():
             raise BreakerOpenError(

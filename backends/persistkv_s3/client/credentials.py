@@ -119,7 +119,11 @@ class DeferredCredentials:
         thread.start()
 
     def _run(self, search: Future[None], what: str, usable: bool) -> None:
-        """Search for credentials, and set the result of the search; parameters as in ``_start``."""
+        """Search for credentials, and set the result of the search.
+
+        :param what: names the request for which they are searched, in an error.
+        :param usable: whether requests use the present credentials meanwhile.
+        """
         try:
             found = self._find()
             if found is None:

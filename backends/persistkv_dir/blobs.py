@@ -488,8 +488,8 @@ class DirBlobs(Blobs):
         for entry in self._entries(directory):
             name = prefix + entry
             if entry.endswith("/"):
-                # skip a directory that precedes ``after``, unless ``after`` is the name of a blob
-                # in it: all names in it precede ``after``, too
+                # all names in a directory that precedes ``after`` precede it, too, unless ``after``
+                # is in the directory
                 holds_after = after.startswith(name)
                 if name <= after and not holds_after:
                     continue

@@ -147,13 +147,13 @@ class Allocator:
 
     def __init__(self, transaction: TableRows) -> None:
         self._rows = transaction
-        self._before = read_space(transaction)
+        self._recorded = read_space(transaction)
         """Totals as the last transaction recorded them."""
-        self.total = self._before.total
+        self.total = self._recorded.total
         """Pages of all segments, without holes."""
-        self.free = self._before.free
+        self.free = self._recorded.free
         """Free pages."""
-        self.reserved = self._before.reserved
+        self.reserved = self._recorded.reserved
         """Reserved pages."""
         self._segments: dict[int, int] | None = None
         """Pages of each segment, holes included, by segment number; None until ``segments`` reads
@@ -169,7 +169,7 @@ class Allocator:
         change the dictionary."""
         if self._segments is None:
             self._segments = {}
-            for key, row in self._rows.starting_with(SEGMENTS, b""):
+            for key, row in self._rows.starting_with(SEGMENTS, prefix=b""):
                 (segment,) = _unpack(_SEGMENT, key)
                 (pages,) = _unpack(_PAGES, row)
                 self._segments[segment] = pages
@@ -218,7 +218,7 @@ class Allocator:
     def writers(self) -> list[int]:
         """Return the numbers of the writers that have reserved extents."""
         writers: list[int] = []
-        for key, _ in self._rows.starting_with(RESERVED, b""):
+        for key, _ in self._rows.starting_with(RESERVED, prefix=b""):
             (writer,) = _unpack(WRITER, key)
             writers.append(writer)
         return writers
@@ -305,7 +305,7 @@ class Allocator:
 
     def holes(self) -> Iterator[Extent]:
         """Yield all holes, ordered by segment and page."""
-        return map(_extent_at, self._rows.starting_with(HOLES, b""))
+        return map(_extent_at, self._rows.starting_with(HOLES, prefix=b""))
 
     def adopt(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
         """Record existing segment files in a new catalogue.
@@ -323,16 +323,16 @@ class Allocator:
     def finish(self) -> None:
         """Record the totals in LMDB."""
         totals = (self.total, self.free, self.reserved)
-        if totals != self._before:
+        if totals != self._recorded:
             self._rows.put(META, SPACE_ROW, _SPACE.pack(*totals))
 
     def free_extents(self) -> Iterator[Extent]:
         """Yield all free extents, ordered by segment and page."""
-        return map(_extent_at, self._rows.starting_with(FREE, b""))
+        return map(_extent_at, self._rows.starting_with(FREE, prefix=b""))
 
     def free_sizes(self) -> Iterator[Extent]:
         """Yield all free extents, ordered by size, as the table ``sizes`` lists them."""
-        for key, _ in self._rows.starting_with(SIZES, b""):
+        for key, _ in self._rows.starting_with(SIZES, prefix=b""):
             yield _free_extent(key)
 
     def _best(self, pages: int) -> Extent:

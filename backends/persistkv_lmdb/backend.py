@@ -362,7 +362,7 @@ class LmdbBackend(Backend):
         iteration."""
         namespaces: list[Namespace] = []
         with self.rows() as rows:
-            for key, row in rows.range(NAMESPACES, b""):
+            for key, row in rows.range(NAMESPACES, start=b""):
                 namespace = decode_namespace(key, row)
                 # leave out None: the row is damaged
                 if namespace is not None:
@@ -663,7 +663,7 @@ class LmdbBackend(Backend):
 
 def _states(rows: TableRows) -> list[NamespaceState]:
     """Return the totals of all namespaces."""
-    return [NamespaceState.decode(row) for _, row in rows.range(STATES, b"")]
+    return [NamespaceState.decode(row) for _, row in rows.range(STATES, start=b"")]
 
 
 def _delete_old_statuses(directory: Path) -> None:

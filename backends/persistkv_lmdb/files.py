@@ -263,10 +263,7 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
             raise StoreUnavailableError(f"{store} is a file; a store is a directory")
         if not read_only:
             _check_owner(store, status.st_uid)
-        for name in STORE_FILES:
-            _check_kind(store / name, stat.S_ISREG, "regular file")
-        for name in _STORE_DIRECTORIES:
-            _check_kind(store / name, stat.S_ISDIR, "directory")
+        _check_kinds(store)
         # A directory with the guard file alone is a store whose creation was interrupted, or whose
         # catalogue is lost: opening the store handles both.
         is_store = (store / DATA_FILE).exists() or (store / GUARD_FILE).exists()
@@ -294,6 +291,15 @@ def _check_owner(store: Path, owner: int) -> None:
             f"{store} belongs to user {owner}, and this process runs as user {user}: run it as "
             f"that user, or change the owner"
         )
+
+
+def _check_kinds(store: Path) -> None:
+    """Raise a StoreUnavailableError if a file or directory of a store is of another kind, such as a
+    link."""
+    for name in STORE_FILES:
+        _check_kind(store / name, stat.S_ISREG, "regular file")
+    for name in _STORE_DIRECTORIES:
+        _check_kind(store / name, stat.S_ISDIR, "directory")
 
 
 def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:

@@ -255,7 +255,7 @@ def _examine_rows(rows: TableRows) -> str:
     # each of these raises if its row is invalid
     read_clock(rows)
     read_placement(rows)
-    for _, row in rows.starting_with(STATES, b""):
+    for _, row in rows.starting_with(STATES, prefix=b""):
         NamespaceState.decode(row)
     # a page that is in two extents would be overwritten; the first fault is enough
     for fault in space_faults(rows):
@@ -263,7 +263,7 @@ def _examine_rows(rows: TableRows) -> str:
     # ``verify`` reads only the first page of a value that takes several. Reading its last byte
     # raises SIGBUS if the file ends before, which ends this child.
     for table in DATABASES:
-        for _, row in rows.starting_with(table, b""):
+        for _, row in rows.starting_with(table, prefix=b""):
             bytes(row[-1:])
     return f"{rows.count(PACKS)} packs in {rows.count(STATES)} namespaces"
 
@@ -284,7 +284,7 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     for writer in allocator.writers():
         reserved += read_reserved(transaction, writer)
     used: list[Extent] = []  # extents of packs
-    for _, row in transaction.starting_with(EXTENTS, b""):
+    for _, row in transaction.starting_with(EXTENTS, prefix=b""):
         used += decode_extents(row)
     # the two tables of free extents must list the same ones
     if sorted(allocator.free_sizes()) != free:

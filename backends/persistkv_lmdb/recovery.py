@@ -38,7 +38,7 @@ from persistkv_lmdb.files import (
 
 _IDENTITY_SUFFIX = ".identity"
 _ERASED = "erased"
-# number of an erasure, checksum of a pack's name or ``_ALL``
+# number of an erasure; checksum of a pack's name, or ``_ALL``
 _RECORD = struct.Struct("<QQ")
 _ALL = 0  # stands for the checksum of a name: the erasure covers all packs
 # First record of the file, which covers nothing. It takes space on disk in advance: on a full disk,
@@ -169,13 +169,12 @@ class RecoveryFiles:
         num_records = len(content) // _RECORD.size
         records = content[: num_records * _RECORD.size]
         last_of: dict[int, int] = {}
-        # ``name`` is a checksum or ``_ALL``
-        for number, name in _RECORD.iter_unpack(records):
+        for number, checksum in _RECORD.iter_unpack(records):
             # skip larger numbers, which are damage: they would also cover every pack that the store
             # writes under the name from now on
             if number < _END_OF_NUMBERS:
-                before = last_of.get(name, 0)
-                last_of[name] = max(before, number)
+                earlier = last_of.get(checksum, 0)
+                last_of[checksum] = max(earlier, number)
         return Erasures(
             last=max(last_of.values(), default=0),
             of_all=last_of.get(_ALL, 0),

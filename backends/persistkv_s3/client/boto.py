@@ -547,12 +547,7 @@ def _new_error(answer: Any, what: str, code: str) -> S3Error:
         return RangeError(text)
     if code in _THROTTLES or status in (429, 503):
         throttled = ThrottledError(text)
-        headers = metadata.get("HTTPHeaders", {})
-        asked = str(headers.get("retry-after", ""))
-        # the header may hold a date instead
-        if asked.isdigit():
-            asked_s = min(float(asked), _MOST_S)
-            throttled.pause_s = max(throttled.pause_s, asked_s)
+        throttled.pause_s = max(throttled.pause_s, _requested_pause_s(metadata))
         return throttled
     if status >= 500 or code in _BROKEN or status in (408, 409):
         broken = BrokenError(text)
@@ -560,6 +555,17 @@ def _new_error(answer: Any, what: str, code: str) -> S3Error:
         broken.healthy = status == 409
         return broken
     return RequestRefusedError(text)
+
+
+def _requested_pause_s(metadata: Any) -> float:
+    """Return the pause that the ``Retry-After`` header of an answer requests, at most 30 s; 0 if it
+    has no such header, or one with a date.
+
+    :param metadata: status and headers, as botocore returns them.
+    """
+    headers = metadata.get("HTTPHeaders", {})
+    requested = str(headers.get("retry-after", ""))
+    return min(float(requested), _MOST_S) if requested.isdigit() else 0.0
 
 
 def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:

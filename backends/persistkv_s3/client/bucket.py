@@ -274,23 +274,32 @@ class Bucket:
         refusal: RequestRefusedError | None = None
         for start in range(0, len(keys), MOST_DELETED):
             batch = keys[start : start + MOST_DELETED]
-            try:
-                self._run(partial(self._transport.delete, batch))
-            except KeysRefusedError as error:
-                refusal = error
-            except RequestRefusedError as error:
-                # an error that is not healthy means that no request was made, because there are no
-                # credentials
-                is_final = len(batch) == 1 or not error.healthy
-                if is_final:
-                    raise
-                # Ceph requires permission to delete the whole bucket for a request with several
-                # keys: a request for each key may be allowed.
-                refusal_of_some = self._delete_each(batch)
-                if refusal_of_some is not None:
-                    refusal = refusal_of_some
+            refusal_of_some = self._delete_batch(batch)
+            if refusal_of_some is not None:
+                refusal = refusal_of_some
         if refusal is not None:
             raise refusal
+
+    def _delete_batch(self, keys: Sequence[str]) -> RequestRefusedError | None:
+        """Delete objects with one request, or with a request for each if the server refuses that.
+        Return the last refusal if some objects are refused.
+
+        :raises RequestRefusedError: none of them is deleted, or probably none.
+        """
+        try:
+            self._run(partial(self._transport.delete, keys))
+        except KeysRefusedError as error:
+            return error
+        except RequestRefusedError as error:
+            # an error that is not healthy means that no request was made, because there are no
+            # credentials
+            is_final = len(keys) == 1 or not error.healthy
+            if is_final:
+                raise
+            # Ceph requires permission to delete the whole bucket for a request with several keys: a
+            # request for each key may be allowed.
+            return self._delete_each(keys)
+        return None
 
     def delete_versions(self, prefix: str, keys: Collection[str]) -> str:
         """Delete all versions of objects, also of deleted ones.

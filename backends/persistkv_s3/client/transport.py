@@ -192,7 +192,7 @@ class Sink:
     def __init__(self, length: int, buffers: Iterable[memoryview]) -> None:
         self.position = 0
         """Bytes that have arrived."""
-        self._range = length
+        self._range_length = length
         """Bytes of the requested range."""
         self.length = length
         """Bytes that can arrive; less than the length of the range once the object's end is
@@ -229,7 +229,7 @@ class Sink:
         if not self.begun:
             # no attempt has delivered a byte yet, so any version of the object will do
             self._etag = etag
-            self.length = min(self._range, length)
+            self.length = min(self._range_length, length)
         elif etag != self._etag:
             raise ObjectReplacedError("the object was replaced while it was downloaded")
         # refuse a first answer with more than the range, and a later answer with another length
@@ -270,7 +270,7 @@ class Sink:
         """
         # the object has ended within the range, so the last buffer is not full and its generator
         # must not process it
-        if self.position < self._range:
+        if self.position < self._range_length:
             return
         excess = len(self._room)
         # usually, this resumes the generator once, and it ends without another buffer

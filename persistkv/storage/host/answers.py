@@ -8,15 +8,15 @@ from persistkv.base import StoredContext
 from persistkv.storage.host import protocol
 
 BACKGROUND_TOKEN = 0
-"""Token of requests for totals for which no caller waits. The tokens of all others start at 1."""
+"""Token of requests for totals for which no caller waits. ``Answers.ask`` counts from 1."""
 _BACKGROUND_S = 5.0  # seconds between two requests for totals for which no caller waits
 
 
 class Answers:
     """The last answer to each kind of question.
 
-    A caller waits for the answer to ``ask``, one caller at a time. No caller waits for the
-    other answers: they are read after they have arrived.
+    A caller waits for the answer to ``ask``, one caller at a time. No caller waits for an answer
+    of another kind: it is kept here until it is read.
     """
 
     def __init__(self) -> None:
@@ -57,8 +57,8 @@ class Answers:
         self.probed = probed
 
     def fail_probe(self) -> None:
-        """End a probe that the host cannot answer any more, because it has ended: it has read
-        nothing."""
+        """End the probe, if there is one, because the host has ended: the result is that nothing
+        was read."""
         if self.probe_began is not None:
             seconds = time.monotonic() - self.probe_began
             self.end_probe(protocol.Probed(0, seconds))
@@ -75,7 +75,8 @@ class Answers:
         return True
 
     def add(self, answer: protocol.Flushed | protocol.HostStats) -> None:
-        """Add an answer that has a token. If its caller has timed out, only totals are kept."""
+        """Add an answer that has a token. If its token is not that of the last question, its caller
+        has timed out or none waits: of this answer, only totals are kept."""
         if isinstance(answer, protocol.HostStats):
             self.totals = answer
         if answer.token == self._token:

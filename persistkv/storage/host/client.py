@@ -10,8 +10,9 @@ Invariants of this file:
 4. Store jobs and request ends are two queues, each bounded in bytes. An entry that exceeds the
    bound is refused unless its queue is empty. Load jobs are not bounded.
 
-Must be used from one thread, the scheduler's. A second thread looks after the host while that one
-does not ``poll``; ``_exclusive`` methods run one at a time. In a forked child they raise HostError.
+Must be used from one thread, the scheduler's. A second thread looks after the host while the
+scheduler does not ``poll``. Methods that are ``_exclusive`` run one at a time, and raise HostError
+in a forked child.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from persistkv.tenants import DEFAULT_TENANT
 logger = logging.getLogger(__name__)
 
 _OPEN_ATTEMPTS = 4  # maximum number of hosts that one call of ``open`` starts
-# errors that may pass, if a store does not open; all other errors are the caller's
+# errors of opening whose cause may pass; the cause of any other error is the caller's configuration
 _TEMPORARY = (StoreError, HostError)
 _NAP_S = 0.0005  # seconds between polls of the calls that wait
 
@@ -102,8 +103,8 @@ class _OpenFailures:
     place: str
     """URL of the store, without its options."""
     last: PersistKVError | None = None
-    """Error in the last ``OpenFailed`` message, until it is reported or raised. None: no such
-    message has come from the present host, so if it has ended, it has died."""
+    """Error in the last ``OpenFailed`` message, until it is reported or raised. None: the present
+    host has sent no such message; if its connection has ended, it has died."""
     reported: type[PersistKVError] | None = None
     """Kind of the last logged error, until the store is open."""
 
@@ -116,8 +117,8 @@ class _OpenFailures:
     def may_retry(self, attempt: int) -> bool:
         """Return whether another host process may succeed where the last one failed.
 
-        It may if the last one died, or found its PID in use by another container. It may if the
-        first one found damage, because the next one checks the store before it opens it.
+        It may if the last one died, or found its PID in use by another container. It may also if
+        the first one found damage, because the next one checks the store before it opens it.
 
         :param attempt: number of the failed attempt, from 0.
         """
@@ -181,38 +182,43 @@ class StoreClient:
     ) -> None:
         """Create a client; ``open`` starts the host.
 
+        :param hello: first message to each host; it opens the store.
         :param max_queue_bytes: bound on the raw bytes of store jobs in flight.
-
-        See ``Supervisor`` for the other parameters.
+        :param watchdog_s: seconds of silence after which a host that has to answer is killed.
+        :param least_start_s: minimum of ``watchdog_s`` while the host opens the store.
         """
         self.counters = ClientCounters()
         self.notices: list[str] = []
         """Messages for the user from opening, such as the differences from the nearest
         namespace."""
         self.prefill = (0, 0.0)
-        """Tokens and seconds of this model's measured prefills, as recorded in the store."""
+        """Tokens and seconds of this model's measured prefills, as recorded in the store; 0 if none
+        is."""
         self.supervisor = Supervisor(
             host, hello, watchdog_s=watchdog_s, least_start_s=least_start_s
         )
         self._pid = os.getpid()
         """Process that created this client; a forked child has another id."""
         self.idle = IdleSupervision(self._look)
-        """Looks after the host about once a second while there is no ``poll``."""
+        """Calls ``_look`` about once a second while the engine does not ``poll``."""
         self._hosted_keys = HostedKeys(reports_events=hello.options.events)
         self.table = self._hosted_keys.table
-        """Fingerprints of the keys that are durable and can be loaded; see ``HostedKeys``."""
+        """Fingerprints of the keys that are durable and can be loaded; empty while the host is
+        down."""
         self.contains = self.table.contains
         """Whether a key is stored: a method of ``table``, bound once because each lookup calls
         it."""
         self.wants_all = False
-        """Whether store jobs must be submitted even if ``table`` contains all of their keys: see
-        ``protocol.Opened``."""
+        """Whether store jobs must be submitted even if ``table`` contains all of their keys: the
+        store compares their blocks with those of another engine release, or stores adopted blocks
+        again."""
         self._others_load = False
         """Whether ``loaded_elsewhere`` was ever called: other tiers of the engine load blocks."""
         self._in_flight = InFlight(max_queue_bytes)
         self._answers = Answers()
         self._next_look = 0.0
-        """Monotonic time of the next look after the host."""
+        """``time.monotonic`` time from which ``poll`` looks after the host even if no work is in
+        flight."""
         self._open_failures = _OpenFailures(hello.url.partition("?")[0])
 
     @property
@@ -246,7 +252,8 @@ class StoreClient:
         """
         if self.state is State.CLOSED:
             raise HostError("the client is closed, or its open failed: create another")
-        # a thread that hangs cannot be replaced later, so a required store must be open by now
+        # a host thread that hangs cannot be replaced later, so it must open a required store within
+        # the timeout
         may_continue = not required or self.host.restartable
         try:
             error = self._try_to_open(timeout_s, may_continue=may_continue)
@@ -259,10 +266,11 @@ class StoreClient:
                     raise error
                 self._open_failures.report(error)
         except BaseException:
-            # even after an interrupt, because the caller gets no client that could end the host
+            # abandon it even after an interrupt, because the caller gets no client that could end
+            # the host
             self.supervisor.abandon()
             raise
-        # start it only now: until here, this thread itself checks the host
+        # start the idle thread only now, because the calling thread has checked the host until here
         self.idle.start()
 
     def _try_to_open(
@@ -355,7 +363,7 @@ class StoreClient:
         :param depths: for each key, how many blocks of its group precede it in the request; None if
             unknown.
         :param num_bytes: raw bytes of the blocks, for the bound on the queue.
-        :param tenant: whose blocks these are. Its keys are those of ``tenant_key``.
+        :param tenant: whose blocks these are; ``keys`` are what ``tenant_key`` returns for it.
         :raises ValueError: a key is empty; nothing was submitted.
         """
         self.counters.store_jobs += 1
@@ -469,7 +477,7 @@ class StoreClient:
         all keys as loaded elsewhere (``_opened``)."""
         self._others_load = True
         # Only a store that wants all store jobs compares blocks with those that the engine
-        # computes. Others need not know which blocks were computed.
+        # computes. Any other store need not know which blocks were computed.
         if self.wants_all and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
@@ -556,7 +564,7 @@ class StoreClient:
             self._open_failures.report(error)
         if self._hosted_keys.touched:
             self._send_touched()
-        # release a slice in each look, because the memory of a whole replaced table would take 27
+        # release one slice of a replaced table in each look, because the whole table would take 27
         # ms
         self.table.release_some()
         # check after ``_receive``, which may have found the host lost
@@ -565,8 +573,8 @@ class StoreClient:
         return self.state is State.OPEN
 
     def _attend_lost_host(self) -> None:
-        """Fail the jobs of a lost host once it has exited: until then, it may use rows. Later,
-        start another host when its backoff is over."""
+        """Fail the jobs of a lost host once it has exited: until then, it may use rows. In a later
+        call, start another host if the backoff is over."""
         if self.supervisor.has_exited():
             self.counters.lost_jobs += self._in_flight.fail_all()
             self._answers.fail_probe()
@@ -624,8 +632,8 @@ class StoreClient:
         return recent
 
     def _receive(self) -> bool:
-        """Handle the messages that have arrived, and give up the host if it is dead, silent or
-        malformed; return whether there were messages."""
+        """Handle the messages that have arrived, and mark the host as lost if it is dead, silent or
+        sends malformed messages; return whether there were messages."""
         supervisor = self.supervisor
         messages: list[Any] = []
         try:
@@ -646,8 +654,8 @@ class StoreClient:
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
-            # close the descriptors of messages that were not handled; handlers have taken those of
-            # the others
+            # close the descriptors of messages that were not handled; a handler has taken the
+            # descriptor out of its message
             for message in messages:
                 discard(message)
         is_lost = supervisor.is_lost(
@@ -708,7 +716,8 @@ class StoreClient:
         self._open_failures.end()
         self.wants_all = opened.wants_all
         if self.wants_all and self._others_load:
-            # without keys: this host has not received those that were reported before
+            # send no keys, which means that any block may have been loaded elsewhere: this host has
+            # not received the keys that were reported before it opened the store
             unknown_keys = PackedKeys()
             self.supervisor.connection.send(protocol.Loaded(unknown_keys))
         self.prefill = opened.prefill
@@ -792,11 +801,11 @@ class StoreClient:
         if self.state is State.OPEN:
             self.flush(timeout_s)
         self.table.clear()
-        # at least a second, even if the flush took all the time, because the host must release the
-        # rows
+        # wait at least a second, even if the flush took all the time, because the host must release
+        # the rows
         left_s = max(1.0, deadline - time.monotonic())
         exited = self.supervisor.close(left_s)
-        # not while a thread that did not exit may use the rows of these jobs
+        # a thread that did not exit may still use the rows of the jobs in flight
         if not self.supervisor.uses_rows:
             self.counters.lost_jobs += self._in_flight.fail_all()
         return exited

@@ -22,7 +22,8 @@ from persistkv.storage.host.protocol import Table, ToEngine, ToStore, table_of
 
 _LENGTH = struct.Struct("<I")  # precedes each message: number of bytes of its body
 _FD_BYTES = 4
-# space for four descriptors; more than one waits only if the host is fast
+# space for four descriptors; at most one is on its way, because a host sends the next table after
+# ``Mapped``
 _FD_SPACE = socket.CMSG_SPACE(4 * _FD_BYTES)
 # 256 KiB: room for the answers to many jobs, or for some thousand keys of events
 _RECEIVE_BYTES = 256 << 10
@@ -43,12 +44,13 @@ class _Outgoing(NamedTuple):
     data: memoryview
     """The encoded bytes that are not sent yet."""
     table: Table | None
-    """The table whose descriptor must go with them; None: no descriptor is left to send."""
+    """The table whose descriptor must be sent with ``data``; None: no descriptor is left to
+    send."""
 
 
 class Connection:
-    """One end of a message connection between the engine and the host. This class: an end that
-    leads nowhere."""
+    """One end of a message connection between the engine and the host. An object of this base class
+    has no other end: it drops sent messages, and receives none."""
 
     ended = True
     """True: this end was closed, or the other side has closed and all its messages were
@@ -249,13 +251,13 @@ class ThreadConnection(SocketConnection):
     """The engine's end of a connection to a thread. To receive, it makes no system call unless the
     other end has sent bytes.
 
-    If it did, and a scheduler polled each millisecond, the thread at the other end might never run:
-    the poll would release and reacquire the GIL before that thread is awake, and restart that
-    thread's wait for the GIL each time (measured: 20 s for a job of 60 ms).
+    If each poll of a scheduler made a system call, one per millisecond, the thread at the other end
+    might never run: the call would release and reacquire the GIL before that thread is awake, and
+    restart that thread's wait for the GIL each time (measured: 20 s for a job of 60 ms).
     """
 
     has_bytes = False
-    """Whether the other end may have sent bytes; it sets this."""
+    """Whether the other end may have sent bytes; ``_HostThreadConnection`` sets this."""
 
     @classmethod
     def pair(cls) -> tuple[ThreadConnection, SocketConnection]:
@@ -265,7 +267,7 @@ class ThreadConnection(SocketConnection):
         return engine, _HostThreadConnection(theirs, engine)
 
     def _end_after_arrived(self) -> None:
-        self.has_bytes = True  # ``_pull`` then finds the end
+        self.has_bytes = True  # so that ``_pull`` finds the end
         super()._end_after_arrived()
 
     def _pull(self) -> bool:
@@ -281,7 +283,7 @@ class ThreadConnection(SocketConnection):
 
 class _HostThreadConnection(SocketConnection):
     """The host's end of a connection between threads. It sets ``has_bytes`` of the engine's end
-    whenever that may find bytes or the end."""
+    whenever the engine may find bytes, or the end of the connection."""
 
     def __init__(self, sock: socket.socket, engine: ThreadConnection) -> None:
         super().__init__(sock, ToStore)

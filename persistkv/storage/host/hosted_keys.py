@@ -34,8 +34,8 @@ class HostedKeys:
     # Uses
 
     def touch(self, keys: Collection[bytes]) -> None:
-        """Record the use of those keys that are stored; of none if more than 65,536 keys would wait
-        for ``take_touched``."""
+        """Record the use of those keys that are stored. Record none if more than 65,536 keys would
+        wait for ``take_touched``."""
         if len(self.touched) + len(keys) > _MOST_TOUCHED:
             return
         candidates = list(keys)

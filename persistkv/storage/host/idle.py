@@ -21,9 +21,10 @@ class IdleSupervision:
         """:param look: a bound method that checks the host, called with ``lock`` held; returns
         whether the store is open. The supervision ends when nothing else refers to its object.
         """
-        # a weak reference: an unused client that was not closed must not keep its rows mapped
+        # keep a weak reference, because the thread would otherwise keep the rows of a client mapped
+        # that was dropped without ``close``
         self._look = weakref.WeakMethod(look)
-        # reentrant, because methods of a client that hold the lock call each other
+        # the lock is reentrant, because methods of a client that hold it call each other
         self.lock = threading.RLock()
         """Held during a look, so that the engine's thread can exclude one."""
         self.callback: Callable[[], None] | None = None
@@ -32,14 +33,14 @@ class IdleSupervision:
         """Time of the engine's last poll, by ``time.monotonic``; the engine sets it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        # logs exceptions: if one ended the thread, a host that dies later would stay down for ever
+        # log exceptions, because a host that dies after the end of the thread would stay down
         self._isolation = Isolation("the idle supervision of a store's host")
 
     def start(self) -> None:
         """Start the thread, unless it has been started."""
         if self._thread is None:
-            # a daemon thread, so that the exit of the interpreter does not wait for clients that
-            # are open
+            # start a daemon, so that the exit of the interpreter does not wait for clients that are
+            # open
             self._thread = threading.Thread(
                 target=self._run, name="persistkv-idle", daemon=True
             )

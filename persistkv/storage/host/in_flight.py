@@ -44,6 +44,8 @@ class JobOutcome(NamedTuple):
 
 
 class _SentJob(NamedTuple):
+    """A job that the host has not answered."""
+
     keys: Sequence[bytes]
     num_bytes: int
     """Raw bytes of a store job; 0 for a load job."""
@@ -51,7 +53,7 @@ class _SentJob(NamedTuple):
     begin: float
     """``time.monotonic`` time of the submission."""
     deadline: float = math.inf
-    """``time.monotonic`` time at which a load should have ended."""
+    """``time.monotonic`` time at which a load should have ended; infinite: none."""
 
 
 class InFlight:

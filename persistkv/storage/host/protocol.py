@@ -90,8 +90,8 @@ class LoadJob(Job):
     """Load blocks into rows."""
 
     deadline: float | None = None
-    """``time.monotonic`` time, which is that of the machine, at which the blocks fail whose reads
-    have not begun; None: no deadline."""
+    """Time at which the blocks fail whose reads have not begun, by ``time.monotonic``, a clock that
+    all processes of a machine share; None: no deadline."""
 
 
 class Probe(_Message):
@@ -101,7 +101,7 @@ class Probe(_Message):
     begin: float
     """``time.monotonic`` time of the message."""
     deadline: float
-    """See ``LoadJob.deadline``."""
+    """``time.monotonic`` time at which the probe ends, even if a read is still in progress."""
 
 
 class Loaded(_Message):
@@ -124,8 +124,8 @@ class Touch(_Message):
 
 
 class Saved(_Message):
-    """Tokens that a request restored from the store, and a measured prefill;
-    ``storage.savings`` adds them up. Statistics: no answer is sent."""
+    """Statistics: tokens that a request restored from the store, and a measured prefill.
+    ``storage.savings`` adds them up. No answer is sent."""
 
     restored_tokens: int = 0
     """Prompt tokens whose KV the store loaded for the request."""
@@ -233,8 +233,8 @@ class OpenFailed(_Message):
         """
         if not isinstance(error, PersistKVError):
             error = ConfigurationError("store", None, "", str(error))
-        # encode attributes as text, because drivers may give their errors some that msgspec cannot
-        # encode
+        # encode attributes as text, because msgspec may be unable to encode those that a driver
+        # gives its errors
         attributes: dict[str, Any] = {}
         for name, value in vars(error).items():
             attributes[name] = None if value is None else str(value)
@@ -330,7 +330,7 @@ class Recent(_Message):
     contexts: tuple[PackedKeys, ...]
     """Empty if the medium failed."""
     tenants: tuple[str, ...]
-    """For each context, the tenant whose it is."""
+    """For each context, the tenant to which it belongs."""
 
     @classmethod
     def of(cls, contexts: Sequence[StoredContext]) -> Recent:

@@ -17,6 +17,7 @@ from persistkv.storage.records import LoadReport, StoreCounters
 
 # number of intervals without an update after which an engine counts as stopped
 _MISSED = 5
+# name under which a status is sealed, so that no other record of the store opens as one
 _RECORD = b"status of an engine"
 
 
@@ -62,10 +63,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the stored blocks of the last of these requests, at most 64."""
 
     def encode(self, seal: Seal = PLAIN) -> bytes:
-        """Return the row: JSON; in a store with a key a record, because requests have ids that
-        clients may choose.
+        """Return the row: JSON. A store with a key seals it, because it contains ids of requests,
+        which clients may choose.
 
-        :param seal: of the store.
+        :param seal: the seal of the store.
         :raises StoreError: the keys of the store are not known yet.
         """
         row = msgspec.json.encode(self)
@@ -76,7 +77,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return now - self.time <= _MISSED * self.interval_s
 
 
-# made at import, because two threads may use it first at the same time
+# made at import, because two threads may call ``read_statuses`` first at the same time
 _DECODE = msgspec.json.Decoder(EngineStatus).decode
 
 
@@ -88,7 +89,8 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
     """
     found = []
     seal = backend.seal
-    # a status that is damaged, or sealed with another key, must not hide the others
+    # skip a status that is damaged or sealed with another key, because it must not hide those of
+    # other engines
     unreadable = (
         CorruptPackError,
         msgspec.DecodeError,

@@ -5,9 +5,9 @@ host.
    kill and watch never uses a row.
 2. A host that owes an answer or opens the store must send messages: if it sends none for the time
    limit, not even the answer to a ``Ping``, it is killed. The limit is at most 2 s while requests
-   wait for loads. While it answers, a call of its medium may take ten times as long. A load that is
-   not answered 2 s after its deadline has it killed, too: the disk of a local store hangs, and may
-   write rows for as long as the host lives.
+   wait for loads. While it answers, a call of its medium may take ten times as long. The host is
+   also killed if it has not answered a load 2 s after its deadline: a read of a local disk hangs,
+   and may write rows for as long as the host lives.
 3. From the end of its connection until it is certainly dead, the host's state is ``DYING``: it may
    still use rows.
 """
@@ -127,8 +127,7 @@ class ProcessHost(Host):
 
     name = "process"
     restartable = True
-    # seconds between looks while nothing is expected: a poll is a system call, which takes about 25
-    # us of an engine's step with cold caches
+    # a look is a system call, which takes about 25 us of an engine's step with cold caches
     idle_look_s = 0.05
 
     def __init__(self, region_fds: Sequence[int], region_bytes: int) -> None:
@@ -161,8 +160,8 @@ class ProcessHost(Host):
         # the host computes nothing with these libraries, whose threads would only take memory
         environment["OMP_NUM_THREADS"] = "1"
         environment["OPENBLAS_NUM_THREADS"] = "1"
-        # The engine keeps no copy of the host's end, so that the exit of the host ends the
-        # connection.
+        # close the engine's copy of the host's end, so that the exit of the host ends the
+        # connection
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             arguments = (self._region_bytes, *inherited)
@@ -254,7 +253,7 @@ class ProcessHost(Host):
     def _forget_process(self) -> None:
         """Release what belongs to the last host process: its spawner and its pidfd."""
         self._reap_spawner()
-        # not closed here, because the connection owns it, and closes it
+        # do not close the socket, because the connection owns and closes it
         self._socket = None
         pidfd = self._pidfd
         self._pidfd = None
@@ -266,7 +265,7 @@ class ProcessHost(Host):
         spawner = self._spawner
         self._spawner = None
         if spawner is not None:
-            # without effect once the spawner has started the host process
+            # this ends a spawner that hangs; the host process that it has forked continues to run
             spawner.kill()
             spawner.wait()
 
@@ -324,6 +323,7 @@ class Watchdog:
     """
 
     def __init__(self, patience_s: float, cpu_wait_s: Callable[[], float]) -> None:
+        """:param cpu_wait_s: ``Host.cpu_wait_s`` of the watched host."""
         self.patience_s = patience_s
         """Time limit: seconds that the host may be silent. The owner may change it."""
         self._cpu_wait_s = cpu_wait_s
@@ -334,7 +334,7 @@ class Watchdog:
         self._late_deadline = math.inf
         """The last deadline that was found to have passed; infinity: none was."""
         self._late_since = 0.0
-        """``_host_time`` at which it was found to have passed."""
+        """``_host_time`` at which ``_late_deadline`` was found to have passed."""
 
     def restart_timer(self) -> None:
         """Restart the timer. Call it when the host has sent a message, or when an answer becomes
@@ -372,16 +372,16 @@ class Watchdog:
         return True
 
     def is_late(self, deadline: float) -> bool:
-        """Return whether a load has not ended 2 s after its deadline: a read that was in progress
-        then hangs, and only the end of the host frees its rows. Time that the host waits for a CPU
-        does not count.
+        """Return whether a load has not ended 2 s after its deadline. A read that began before the
+        deadline hangs, and only the end of the host frees its rows. Time that the host waits for a
+        CPU does not count.
 
         :param deadline: the earliest deadline of the loads that are due; infinite if there is none.
         """
         if time.monotonic() <= deadline:
             return False
         now = self._host_time()
-        # this deadline was not seen before: count its 2 s from now
+        # this deadline was not found to have passed before: count the 2 s from now
         if deadline != self._late_deadline:
             self._late_deadline = deadline
             self._late_since = now
@@ -395,8 +395,8 @@ class Watchdog:
         return True
 
     def call_hangs(self, longest_s: float) -> bool:
-        """Return whether the oldest backend call exceeds ten times the time limit, while the host's
-        loop answers."""
+        """Return whether the host's oldest backend call, which has run for ``longest_s``, exceeds
+        ten times the time limit. The host's loop still answers."""
         hangs = longest_s > _CALL_PATIENCE * self.patience_s
         if hangs:
             logger.error(
@@ -417,7 +417,7 @@ class State(enum.Enum):
     """The host is dead or was never started. If it can be restarted, or could not open the store,
     it is started again when its backoff is over."""
     CLOSED = "closed"
-    """The host is not restarted."""
+    """The client was closed, or its opening failed: no host is started any more."""
 
 
 RUNNING = (State.OPENING, State.OPEN)
@@ -436,13 +436,13 @@ class _Event(enum.Enum):
 
 _NEXT_STATE = {
     (State.DOWN, _Event.STARTED): State.OPENING,
-    # the exit of the previous host was waited for
+    # the client has waited for the exit of a host that did not open, and starts another one
     (State.DYING, _Event.STARTED): State.OPENING,
     (State.OPENING, _Event.OPENED): State.OPEN,
     (State.OPENING, _Event.LOST): State.DYING,
     (State.OPEN, _Event.LOST): State.DYING,
     (State.DYING, _Event.LOST): State.DYING,
-    (State.DOWN, _Event.LOST): State.DYING,  # the failed start is abandoned
+    (State.DOWN, _Event.LOST): State.DYING,  # ``abandon`` after a failed start
     (State.DYING, _Event.EXITED): State.DOWN,
     **{(state, _Event.CLOSED): State.CLOSED for state in State},
 }
@@ -477,7 +477,7 @@ class Supervisor:
         modules are imported."""
         self.watchdog = Watchdog(watchdog_s, host.cpu_wait_s)
         self._backoff_s = _FIRST_BACKOFF_S
-        """Pause before the next start after a failure."""
+        """Seconds by which the next failure delays a start."""
         self._start_at = 0.0
         """Monotonic time before which no host is started."""
         self._opened_at: float | None = None
@@ -545,7 +545,7 @@ class Supervisor:
         self._enter(_Event.EXITED)
         self.uses_rows = False
         seconds = self.delay_start()
-        # not for a store that did not open, which the client reports itself
+        # the client itself reports a store that did not open
         if self.host.restartable and not self.open_failed:
             logger.warning(
                 "the host process of %s ended; lookups miss until another one is open, in %.1f s "
@@ -642,7 +642,7 @@ class Supervisor:
 
         :param owes: whether the host has to answer a job or a request end.
         :param load_due: whether it has to answer a load job.
-        :param deadline: see ``Watchdog.is_late``.
+        :param deadline: the earliest deadline of the loads that are due; infinite if there is none.
         """
         if self.state not in RUNNING:
             return False

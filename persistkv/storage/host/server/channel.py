@@ -93,7 +93,7 @@ class Channel:
         try:
             self._arrived += self._connection.receive()
         except Exception as error:
-            # keep the error, because an exception here would only reach the handler of the loop
+            # keep the error for ``receive``, because the event loop would only log it
             self._error = error
         self._has_arrived.set()
 
@@ -128,8 +128,8 @@ class Channel:
             self._loop.remove_writer(self._connection.fileno())
 
     def _send_posted(self) -> None:
-        """Send messages of other threads while the engine receives them. The others wait for the
-        next ``_push`` or ``post``."""
+        """Send messages of other threads while the engine receives them. Messages that are left
+        wait for the next ``_push`` or ``post``."""
         while self._posted and not self.is_congested:
             message = self._posted.popleft()
             self.send(message)

@@ -29,7 +29,7 @@ from persistkv.storage.host.server.event_loop import Lifecycle, serve
 # mapped.
 _STEP_BYTES = 16 << 20
 _END_S = 20  # maximum seconds in which this process ends if the medium is local
-_REMOTE_END_S = 60
+_REMOTE_END_S = 60  # the same if the medium is on another machine
 _IGNORED = (
     # these three signals are for the engine: this process commits and exits after the engine
     signal.SIGINT,
@@ -95,12 +95,13 @@ class _HostProcess(Lifecycle):
         thread.start()
 
     def connected(self, channel: Channel) -> None:
-        # the root logger, because drivers log under their own names
+        # add the handler to the root logger, because drivers log under their own names
         logging.getLogger().addHandler(NoticeHandler(channel))
         logging.getLogger("persistkv").setLevel(logging.INFO)
 
     def opened(self) -> None:
-        # only now, because the driver resolves a relative path when it opens
+        # keep no directory of the engine in use; the driver has resolved a relative path of the
+        # store when it opened
         os.chdir("/")
         keep_out_of_collections()
 
@@ -127,7 +128,7 @@ class _HostProcess(Lifecycle):
                 return
             address = self._address + begin
             size = min(_STEP_BYTES, self._num_bytes - begin)
-            # maps the pages, and makes those of /dev/shm writable
+            # this call maps the pages, those of /dev/shm for writing
             failed = libc.madvise(address, size, libc.MADV_POPULATE_READ)
             # the kernel is older than 5.14: the first use of each page will map it
             if failed:
@@ -144,12 +145,12 @@ def _reset_inherited() -> None:
     """
     ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - ignored_by_python:
-        # the engine ignored this signal, and ``exec`` has kept that
+        # the engine ignored this signal, and this process has inherited that
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
-    # raise soft limits that were set for the engine, such as for its CPU time
+    # raise soft limits that were set for the engine, such as a limit of its CPU time
     for limit in _RAISED_LIMITS:
         _, hard_limit = resource.getrlimit(limit)
         resource.setrlimit(limit, (hard_limit, hard_limit))
@@ -173,8 +174,8 @@ def map_rows(region_fds: Sequence[int], region_bytes: int) -> memoryview:
         would keep it.
     """
     own = []
-    # open them again, because the engine's flock belongs to the inherited open files, not to new
-    # ones
+    # open the files again, because the engine's flock belongs to the inherited open files, not to
+    # new ones
     for fd in region_fds:
         reopened = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         own.append(reopened)

@@ -83,7 +83,7 @@ class _Server:
                 await self._end()
             is_sound = True
         finally:
-            # close outside of the task group: no task uses the store any more
+            # close outside of the task group, where no task uses the store any more
             self._close(is_sound=is_sound)
 
     async def _receive(self, tasks: asyncio.TaskGroup) -> None:
@@ -209,7 +209,7 @@ class _Server:
 
         :param is_sound: False: after an internal error, nothing more is written.
         """
-        # begin the end unless an error has begun it
+        # after an internal error, ``_end`` may not have begun the end
         self._begin_end()
         try:
             if self._opener is not None:
@@ -223,7 +223,8 @@ class _Server:
                 store.catalogue.threads.close()
                 store.close(is_sound=is_sound)
         finally:
-            # last: calls of cancelled tasks may use rows until the threads are closed
+            # release the rows last, because calls of cancelled tasks may use them until the threads
+            # are closed
             self._release()
 
     def _release(self) -> None:
@@ -260,7 +261,9 @@ def serve(
     store and return.
 
     :param rows_buffer: the primary tier's rows, writable; not used after the return.
-    :param engine_pidfd: see ``Channel``.
+    :param engine_pidfd: pidfd of the engine, whose death ends this call; None: the store runs in
+        the engine's process.
+    :param lifecycle: callbacks; None: the owner, a thread of the engine, needs none.
     """
     lifecycle = lifecycle or Lifecycle()
     try:

@@ -93,7 +93,7 @@ class Jobs:
         self.load_counts: Counter[str] = Counter()
         """Number of ``LoadReport`` messages by their reason."""
         self.load_reports: deque[LoadReport] = deque(maxlen=_REPORTS)
-        """The last of them."""
+        """The reports of the last 64 of these messages."""
         self._queue: deque[_Job | RequestEnd | protocol.Flush] = deque()
         """Work that ``run`` has not begun, in the order of arrival."""
         self._has_arrived = asyncio.Event()
@@ -103,6 +103,7 @@ class Jobs:
         num_readers = store.catalogue.threads.readers
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._is_ending = False
+        """Whether ``end`` was called: no further job begins."""
 
     @property
     def num_waiting(self) -> int:
@@ -122,8 +123,8 @@ class Jobs:
                 self.num_loads += 1
                 self._tasks.create_task(self._load(_Job(message)))
             case protocol.Probe():
-                # probe without a slot, because a medium whose loads hang must show when it is fast
-                # again
+                # probe without a slot: loads that hang may keep all slots, and the probe must find
+                # out when the medium is fast again
                 self._tasks.create_task(self._probe(message))
             case protocol.Reported():
                 self.load_counts[message.report.reason] += 1
@@ -156,7 +157,8 @@ class Jobs:
                 self._has_arrived.clear()
                 await self._has_arrived.wait()
             elif not self._store.queue.has_room:
-                # work waits in the queue of this object, and the engine sees it fill
+                # leave the work in this queue: the engine refuses new store jobs while many are
+                # unanswered
                 await self._store.queue.wait_for_room()
             else:
                 entry = self._queue.popleft()
@@ -237,8 +239,8 @@ class Jobs:
         message = job.message
         assert isinstance(message, protocol.LoadJob)
         try:
-            # the loads that have the slots may hang: wait until the deadline; without one (None),
-            # for ever
+            # wait no longer than the deadline, because the loads that have the slots may hang; None
+            # waits for ever
             async with asyncio.timeout_at(message.deadline):
                 await self._load_slots.acquire()
         except TimeoutError:
@@ -284,8 +286,8 @@ class Jobs:
 
     async def _probe(self, message: protocol.Probe) -> None:
         """Read a few blocks, discard them, and answer how many bytes were read and how long that
-        took, from the engine's message on. So an engine that has stopped to load from a slow medium
-        learns when the medium is fast again."""
+        took, from the engine's message on. An engine that has stopped loading from a slow medium
+        learns in this way when the medium is fast again."""
         num_bytes = 0
         try:
             keys = message.keys.unpack()
@@ -324,7 +326,7 @@ class Jobs:
         """Drop the jobs that have not begun; return when no row is in use. Ends of requests are
         passed to the store."""
         self._is_ending = True
-        # wakes ``run``, which returns
+        # this wakes ``run``, which returns
         self._has_arrived.set()
         # refuse the rows first, so that no commit begins to read the rows of jobs that get no
         # answer

@@ -67,7 +67,8 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
     # in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
         ids = [head.id for head in batch]
-        # make new queries for each batch, because a shared store that is replaced ends earlier ones
+        # get the catalogue again for each batch: if a shared store is replaced by another one, the
+        # queries of an earlier catalogue fail
         catalogue = backend.catalogue(namespace)
         uses = catalogue.uses(ids)
         for head, use in zip(batch, uses, strict=True):

@@ -27,7 +27,8 @@ class ReportPublisher:
         """Whether the engine has not mapped the last table yet. The next one waits: an idle engine
         maps none for hours, and each table that was sent must be kept."""
         self._sent = asyncio.Event()
-        """Set after each attempt to send: ``wait_until_sent`` then checks what is left to send."""
+        """Set after each attempt to send changes: ``wait_until_sent`` then looks for further
+        ones."""
 
     async def run(self) -> None:
         """Send new tables and reports until the task is cancelled."""
@@ -39,7 +40,7 @@ class ReportPublisher:
                 await asyncio.sleep(_RETRY_S)
 
     def send_report(self) -> bool:
-        """Send the new lookup table and the report, as far as possible now.
+        """Send the new lookup table and the report, as far as both can be sent now.
 
         A new table waits while the engine has not mapped the last one: ``note_mapped`` then has it
         sent.
@@ -63,12 +64,13 @@ class ReportPublisher:
                 is_sent = False
         if self._has_report:
             self._channel.send(self._store.take_report())
-        # wake the waiting task even after an error: ``wait_until_sent`` checks what is left to send
+        # wake ``wait_until_sent`` even after an error: it checks whether changes are left
         self._sent.set()
         return is_sent
 
     def share_table(self) -> protocol.Table:
-        """Return a message with the present lookup table.
+        """Return a message with the present lookup table, which the engine answers with
+        ``Mapped``.
 
         :raises OSError: there is no descriptor left.
         """
@@ -80,11 +82,12 @@ class ReportPublisher:
     def note_mapped(self) -> None:
         """Release replaced tables: the engine has mapped the last one that was sent."""
         self._is_mapping = False
-        # release it only now: the engine has read the replaced table until it sent this message
+        # release replaced tables only now, because the engine has read one until it sent this
+        # message
         self._store.index.release_retired()
-        # wakes the committer, which releases the memory of a large table in slices
+        # this wakes the committer, which releases the memory of a large table in slices
         self._store.committer.has_work.set()
-        # wakes ``run``, which sends a table that has waited
+        # this wakes ``run``, which sends a table that has waited
         self._store.committer.changed.set()
 
     async def wait_until_sent(self) -> None:

@@ -84,8 +84,8 @@ class Session:
             self._jobs.run(),
             self._publisher.run(),
             self._status.run(),
-            # a function instead of a method: in a reference cycle, a closed session would keep the
-            # rows mapped
+            # a function instead of a method, whose task would refer to the session: in that cycle,
+            # a closed session would keep the rows mapped
             _record_savings(store.savings, store.catalogue),
         )
         self._running = [tasks.create_task(run) for run in endless]
@@ -139,8 +139,8 @@ class Session:
         try:
             return await catalogue.call(catalogue.backend.stats)
         except StoreError as error:
-            # Commits and lookups log this failure as a warning. As text: a log record with the
-            # exception would keep the rows mapped.
+            # Commits and lookups log this failure as a warning. Log it as text, because a log
+            # record with the exception would keep the rows mapped.
             logger.debug("totals cannot be read: %s", str(error))
             return None
 
@@ -193,11 +193,12 @@ class Session:
         await self._jobs.end()
         released()
         await flushing
-        # jobs that have ended since have added work: blocks that they stored, and uses of blocks
+        # jobs that ended after the start of this flush have added work: blocks to store, and uses
+        # of blocks
         while not self.store.queue.is_empty or self.store.queue.uses:
             await self.store.flush()
-        # These tasks may wait for calls on other threads, such as a refresh. Nothing needs their
-        # results any more.
+        # cancel these tasks, because they may wait for calls on other threads, such as a refresh,
+        # whose results nothing needs any more
         for task in self._running:
             task.cancel()
         await self.store.catalogue.call(self.store.savings.write)

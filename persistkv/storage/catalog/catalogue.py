@@ -60,8 +60,8 @@ class Catalogue:
     """Queries of the packs and requests of one namespace, as the tables of a store record them.
     Thread-safe.
 
-    Long answers are read in pages: no transaction lasts longer than one of them, so none keeps
-    pages of the environment from being reused.
+    A long answer is read in portions, each in a transaction of its own: a read transaction keeps
+    LMDB from reusing pages, so none may last for the whole answer.
 
     :param read: returns a read transaction for a ``with`` block. Any thread may begin one, also
         during a write transaction, for which it must not wait: a commit may wait for packs that are
@@ -90,7 +90,8 @@ class Catalogue:
             # damaged.
             max_blocks = rows.used_bytes() // _KEY_BYTES
             blocks = min(state.blocks, max_blocks)
-        # read the rows later, after the cursor: changes in between are in the log behind the cursor
+        # read the rows after the cursor: changes in between are in the log after the cursor, so the
+        # reader's next call returns them
         added = self._all(PACKS, pack_table)
         return Changes(state.cursor, added, reset=True, blocks=blocks)
 
@@ -122,7 +123,7 @@ class Catalogue:
             # yield after the transaction, because the caller decides how long it takes to consume
             # the items
             yield from items
-            # a short portion means the end of the namespace, or of the table
+            # a portion that is not full ends with the namespace, or with the table
             if num_rows < _ROWS_AT_ONCE:
                 return
             # the smallest key that follows the last one
@@ -145,7 +146,8 @@ class Catalogue:
         return self._each(self._names(manifest_ids), _keys_at)
 
     def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
-        """Return the heads of the manifests that name any of these packs."""
+        """Return the heads of the manifests that name any of these packs, which are given by
+        id."""
         # an ordered set of names
         names: dict[bytes, None] = {}
         heads: list[RequestManifest] = []
@@ -250,7 +252,7 @@ def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
     """Raise a StoreError if a pack of the batch belongs to another namespace, or was made for a
     store with other data keys.
 
-    :param seal: of the store.
+    :param seal: the seal of the store.
     """
     if any(pack.seal.keyring_id != seal.keyring_id for pack in batch.packs):
         raise StoreError("a pack that was sealed with the keys of another store")
@@ -273,8 +275,8 @@ def _changes_since(
 ) -> Changes | None:
     """Return the changes after the one with the number ``since``; None if the log no longer has all
     of them, or one does not read."""
-    # an ordered set of names. A pack that was added, removed and added again is here and in
-    # ``removed``.
+    # an ordered set of names; a pack that was added, removed and added again is in this set and in
+    # ``removed``
     added: dict[bytes, None] = {}
     # pack id → fingerprints of its keys; empty if the table was damaged at the first removal
     removed: dict[bytes, bytes] = {}
@@ -289,7 +291,7 @@ def _changes_since(
         elif kind == REMOVED:
             removed.setdefault(pack_id, fingerprints)
         else:
-            # the table is damaged, or sealed with a key that was destroyed
+            # the row is damaged, or its data key was destroyed
             return None
     tables: list[PackTable] = []
     for name in added:
@@ -311,8 +313,8 @@ def _use_of(
     last pack is missing or damaged.
 
     :param skew: seconds from the store's clock to the wall clock (``StoreClock.skew``).
-    :param cache: what this function has read, and fills: for each last pack, the manifests that
-        name it.
+    :param cache: filled by this function: for each last pack that it has read, the manifests that
+        name the pack.
     """
     written = chain.time + skew
     # a request without packs is used only when it is written
@@ -352,7 +354,8 @@ class _Naming:
     count: int
     """Number of manifests."""
     restores: Sequence[int]
-    """Moments at which those of them were written whose requests restored tokens, ascending."""
+    """For each manifest whose request restored tokens, the moment at which it was written;
+    ascending."""
 
     @classmethod
     def read(cls, rows: TableRows, pack: bytes) -> _Naming:

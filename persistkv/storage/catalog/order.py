@@ -64,7 +64,7 @@ _DRIFT = 0.01
 _LATEST_S = float(1 << 40)  # seconds; a larger number in the clock's row is damage
 _SKEW_S = 1.0  # seconds: a larger change of ``StoreClock.skew`` is recorded
 _MAX_PINS = (1 << 32) - 1  # largest ``Use.pins``, which is recorded in 32 bits
-# for ``TimedOrder``: two uses within a microsecond are one moment
+# for ``TimedOrder``: a moment is a microsecond
 _MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
@@ -126,8 +126,8 @@ class StoreClock(NamedTuple):
                 jump_s,
             )
             elapsed_s = min(wall_s, since_boot_s)
-            # The time between the boots was measured by the wall clock before this jump: correct it
-            # by the jump. The rest must be confirmed again.
+            # The unconfirmed time was measured by the wall clock before this jump: correct it by
+            # the jump. The result must be confirmed again.
             if unconfirmed_s:
                 unconfirmed_s = max(0.0, unconfirmed_s + jump_s)
                 confirming_since = now.since_boot
@@ -248,7 +248,7 @@ def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
 
     :param name: key of its chain, ``chain``.
     """
-    # a request without packs is never used: ``expires`` counts from the time of writing
+    # a manifest without packs is used only when it is written, from which ``expires`` counts
     if not chain.packs:
         return chain.expires
     namespace = name[:ID_BYTES]
@@ -339,8 +339,8 @@ class EvictionOrder:
         return True
 
     def _used_now(self, use: Use) -> Use:
-        """Return the row of a pack that is used now, in place of ``use``, whose moment and time are
-        earlier: later ones would be damaged. ``TimedOrder`` differs."""
+        """Return the row that replaces ``use``, because the pack is used now. A recorded use is
+        earlier, unless its row is damaged. In ``TimedOrder``, a recorded use may be later."""
         return use._replace(moment=self.moment, time=self.time)
 
     def use(self, name: bytes) -> Use | None:
@@ -352,7 +352,7 @@ class EvictionOrder:
         use = self.use(name)
         if use is None:
             return
-        # bounded, because a damaged row must not make the number too small or large to be recorded
+        # bound the number, because it may come from a damaged row, and must fit 32 bits
         pins = max(0, use.pins + count)
         pins = min(pins, _MAX_PINS)
         self.put(name, use._replace(pins=pins), before=use)
@@ -397,18 +397,19 @@ class EvictionOrder:
         """Iterate over the names and chains of manifests whose own ttl has passed. The caller may
         remove them meanwhile.
 
-        Enter manifests that were used again in ``EXPIRIES`` under their new time of expiry, and
-        delete damaged entries.
+        List manifests that were used again under their new time of expiry, and delete damaged
+        entries of ``EXPIRIES``.
         """
         rows = self._rows
         start = b""
-        # a search for each entry instead of a cursor, which changes of the table would move
+        # search for each entry, because changes of the table would move a cursor
         while (entry := rows.first(EXPIRIES, start)) is not None:
             start = entry + b"\0"
             chain = _expiring(rows, entry)
             if chain is None:
                 rows.delete(EXPIRIES, entry)
                 continue
+            # all further entries expire later
             if chain.expires > self.time:
                 return
             name = entry[-NAME_BYTES:]
@@ -416,7 +417,8 @@ class EvictionOrder:
             if expires <= self.time:
                 yield name, chain
                 continue
-            # the request was used since: list it under the later time
+            # a later use of its packs has delayed the expiry: list the manifest under the later
+            # time
             renewed = chain._replace(expires=expires)
             self.put(name, renewed, before=chain)
 
@@ -424,11 +426,12 @@ class EvictionOrder:
         """Iterate over the names and rows of packs and manifests in eviction order, and delete
         damaged entries. The caller may change the order meanwhile.
 
-        :param low: True: only candidates of low priority; False: only the others; None: all.
+        :param low: True: only candidates of low priority; False: only candidates of normal
+            priority; None: all.
         """
         if low is None:
             return self._listed(ORDER, b"")
-        # keys begin with the byte 0 for low priority, with 1 for the others
+        # keys begin with the byte 0 for low priority, with the byte 1 for normal priority
         priority_byte = b"\0" if low else b"\1"
         return self._listed(ORDER, b"", priority_byte)
 
@@ -450,14 +453,14 @@ class EvictionOrder:
         """
         prefix = tenant + priority_byte
         start = prefix
-        # a search for each entry instead of a cursor, which changes of the table would move
+        # search for each entry, because changes of the table would move a cursor
         while (entry := self._rows.first(table, start)) is not None:
             if not entry.startswith(prefix):
                 return
             start = entry + b"\0"
             name = entry[-NAME_BYTES:]
             row = self._row_of(entry)
-            # a key that does not match its row is left over or damaged
+            # a key that does not match its row comes from damage
             if row is None or entry != tenant + row.order_key(name):
                 self._rows.delete(table, entry)
                 continue
@@ -485,8 +488,10 @@ class EvictionOrder:
         row: Use | Chain,
         before: Use | Chain | None = None,
     ) -> None:
-        """Write the row of a pack or manifest, in place of ``before``, and list it in the tables of
-        the order. Without ``before``, it must not be listed yet."""
+        """Write the row of a pack or manifest, and list it in the tables of the order.
+
+        :param before: its present row, under which it is listed; None: it is not listed yet.
+        """
         if before is not None:
             self._unlist(name, before)
         table = USES if isinstance(row, Use) else CHAINS
@@ -522,11 +527,11 @@ class TimedOrder(EvictionOrder):
 
     @staticmethod
     def time_of(moment: int) -> float:
-        """Return the time just after a moment: seconds since the epoch."""
+        """Return the end of a moment, a microsecond: seconds since the epoch."""
         return (moment + 1) / _MOMENTS_PER_S
 
     def _used_now(self, use: Use) -> Use:
-        """Return the row with the later one of the recorded use and that at ``time``."""
+        """Return the row with the later one of the recorded use and the use at ``time``."""
         moment = max(use.moment, self.moment)
         time = max(use.time, self.time)
         return use._replace(moment=moment, time=time)

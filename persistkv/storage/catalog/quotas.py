@@ -3,9 +3,9 @@
 1. A row changes in the transaction that changes the tenant's packs. It exists while the tenant has
    packs or a quota.
 2. The default tenant has no row, no quota and no order of its own: a store without tenants pays for
-   none of them. Its totals are those of the store without all other tenants'.
-3. A tenant is *above* its quota if the payloads of its packs take more. Such tenants are listed in
-   ``META``, so that an eviction finds them without reading the rows of all others.
+   none of them. Its totals are those of the store, less those of all other tenants.
+3. A tenant is *above* its quota if the payloads of its packs take more than the quota. ``META``
+   lists these tenants, so that an eviction finds them without reading the rows of all tenants.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from persistkv.tenants import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
-# packs, stored bytes, quota (0 if there is none); the tenant's name follows
+# beginning of a row in ``TENANTS``: packs, stored bytes, quota (0 if there is none); the tenant's
+# name follows
 _TOTALS = struct.Struct("<QQQ")
 # prefix of keys in ``META``; the digest of a tenant that is above its quota follows
 _ABOVE = b"above"
@@ -124,9 +125,9 @@ class Quotas:
             self.of(table.tenant).count(table, sign)
 
     def expect(self, sizes: Mapping[str, int]) -> None:
-        """Set the bytes that will be added in this transaction or the next one, by tenant, in place
-        of those set before. They count for ``is_above``, so that an eviction chooses older content
-        of the tenant before that of others."""
+        """Set the bytes that will be added in this transaction or the next one, by tenant. They
+        replace those of an earlier call, and count for ``is_above``, so that an eviction chooses
+        older content of these tenants before that of others."""
         self._expected.clear()
         for tenant, num_bytes in sizes.items():
             digest = self._rows.tenant_digest(tenant)
@@ -162,7 +163,8 @@ class Quotas:
     def recount(self) -> None:
         """Compute the totals of all tenants from the tables of all packs, because a row was
         damaged. Quotas stay."""
-        # first find all tenants with a row, because those without packs must get zeros
+        # read all tenants with a row, because the loop over packs below does not find a tenant
+        # without packs, whose totals must be 0
         for recorded in read_tenants(self._rows):
             self._counted(recorded.tenant)
         for totals in self._found.values():
@@ -232,7 +234,7 @@ def read_quotas(rows: TableRows) -> dict[str, int]:
 
 
 def write_quotas(rows: TableRows, quotas: Mapping[str, int]) -> None:
-    """Record the quotas of all tenants; those that are not named have none."""
+    """Record the quotas of all tenants; a tenant that ``quotas`` does not name has none."""
     ledger = Quotas(rows)
     # include tenants that have a quota now, and lose it
     names = {*quotas, *read_quotas(rows)}
@@ -249,7 +251,8 @@ def with_default(
     """Return the totals of all tenants with packs or a quota, the default one included, by name.
 
     :param tenants: all except the default one.
-    :param packs: of the whole store; ``stored_bytes``: likewise.
+    :param packs: number of packs in the whole store.
+    :param stored_bytes: bytes of their payloads.
     """
     found = list(tenants)
     # the default tenant has the rest of the store's content

@@ -83,8 +83,8 @@ class TableRows:
     """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in
     each table.
 
-    In a store with a key, the values of some tables are sealed. One that does not open reads as
-    empty, as a damaged one would.
+    In a store with a key, the values of some tables are sealed. A sealed value that does not open
+    reads as empty, which the decoders refuse as damaged.
 
     A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
     transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
@@ -102,8 +102,8 @@ class TableRows:
     ) -> None:
         """:param databases: by the name of the table.
         :param sealed: names of the tables whose values ``seal`` hides, if it encrypts.
-        :param of_tenants: whether the data keys of tenants seal their rows; False: that of the
-            store seals all, as in the replica of a shared store.
+        :param of_tenants: whether the data keys of tenants seal their rows; False: the data key of
+            the store seals all rows, as in the replica of a shared store.
         """
         self.txn = txn
         self._databases = databases
@@ -139,8 +139,7 @@ class TableRows:
             cursor.putmulti(rows)
 
     def _opened(self, table: str, key: Buffer, value: Buffer) -> bytes:
-        """Return the value of a sealed row; empty if it does not open: decoders refuse an empty
-        value like a damaged one."""
+        """Return the value of a sealed row; empty, which decoders refuse, if it does not open."""
         try:
             return self._seal.opened(_row_name(table, key), value)
         except CorruptPackError:
@@ -175,8 +174,8 @@ class TableRows:
             yield key, value
 
     def first(self, table: str, start: bytes) -> bytes | None:
-        """Return the first key of a table from ``start`` on; None if there is none. The caller may
-        change rows next."""
+        """Return the first key of a table from ``start`` on; None if there is none. Unlike during
+        an iteration, the caller may change rows before the next call."""
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
@@ -193,8 +192,8 @@ class TableRows:
 
     def tenant_digest(self, tenant: str) -> bytes:
         """Return the digest of a tenant's name, which keys of rows contain in its place."""
-        # Without a secret in replicas of a shared store: its engines may seal with different data
-        # keys of the store, and their digests must agree.
+        # A replica of a shared store uses no secret, because engines of the store may seal with
+        # different data keys, and their digests must agree.
         secret = self._seal.names_secret if self._of_tenants else b""
         return tenant_digest(tenant, secret)
 
@@ -224,8 +223,8 @@ class TableRows:
 
 
 def _row_name(table: str, key: Buffer) -> bytes:
-    """Return the name under which the value of a row is sealed: it does not open as that of another
-    row."""
+    """Return the name under which the value of a row is sealed, so that the value does not open as
+    that of another row."""
     return table.encode() + b"\0" + key
 
 
@@ -246,7 +245,7 @@ _CHAIN = struct.Struct("<QdBdd")  # the fields of ``Chain`` without the packs
 GENERATION_BYTES = 8
 # generation of a namespace without content, which has no rows
 NO_GENERATION = bytes(GENERATION_BYTES)
-# position in the change log of such a namespace
+# position in the change log of a namespace without content
 EMPTY_CURSOR = NO_GENERATION + bytes(8)
 MAX_COUNT = 1 << 62  # limit of valid counters: adding to them cannot overflow 64 bits
 
@@ -255,13 +254,14 @@ PINNED, ORDERED, LOW, RESTORED = 1, 2, 4, 8
 NO_PRIORITY, LOW_PRIORITY, NORMAL_PRIORITY = 0, 1, 2
 """Values of ``Use.priority``."""
 PACK, MANIFEST = 0, 1
-"""Kinds of entries in ``ORDER``. A pack of depth 0 comes before the manifests of its moment."""
+"""Kinds of entries in ``ORDER``. They order a pack of depth 0 before the manifests of its
+moment."""
 NAME_BYTES = 2 * ID_BYTES  # namespace, and pack id or digest of a manifest's id
 ORDER_KEY = struct.Struct(">?QIB32s")
 """Key in the table ``ORDER``: False for low priority, moment, UNKNOWN_DEPTH minus the depth,
 ``PACK`` or ``MANIFEST``, and the key of the row in ``USES`` or ``CHAINS``.
 """
-# in the table ``EXPIRIES``: ``Chain.expires``, the manifest's key in ``CHAINS``
+# key in the table ``EXPIRIES``: ``Chain.expires``, the manifest's key in ``CHAINS``
 EXPIRY_KEY = struct.Struct(">d32s")
 
 
@@ -273,7 +273,7 @@ class Use(NamedTuple):
     time: float  # time of the last use: seconds since the epoch, on the store's clock
     # smallest ``Frame.depth`` of the pack's frames, in blocks; UNKNOWN_DEPTH if it is not known
     depth: int
-    # number of pinned manifests that name the pack; if there is one, ``ORDER`` does not list it
+    # number of pinned manifests that name the pack; unless it is 0, ``ORDER`` lacks the pack
     pins: int
     priority: int
     """Highest priority of the manifests that have named the pack since it was written;
@@ -290,7 +290,7 @@ class Use(NamedTuple):
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the pack with the key ``name``."""
         is_normal = self.priority != LOW_PRIORITY
-        # a key for deeper packs first, and for packs of unknown depth before them
+        # order deeper packs before shallower ones, and packs of unknown depth before all
         height = UNKNOWN_DEPTH - self.depth
         return ORDER_KEY.pack(is_normal, self.moment, height, PACK, name)
 
@@ -323,9 +323,9 @@ class Chain(NamedTuple):
     # time at which the manifest was written: seconds since the epoch, on the store's clock
     time: float
     flags: int
-    """``PINNED`` (not listed in ``ORDER``), ``LOW`` (priority: evicted before all others),
-    ``ORDERED``: ``packs`` are in the order of the request's tokens, otherwise their order has no
-    meaning; and ``RESTORED``: the request restored tokens from the store."""
+    """``PINNED``: ``ORDER`` does not list the manifest. ``LOW``: it has low priority. ``ORDERED``:
+    ``packs`` are in the order of the request's tokens; otherwise their order has no meaning.
+    ``RESTORED``: the request restored tokens from the store."""
     # seconds from the last use of the last of ``packs`` to the expiry of the manifest; 0: never
     ttl_s: float
     expires: float
@@ -336,8 +336,7 @@ class Chain(NamedTuple):
 
     @property
     def tenant(self) -> bytes:
-        """Empty, unlike that of a ``Use``: manifests are in no order of a tenant, and are deleted
-        with its packs."""
+        """Empty, because ``TENANT_ORDER`` lists no manifests: they are deleted with their packs."""
         return b""
 
     @property
@@ -352,7 +351,8 @@ class Chain(NamedTuple):
     def order_key(self, name: bytes) -> bytes:
         """Return the key in ``ORDER`` of the manifest with the key ``name``."""
         is_normal = self.priority != LOW_PRIORITY
-        # with the largest depth, so that the manifest follows all packs of its moment
+        # use the largest value in place of a depth, so that the manifest follows all packs of its
+        # moment
         return ORDER_KEY.pack(is_normal, self.moment, UNKNOWN_DEPTH, MANIFEST, name)
 
     def encode(self) -> bytes:
@@ -398,8 +398,8 @@ class NamespaceState:
 
     def encode(self) -> bytes:
         """Return the value of a row in ``STATES``."""
-        # In the order of the fields. ``dataclasses.astuple`` would copy each value deeply, for each
-        # pack.
+        # list the fields, because ``dataclasses.astuple`` would copy each value deeply, for each
+        # pack
         counts = (
             self.sequence,
             self.packs,
@@ -431,7 +431,7 @@ class NamespaceState:
         blocks = self.blocks + sign * len(table.keys)
         raw_bytes = self.raw_bytes + sign * table.raw_length
         stored_bytes = self.stored_bytes + sign * table.payload_length
-        # less than 0: the row was damaged
+        # a result below 0 comes from a damaged row
         self.packs = max(0, packs)
         self.blocks = max(0, blocks)
         self.raw_bytes = max(0, raw_bytes)
@@ -453,7 +453,7 @@ def read_state(rows: TableRows, namespace: bytes) -> NamespaceState:
 def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     """Return the sequence number in a cursor; None if the cursor is not valid for this
     namespace."""
-    # then the whole content of the namespace was added later
+    # at this cursor, the namespace had no content: all of its changes follow
     if cursor == EMPTY_CURSOR:
         return 0
     if len(cursor) != len(EMPTY_CURSOR):
@@ -484,8 +484,11 @@ def manifest_row(namespace: bytes, manifest_id: str) -> bytes:
 
 
 def link_row(pack: bytes, manifest: bytes) -> bytes:
-    """Return the key in ``LINKS`` of the row which records that a manifest names a pack; the
-    parameters are the keys of their own rows, in one namespace."""
+    """Return the key in ``LINKS`` of the row which records that a manifest names a pack.
+
+    :param pack: key of the pack's row in ``PACKS``.
+    :param manifest: key of the manifest's row in ``MANIFESTS``, in the same namespace.
+    """
     return pack + manifest[ID_BYTES:]
 
 

@@ -60,12 +60,13 @@ from persistkv.tenants import DEFAULT_TENANT
 LOG_ENTRIES = 4096
 """Changes per namespace that the log keeps. For an older cursor, ``changes`` returns the whole
 catalogue."""
-# 8 KiB: rows that begin a namespace, without its identity, in pages of their own
+# 8 KiB: estimate of the rows that begin a namespace, without its identity
 _BEGINNING_BYTES = 8 << 10
-# 1 KiB: other rows of a pack (without its table) or of a manifest (without head and keys)
+# 1 KiB: estimate of the rows of a pack without its table, or of a manifest without its keys
 _ROWS_BYTES = 1 << 10
 _FRAME_BYTES = 64  # bytes of a frame in the table of its pack, rounded up
-_LINK_BYTES = 160  # bytes of the rows for each pack that a manifest names
+# estimate of the bytes of the rows for each pack that a manifest names
+_LINK_BYTES = 160
 
 
 class EvictionEnd(enum.Enum):
@@ -95,7 +96,7 @@ class Payloads(Protocol):
 
 
 class _PackNaming(NamedTuple):
-    """What the manifests that name a pack record about it."""
+    """Fields of a pack's ``Use`` that follow from the manifests that name the pack."""
 
     pins: int
     """``Use.pins``."""
@@ -113,7 +114,8 @@ class CatalogTransaction:
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.
     :param payloads: storage of the payloads; None: they are not in the store's transactions.
-    :param order: the eviction order, of the same rows; None: that of the store's own clock.
+    :param order: the eviction order, of the same rows; None: the one that follows the store's own
+        clock.
     :param opened: namespaces, by id, that this transaction may begin. A namespace begins with its
         first content, and ends with its last: ``finish`` writes or deletes its rows. None: the
         driver keeps the rows of namespaces itself.
@@ -179,14 +181,14 @@ class CatalogTransaction:
     def remove(self, batch: CommitBatch) -> None:
         """Apply the deletions of a batch, then its touches, so that ``evict`` chooses the touched
         packs last."""
-        # a batch that uses packs gets a moment of its own in the eviction order
+        # this batch uses packs or manifests, so it gets a moment of its own in the eviction order
         if batch.packs or batch.manifests or batch.touches:
             self._order.is_moment = True
         for pack_id in batch.deletions:
             self._delete(self._namespace + pack_id)
         for pack_id in batch.bad:
-            # Keep the packs after it: they can be loaded again as soon as an engine has stored the
-            # blocks of this pack again.
+            # Keep the packs that follow it in manifests: they can be loaded again as soon as an
+            # engine has stored the blocks of this pack again.
             self._delete(self._namespace + pack_id, keep_later=True)
         for manifest_id in batch.manifest_deletions:
             self.drop_manifest(manifest_row(self._namespace, manifest_id))
@@ -219,8 +221,8 @@ class CatalogTransaction:
         return lacking
 
     def evict(self, is_enough: Callable[[], bool], at_most: int) -> EvictionEnd:
-        """Evict in eviction order until a goal is met: first packs of tenants that are above their
-        quotas, until they are not.
+        """Evict until a goal is met: first packs of the tenants that are above their quotas, until
+        none of them is, then packs and manifests of all tenants, both in eviction order.
 
         :param is_enough: returns whether the goal is met; called before the first eviction and
             after each.
@@ -290,8 +292,8 @@ class CatalogTransaction:
 
     def expire(self, ttl_s: float | None, at_most: int) -> None:
         """Remove expired content: manifests whose own ttl has passed, with those of their packs
-        that were unused for it and that no other manifest names; then packs and manifests by the
-        store's ttl.
+        that were unused for that time and that no other manifest names; then packs and manifests
+        that were unused for the store's ttl.
 
         :param ttl_s: the store's ttl in seconds; None: none.
         :param at_most: maximum number of packs and manifests to remove; later calls remove the
@@ -324,7 +326,7 @@ class CatalogTransaction:
         now = self._order.time
         latest = now - ttl_s
         for name, row in self._order.oldest(low):
-            # nothing is used later than now, so the row is damaged: skip it instead of ending here
+            # a use later than now is damage: skip the row instead of ending the search here
             if row.time > now:
                 continue
             # all further content of this priority was used later
@@ -340,7 +342,8 @@ class CatalogTransaction:
         for pack_id in chain.packs:
             pack = namespace + pack_id
             use = self._order.use(pack)
-            # keep a pack that was used since, perhaps by another request
+            # keep a pack that was used within the ttl, perhaps by another request, or whose last
+            # use is unknown
             if use is None or use.time + chain.ttl_s > self._order.time:
                 continue
             if pack not in self._keep and not self._is_named(pack):
@@ -367,7 +370,7 @@ class CatalogTransaction:
             deleted.
         """
         name = self._namespace + pack_id
-        # collect one more than may be deleted, to know whether any remain
+        # collect one manifest more than may be deleted, to know whether any remain
         naming: list[bytes] = []
         for manifest in manifests_of(self._rows, name):
             if manifest not in self._keep:
@@ -405,13 +408,13 @@ class CatalogTransaction:
     # Packs
 
     def _add(self, pack: NewPack) -> None:
-        """Write a pack, or touch it if it is held. One whose table is damaged counts as not held,
-        and is written again."""
+        """Write a pack, or touch it if it is held. A pack whose table is damaged counts as not
+        held, and is written again."""
         name = self._namespace + pack.pack_id
         if holds_pack(self._rows, name):
             self._touch_held(name, pack.tenant)
             return
-        # removes a pack with a damaged table, or what is left of one in the eviction order
+        # remove a pack with a damaged table, or an entry of the eviction order without a pack
         self._delete_pack(name)
         self.grew = True
         if self._payloads is not None:
@@ -432,7 +435,7 @@ class CatalogTransaction:
         self._state.count(table, 1)
 
     def _touch_held(self, name: bytes, tenant: str) -> None:
-        """Record a use of a pack that is held. One whose row in ``USES`` is damaged or missing gets
+        """Record a use of a pack that is held. If its row in ``USES`` is damaged or missing, write
         a new one: without it, the pack could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
@@ -447,8 +450,9 @@ class CatalogTransaction:
             self._delete(name)
 
     def _delete(self, name: bytes, *, keep_later: bool = False) -> None:
-        """Delete a pack and the manifests that name it; unless ``keep_later``, also their later
-        packs that no other manifest names, which are of no use without it.
+        """Delete a pack and the manifests that name it. Unless ``keep_later``, also delete packs
+        that follow it in these manifests and that no other manifest names: they are of no use
+        without it.
         """
         # a list, because the deletions change the table
         naming = list(manifests_of(self._rows, name))
@@ -462,15 +466,15 @@ class CatalogTransaction:
         *,
         keep_later: bool,
     ) -> None:
-        """Delete manifests that name a pack, not the pack itself; unless ``keep_later``, also packs
-        that follow it in them and that no manifest names now."""
+        """Delete manifests that name a pack, but not this pack. Unless ``keep_later``, also delete
+        packs that follow it in these manifests and that no other manifest names."""
         # distinct names, in order: manifests share packs
         later: dict[bytes, None] = {}
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
             later.update(dict.fromkeys(packs_after))
-            # a manifest with a damaged chain keeps its links: with this one, the pack would count
-            # as named
+            # the call above does not find the links of a manifest with a damaged chain; with this
+            # link, the pack would count as named
             self._rows.delete(LINKS, link_row(pack, manifest))
         if keep_later:
             return
@@ -509,7 +513,7 @@ class CatalogTransaction:
     def _delete_rows(self, name: bytes, table: PackTable | None) -> None:
         """Delete the rows and the payload of a pack that is held, and log the change.
 
-        :param table: None: it is damaged.
+        :param table: table of the pack; None: it is damaged.
         """
         self._rows.delete(PACKS, name)
         if self._payloads is not None:
@@ -522,7 +526,7 @@ class CatalogTransaction:
 
     def _put_manifest(self, write: ManifestWrite) -> None:
         """Write a manifest, and record that its packs are used. It replaces the manifest with the
-        same id, and is pinned if that was."""
+        same id, and is pinned if the replaced one was."""
         self.grew = True
         manifest = write.manifest
         name = manifest_row(self._namespace, manifest.id)
@@ -568,7 +572,7 @@ class CatalogTransaction:
             state.requests = max(0, state.requests - 1)
             self.dropped.append(name)
         self._rows.delete(MANIFEST_KEYS, name)
-        # in a damaged store, there may be a chain without a row in ``MANIFESTS``
+        # continue without a row in ``MANIFESTS``, because a damaged store may still have a chain
         chain = self._order.chain(name)
         if chain is None:
             return []
@@ -604,7 +608,7 @@ class CatalogTransaction:
         if chain is None or chain.pinned == pinned:
             return
         changed = chain._replace(flags=chain.flags ^ PINNED)
-        # this also removes the manifest from the eviction order, or lists it there again
+        # this also removes a pinned manifest from the eviction order, and lists an unpinned one
         self._order.put(name, changed, chain)
         count = 1 if pinned else -1
         for pack_id in chain.packs:
@@ -618,7 +622,7 @@ class CatalogTransaction:
         if namespace not in self._states:
             state = read_state(self._rows, namespace)
             self._states[namespace] = state
-            # a copy in encoded form, because the state object changes
+            # keep a copy in encoded form, because the caller may change the object
             self._before[namespace] = state.encode()
         return self._states[namespace]
 
@@ -685,8 +689,8 @@ class CatalogTransaction:
         oldest = max(0, state.sequence - LOG_ENTRIES + 1)
         oldest_key = LOG_KEY.pack(namespace, oldest)
         expired: list[bytes] = []
-        # entries are in the order of their numbers, and usually as few as this transaction has
-        # added
+        # the loop ends at the first entry to keep: usually, it visits as many expired entries as
+        # this transaction has added
         for key, _ in self._rows.starting_with(LOG, namespace):
             name = bytes(key)
             if name >= oldest_key:

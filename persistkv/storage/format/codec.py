@@ -169,7 +169,7 @@ class PlanesCodec(Codec):
         # bytes
         tail_at = num_low_planes * count
         high_at = tail_at + tail_bytes
-        # ``decompress_into`` checks whatever follows ``high_at``
+        # with values, ``decompress_into`` checks the length of the compressed plane
         is_short = len(stored) < high_at
         # without values, no compressed plane follows the tail
         is_long = not count and len(stored) > high_at

@@ -29,7 +29,8 @@ def replace_file(
     directory = target.parent
     directory.mkdir(parents=True, exist_ok=True)
     _delete_leftovers(target)
-    # in the same directory, because a rename between file systems is not atomic
+    # create the temporary file in the same directory, because a rename between file systems is not
+    # atomic
     descriptor, name = tempfile.mkstemp(
         dir=directory, prefix=f".{target.name}.", suffix=".tmp"
     )
@@ -43,7 +44,8 @@ def replace_file(
 
 
 def _delete_leftovers(target: Path) -> None:
-    """Delete the files that killed processes have left beside a file: nothing else does."""
+    """Delete the temporary files that killed processes have left beside a file, because nothing
+    else deletes them."""
     name = glob.escape(target.name)
     for leftover in target.parent.glob(f".{name}.*.tmp"):
         # another process may remove the file at the same time

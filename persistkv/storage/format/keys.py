@@ -1,13 +1,14 @@
 """Keys of a store: the user's key wraps random data keys, which seal the content.
 
-1. The user's *store key* seals the data key of the store only. To replace it, that one is wrapped
-   again, and no content is written.
-2. A data key is 256 random bits, made once. That of the store seals its own records and the data
-   keys of the tenants, each of which seals the packs of one tenant. Several engines may make one
-   for the same purpose at once: all are kept, and each pack and record names its own.
+1. The user's *store key* seals the data key of the store only. To replace the store key, the data
+   key is wrapped again, and no content is written.
+2. A data key is 256 random bits, made once. The data key of the store seals the store's records and
+   the data keys of the tenants. The data key of a tenant seals the packs of this tenant. If several
+   engines make a key for the same purpose at once, all of these keys are kept, and each pack and
+   record names its own.
 3. All data keys of a store belong to one *keyring*. Its id stays when the store key is replaced.
-4. A process that has a store open reads and makes keys of tenants also after the user's key was
-   replaced.
+4. A process that has a store open reads and makes keys of tenants also after the store key was
+   replaced, because it needs only the data key of the store.
 
 The library ``cryptography`` is imported when a key is used: stores without one do not need it
 (``StoreKey``).
@@ -36,11 +37,11 @@ TAG_BYTES = 16
 SECRET_BYTES = 32
 STORE = ""
 """``DataKey.tenant`` of the key that seals the store's own records."""
-# purposes of derived keys: a key of one purpose says nothing about those of another
+# purposes of derived keys: a key of one purpose reveals nothing about the keys of other purposes
 _STORE_KEY = b"persistkv store key 1"
 _WRAPPED = b"persistkv data key 1"
 _NAMES = b"persistkv names 1"
-# may be constant, because each derived key seals one record only
+# the nonce may be constant, because each derived key seals one record only
 _ZERO_NONCE = bytes(12)
 _MAGIC = b"PKVKEYS1"
 
@@ -87,8 +88,9 @@ class TenantKey(
     """The data key of a tenant, sealed with that of the store."""
 
     id: bytes
+    """``DataKey.id``."""
     sealed: bytes
-    """A record (``KeySeal.sealed_key``)."""
+    """The key as a sealed record (``KeySeal.sealed_key``)."""
 
 
 class StoredKeys(
@@ -113,10 +115,10 @@ class Keyring:
         self.id = id
         by_id = {key.id: key for key in keys}
         self.keys: Mapping[bytes, DataKey] = by_id
-        """By id."""
+        """The data keys by id."""
         self._sealing: dict[str, DataKey] = {}
-        """By tenant: of several keys, the one with the smallest id, so that all engines choose the
-        same."""
+        """The key that seals new content of each tenant: of several keys, the one with the smallest
+        id, so that all engines choose the same."""
         for key_id in sorted(by_id):
             key = by_id[key_id]
             self._sealing.setdefault(key.tenant, key)
@@ -124,7 +126,7 @@ class Keyring:
         if store_key is None:
             raise CorruptPackError("keys", "there is none for the store")
         self.store = store_key
-        """Key that seals new records."""
+        """Key that seals new records of the store."""
 
     @cached_property
     def names_secret(self) -> bytes:
@@ -208,7 +210,7 @@ class StoreKey:
         """
         entries = list(wrapped)
         keyrings = {entry.keyring for entry in entries}
-        # refuse no entries, too, because there is no keyring then
+        # this also refuses an empty list, which names no keyring
         if len(keyrings) != 1:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
         return Keyring(keyrings.pop(), map(self.unwrap, entries))
@@ -254,7 +256,7 @@ def derive(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
 def gcm(key: bytes, nonce: bytes, tag: bytes | None = None) -> Cipher[Any]:
     """Return AES-256-GCM for one message in several pieces.
 
-    :param tag: of the message, to decrypt it.
+    :param tag: tag of the message to decrypt; None: a message is encrypted.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 

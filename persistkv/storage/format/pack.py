@@ -39,7 +39,7 @@ ID_BYTES = 16
 FRAME_BYTES = 1 << 20
 UNKNOWN_DEPTH = 0xFFFFFFFF
 
-# stands for a key's id if the pack is sealed without a key
+# values of ``data_key`` and ``salt`` if a pack is sealed without a key
 PLAIN_KEY = bytes(KEY_ID_BYTES)
 NO_SALT = bytes(SALT_BYTES)
 
@@ -56,8 +56,9 @@ SEALED_TABLE = b"PKVSEAL1"
 
 
 class _Header(msgspec.Struct, frozen=True, gc=False):
-    """Beginning of an encoded table. A Struct, which takes half of the time of a named tuple: an
-    opening store parses hundreds of thousands of tables."""
+    """Beginning of an encoded table; fields without a description are those of ``PackTable``. It is
+    a Struct, because a named tuple takes twice the time, and an opening store parses hundreds of
+    thousands of tables."""
 
     version: int
     key_length: int
@@ -163,8 +164,8 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         parts: list[bytes] = []
         for keys in many:
             is_common = 0 < common_length == keys.key_length
-            # keys of several lengths are left to ``unpack``, and so is damage: its error names the
-            # field
+            # leave keys of several lengths to ``unpack``, and also damaged ones, because its error
+            # names the field
             if not is_common or len(keys.data) % common_length:
                 unpacked = map(PackedKeys.unpack, many)
                 return list(chain.from_iterable(unpacked))
@@ -425,10 +426,11 @@ class PackTable(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return table and trailer as stored."""
-        # the lengths of all parts come first, so that a parser can check them before it reads on
+        # the header has the lengths of all parts, so that a parser can check them before it reads
+        # the parts
         codec = self.codec.encode()
         tenant = _stored_tenant(self.tenant)
-        # in the order of ``_Header``
+        # list the fields in the order of ``_Header``
         header = _HEADER.pack(
             PACK_VERSION,
             self.keys.key_length,
@@ -530,9 +532,9 @@ def with_trailer(table: bytes, magic: bytes = _MAGIC) -> bytes:
 
 
 def without_trailer(data: Buffer, magic: bytes = _MAGIC) -> bytes:
-    """Return the table that ends ``data``, without its trailer, whose checksum it matches.
+    """Return the table at the end of ``data``, verified against its trailer, without the trailer.
 
-    :raises CorruptPackError: it does not, or the magic number is another one.
+    :raises CorruptPackError: checksum or length does not match, or the magic number is another one.
     """
     view = memoryview(data)
     end = len(view) - TRAILER_BYTES
@@ -555,8 +557,8 @@ def _check_frames(table: PackTable) -> None:
     end = 0
     num_blocks = 0
     raw_length = 0
-    # numbers instead of ``Frame`` objects, because a reader of a shared store parses millions of
-    # frames
+    # read numbers instead of ``Frame`` objects, because a reader of a shared store parses millions
+    # of frames
     frames = _FRAME.iter_unpack(table.packed_frames)
     for _, count, block_bytes, _, offset, stored, _ in frames:
         _check_lengths(count, block_bytes, stored, table.codec)

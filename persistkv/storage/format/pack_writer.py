@@ -81,6 +81,7 @@ class _StoredFrame(NamedTuple):
     frame: Frame
     """The frame, without its offset, and without its tag if that is still to be computed."""
     pieces: Sequence[Buffer]
+    """The stored bytes, in order, without padding."""
     untagged_keys: Sequence[bytes] = ()
     """The keys of its blocks if its tag is still to be computed; otherwise empty."""
 
@@ -186,13 +187,13 @@ class PlacedPack(NewPack):
 
 
 class PackCopy(NewPack):
-    """A copy of a pack from another store, with the same frames, sealed as the store that it is
-    written to seals packs.
+    """A copy of a pack from another store, with the same frames, sealed for the store that the copy
+    is written to.
 
-    :param table: of the other store.
+    :param table: the pack's table in the other store.
     :param payload: the whole payload, whose frames were opened (``FrameSeal.open``); it must not
         change until the commit has ended.
-    :param seal: of the store that it is written to.
+    :param seal: seal of the store that the copy is written to.
     """
 
     def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
@@ -225,7 +226,7 @@ class PackCopy(NewPack):
 
     def stream(self) -> Iterator[Buffer]:
         self.restart()
-        # a new salt for each attempt, because no key and nonce are used twice (``seal``)
+        # make a new salt for each attempt, because no pair of key and nonce may be used twice
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         for placed in self._copied.placed_frames():
@@ -256,12 +257,12 @@ class PackCopy(NewPack):
 
 
 class PackWriter(NewPack):
-    """A pack whose frames are encoded and sealed from segments during ``stream``. Holds one such
+    """A pack whose frames are encoded and sealed from segments during ``stream``. Holds one encoded
     frame in memory, or a few if other threads encode frames.
 
     :param start_frame: starts the encoding of a frame in another thread; None: each frame is
         encoded when the stream reaches it.
-    :param seal: of the store (``Backend.seal``).
+    :param seal: seal of the store (``Backend.seal``).
     :param tenant: whose blocks these are.
     :raises ValueError: a key occurs twice (``PackTable.parse`` would reject the pack), is empty, or
         is too long.
@@ -332,7 +333,7 @@ class PackWriter(NewPack):
         """Iterate over the payload. Raw frames are not copied: their pieces are views of the
         rows."""
         self.restart()
-        # a new salt for each attempt, because no key and nonce are used twice (``seal``)
+        # make a new salt for each attempt, because no pair of key and nonce may be used twice
         frame_seal = self.seal.new_pack(self.namespace, self.tenant)
         frames: list[Frame] = []
         untagged: dict[int, _StoredFrame] = {}
@@ -396,8 +397,8 @@ class PackWriter(NewPack):
             self._table = make_table()
 
     def restart(self) -> None:
-        # drop this first: ``end_reads`` would make the table of the previous attempt, which has no
-        # use
+        # clear this first: ``end_reads`` would make the table of the previous attempt, which is not
+        # needed
         self._make_pending_table = None
         super().restart()
         self._table = None
@@ -462,7 +463,7 @@ class PackWriter(NewPack):
         if depth != UNKNOWN_DEPTH:
             depth += start
         num_blocks = stop - start
-        # describe it as a raw frame; ``_make_table`` sets the offset
+        # describe the blocks as a raw frame; ``_make_table`` sets the offset
         frame = Frame(
             segment.group,
             num_blocks,
@@ -474,7 +475,6 @@ class PackWriter(NewPack):
         )
         encoded = self._encoded(segment, start, stop)
         if encoded is None:
-            # views of the blocks
             pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
             if not frame_seal.encrypts:
                 # ``_make_table`` computes the tag later, from these views

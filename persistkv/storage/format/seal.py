@@ -68,10 +68,10 @@ _RECORD = struct.Struct(f"<{KEY_ID_BYTES}s{SALT_BYTES}s")
 RECORD_BYTES = _RECORD.size + TAG_BYTES
 """Bytes by which a key's seal makes a record longer."""
 _CHECKSUM_BYTES = 16
-# maximum number of buffers of 1 MiB that are kept: enough for a pack, and for as many that wait to
-# be written
+# maximum number of buffers of 1 MiB that are kept: enough for the frames of a pack, and for as many
+# frames that wait to be written
 _MOST_FREE = 32
-# purposes of derived keys: a key of one purpose says nothing about those of another
+# purposes of derived keys: a key of one purpose reveals nothing about the keys of other purposes
 _PACK_PURPOSE = b"persistkv pack 1"
 _RECORD_PURPOSE = b"persistkv record 1"
 _RECEIPT_PURPOSE = b"persistkv receipt 1"
@@ -168,7 +168,7 @@ class Seal(ABC):
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         """Return a sealed record.
 
-        :param name: what the record is, and where.
+        :param name: names kind and place of the record, which opens only under the same name.
         :param tenant: whose data key seals it, so that it can be forgotten with the tenant.
         :raises CorruptPackError: the tenant has no data key.
         """
@@ -246,7 +246,8 @@ class _PlainFrames(FrameSeal):
     def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
         """Return the checksum of a frame's bytes. Its seed is a checksum of namespace and keys, so
         the bytes do not verify at the place of another frame."""
-        # use it as a seed: hashing it in front of the bytes would take a copy, or one more call
+        # Pass the checksum of the keys as a seed: to hash it in front of the bytes would take a
+        # copy, or one more call.
         namespace_seed = int.from_bytes(self._namespace[:8], "little")
         joined_keys = b"".join(keys)
         seed = xxhash.xxh3_64_intdigest(joined_keys, seed=namespace_seed)
@@ -323,7 +324,7 @@ class PlainSeal(Seal):
         return PackTable.parse(stored)
 
     def stored_bytes(self, length: int) -> int:
-        # the table has a checksum of its own
+        # the seal adds nothing, because an encoded table has a checksum of its own
         return length
 
 
@@ -429,8 +430,8 @@ class _KeyFrames(FrameSeal):
             raise _wrong_frame(frame) from None
 
     def _associated(self, placed: PlacedFrame) -> bytes:
-        """Return what the tag of a frame authenticates in addition to its bytes: namespace, fields
-        and keys. The frame opens only with the same."""
+        """Return the data that the tag of a frame authenticates in addition to its bytes:
+        namespace, fields and keys. The frame opens only with the same data."""
         frame = placed.frame
         fields = _PLACE.pack(
             frame.group,
@@ -513,7 +514,7 @@ class KeySeal(Seal):
         return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
-        # too short, such as a record from a time when the store had no key
+        # a short record may come from a time when the store had no key
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
@@ -551,7 +552,8 @@ class KeySeal(Seal):
         return PackTable.parse(table)
 
     def stored_bytes(self, length: int) -> int:
-        # the record has a trailer of its own, by which a rebuild finds it before it opens it
+        # the record has a trailer of its own, by which a rebuild finds the record before it opens
+        # it
         return length + RECORD_BYTES + TRAILER_BYTES
 
     def sealed_key(self, key: DataKey) -> bytes:

@@ -77,7 +77,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         return now - self.time <= _MISSED * self.interval_s
 
 
-# made at import, because two threads may call ``read_statuses`` first at the same time
+# made at import: msgspec 0.22 crashes if two threads are the first to decode a type
 _DECODE = msgspec.json.Decoder(EngineStatus).decode
 
 

@@ -46,9 +46,10 @@ from persistkv_dir.checks import check_directory
 
 _FILE_MODE, _DIRECTORY_MODE = 0o600, 0o700
 _MOST_BUFFERS = 1024  # per call: IOV_MAX
-# a day: a writer that is paused for longer writes its blob again
+# a day: age at which the temporary file of a writer is removed. A writer that was paused for longer
+# writes its blob again.
 _DEAD_AFTER_S = 24 * 3600.0
-# not a valid name of a blob, so that lists do not show it
+# names of temporary files: no name of a blob begins with a dot, so that lists do not show them
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 _REMEDIES = {

@@ -223,7 +223,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         keys = KeyFile(path, options.store_key())
         read_only = read_only or options.read_only
-        # check before anything is created there
+        # check this before anything is created in the directory
         _refuse_remote(path)
         files.prepare_directory(path, read_only=read_only)
         if not read_only and files.is_on_read_only_file_system(path):
@@ -266,7 +266,7 @@ class LmdbBackend(Backend):
         path = _path_of(url)
         _refuse_remote(path)
         keys = KeyFile(path, options.store_key())
-        # only this placement, because inline payloads cannot be rebuilt
+        # the rebuilt store has payloads in extents, because inline payloads cannot be rebuilt
         policy = replace(options.given, placement="extents")
         return rebuild(path, policy, keys, progress)
 
@@ -364,7 +364,7 @@ class LmdbBackend(Backend):
         with self.rows() as rows:
             for key, row in rows.range(NAMESPACES, start=b""):
                 namespace = decode_namespace(key, row)
-                # leave out None: the row is damaged
+                # None: the row is damaged
                 if namespace is not None:
                     namespaces.append(namespace)
         return iter(namespaces)
@@ -558,7 +558,7 @@ class LmdbBackend(Backend):
     def disk_bytes(self) -> int:
         """Return the bytes on disk of the segments and of the store's other files, without status
         files, saved indexes and quarantined directories."""
-        # in a transaction, because a transaction follows files that were replaced
+        # read the lengths in a transaction, because its begin follows files that were replaced
         with self._transaction() as (environment, _):
             total = sum(environment.files.lengths().values())
         for name in files.STORE_FILES:

@@ -84,7 +84,8 @@ _EVICTED_AT_ONCE = 32
 _DROPPED_AT_ONCE = 128
 """Manifests of a shared pack that one transaction deletes. With 32, the deletion takes twice as
 long; with 512, other engines wait twice as long (``benchmarks.maintenance``)."""
-# a transaction may evict more: so many packs and manifests for each one that it adds
+# A transaction that adds many packs and manifests may evict more than this: two for each that it
+# adds.
 _EVICTED_PER_ADDED = 2
 # maximum number of packs whose use one transaction records, in about 2 ms
 _TOUCHED_AT_ONCE = 128
@@ -452,7 +453,7 @@ class BatchCommit:
         for digest, num_bytes in quotas.grown():
             end = commit.fit_quota(digest, at_most=self._most_evicted)
             totals = quotas.at(digest)
-            # without a quota, nothing had to be evicted
+            # skip a tenant without a quota: none of its packs had to be evicted
             if totals is None or totals.quota is None:
                 continue
             if end is EvictionEnd.LIMIT_REACHED:
@@ -603,7 +604,7 @@ class BatchCommit:
                 if not step(at_most):
                     return
             except _NothingLeftError:
-                # no transaction could evict anything, whatever its size
+                # a smaller transaction could not evict anything, either
                 raise
             except StoreFullError:
                 if at_most == 1:
@@ -852,7 +853,7 @@ def _evict_excess(environment: Environment) -> bool:
         commit = CatalogTransaction(
             transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
         )
-        # first the quotas, which may make enough room
+        # evict for the quotas first, which may make enough room
         end = commit.evict_above(_EVICTED_AT_ONCE)
         if end is not EvictionEnd.LIMIT_REACHED:
             end = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)

@@ -305,7 +305,7 @@ class Database:
             if _read_shares(self.rows(begun)) != self.shares:
                 raise lmdb.MapResizedError("the capacity has changed")
         except BaseException:
-            # not left to garbage collection, because it holds LMDB's write lock
+            # abort at once, and not when it is garbage-collected: it holds LMDB's write lock
             begun.abort()
             raise
         return begun

@@ -180,7 +180,7 @@ class Environment:
             # check before the writer lock is held: ``recover`` writes to the files at the path,
             # which may be those of another store
             self._check_current()
-            # this recovers first if a process was killed during its commit, or the commit failed
+            # ``held`` calls ``recover`` if the last commit failed or its process was killed
             locked = guard.lock.held(recover=guard.recover)
         with self._suspect_on_error(), locked, files.translated(self.path):
             # read the keys again: another process may have made keys that seal rows, or destroyed

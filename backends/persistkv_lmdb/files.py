@@ -85,7 +85,8 @@ _NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
 """Errors that Python raises for a row whose length, taken from a damaged page, is impossible."""
 _FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 STAT_BLOCK_BYTES = 512  # unit of ``st_blocks``
-_NEARLY_FULL = 64 << 20  # 64 MiB: a pack's raw bytes
+# 64 MiB, the raw bytes of a pack: with less free space, a disk counts as nearly full
+_NEARLY_FULL = 64 << 20
 
 
 class ReplacedError(StoreError):
@@ -360,7 +361,7 @@ def write_durably(path: Path, content: bytes, offset: int) -> None:
     fd = open_regular(path, os.O_RDWR)
     try:
         rest = memoryview(content)
-        # a system call may write a part
+        # one call may write only a part
         while rest:
             num_written = os.pwrite(fd, rest, offset)
             rest = rest[num_written:]
@@ -404,7 +405,7 @@ def rewrite_meta_pages(directory: Path) -> None:
 
     :raises OSError: they may not be durable. A later call may repeat the rewrite.
     """
-    # this stays empty without a valid meta page: then there is only the sync to do
+    # without a valid meta page, this stays empty, and the file is only synced
     both_pages = b""
     with (directory / DATA_FILE).open("rb") as file:
         meta = _read_meta(file.read(_META_BYTES))

@@ -195,7 +195,7 @@ class LmdbForgetting:
     ) -> Iterator[tuple[bytes, bool]]:
         """Yield the keys of a table from ``start`` on, and whether each row belongs to the
         tenant."""
-        # None if the store has no key: then the rows themselves name the tenant
+        # None: the store has no key, and the rows themselves name the tenant
         own_keys = self._keys.ids_of(self._tenant) if self._has_key else None
         # use a cursor: ``TableRows.range`` would open sealed rows, which is not needed here
         with rows.cursor(table) as cursor:

@@ -215,7 +215,7 @@ def examine(directory: Path) -> Finding:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         return Finding(CheckResult.DAMAGED, f"{problems[0]}{more}")
     try:
-        # without LMDB's locks, because no process writes during the check
+        # no locks are needed, because no process writes during the check
         with lmdb.open(
             str(directory),
             readonly=True,
@@ -234,7 +234,7 @@ def _examine_databases(env: lmdb.Environment) -> Finding:
 
     :raises CorruptStoreError: such a row is invalid.
     """
-    # a creation that was interrupted before its first commit
+    # without any entry, the creation was interrupted before its first commit
     if not env.stat()["entries"]:
         return Finding(CheckResult.FINE, "it is empty")
     try:
@@ -257,7 +257,7 @@ def _examine_rows(rows: TableRows) -> str:
     read_placement(rows)
     for _, row in rows.starting_with(STATES, prefix=b""):
         NamespaceState.decode(row)
-    # a page that is in two extents would be overwritten; the first fault is enough
+    # raise on the first fault: a page that is in two extents would be overwritten
     for fault in space_faults(rows):
         raise CorruptStoreError(fault)
     # ``verify`` reads only the first page of a value that takes several. Reading its last byte

@@ -101,7 +101,7 @@ class KeyFile:
             raise ConfigurationError(
                 "key", self._key.id, f"no key: there is no {self._path}"
             )
-        # a random id, so that stores with the same key of the user have different ids
+        # the id is random, so that stores with the same key of the user have different ids
         keyring_id = os.urandom(_ID_BYTES).hex()
         keyring = Keyring(keyring_id, [DataKey.new(STORE)])
         content = self._wrapped(self._key, keyring, tenants=())

@@ -166,7 +166,7 @@ class Guard:
 
         :raises StoreError: the disk refuses the write.
         """
-        # not as StoreFullError, which would cause evictions that do not help
+        # raise no StoreFullError, which would cause evictions that do not help
         with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()
         self.lock.mark(begun=False)

@@ -180,7 +180,7 @@ class _Rebuild:
     def close(self) -> None:
         """Close the segment files."""
         for segment in self._segments.values():
-            # leave the page cache to other files
+            # drop the file from the page cache, which other files need more
             os.posix_fadvise(segment.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(segment.fd)
 
@@ -339,7 +339,7 @@ class _Rebuild:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
         All packs count as used at one moment, because their last uses are lost."""
         table_bytes = sum(pack.tail_length for pack in packs)
-        # a generous bound, because the map takes address space, not memory
+        # the bound can be generous, because the map takes address space, not memory
         map_bytes = (
             _FIRST_MAP_BYTES + _TABLE_SHARE * table_bytes + _ROWS_BYTES * len(packs)
         )
@@ -403,7 +403,7 @@ class _Rebuild:
             # before each extent, and so the last hole of the segment
             used.append(Extent(number, page=segment.pages, pages=0))
         holes: list[Extent] = []
-        # where the next hole begins, by segment
+        # by segment, the page after the last extent: the next hole begins there
         begins = dict.fromkeys(self._segments, 0)
         for extent in sorted(used):
             begin = begins[extent.segment]
@@ -529,7 +529,7 @@ def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> Non
         frame = placed.frame
         start = extent.offset + frame.offset
         stored = _read(fd, start, align(frame.stored_length))
-        # a copy, because frames are decrypted in place
+        # copy the frame, because it is decrypted in place
         content = bytearray(stored[: frame.stored_length])
         padding = stored[frame.stored_length :]
         frame_seal.open(placed, [memoryview(content)])

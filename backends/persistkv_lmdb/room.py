@@ -78,7 +78,6 @@ class Room:
         if self.is_inline:
             payload_bytes = _NO_LIMIT
         elif without_growth:
-            # the present size of the segments
             payload_bytes = read_space(transaction).total * PAGE_BYTES
         else:
             payload_bytes = self.payloads.limit

@@ -411,7 +411,7 @@ class SegmentFiles:
         if self._lacks_file:
             return False
         held = self._segments_id
-        # as text, because joining paths takes three times as long as the system call
+        # build the path as text, because joining paths takes three times as long as the system call
         return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
     def close(self) -> None:
@@ -503,8 +503,9 @@ class SegmentFiles:
         flags = access
         if create:
             flags |= os.O_CREAT
-            # Also if the file exists: its creator may have been killed before it synced the name.
-            # Only now that the directory exists: ``sync_growth`` opens it.
+            # Set this also if the file exists: its creator may have been killed before it synced
+            # the name. Set it only after ``_directory`` has made the directory, because
+            # ``sync_growth`` opens it.
             self._has_new_names = True
         buffered = open_regular(name, flags, dir_fd=directory)
         try:
@@ -633,9 +634,9 @@ def write_all(
     while rest:
         batch = rest[:_MOST_BUFFERS]
         done = os.pwritev(fd, batch, offset)
-        # the incomplete unit is written again
+        # an incomplete unit is written again by the next call
         done -= done % unit
-        # no progress: a loop would not end
+        # raise if nothing was written, because the loop would not end
         if not done:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         rest = after_bytes(rest, done)
@@ -755,7 +756,7 @@ class Bounce:
 
 def _as_bytes(piece: Buffer) -> memoryview:
     """Return a one-dimensional view of the bytes of a buffer, whose ``len`` is their number."""
-    # it is one already
+    # the buffer is such a view already
     if type(piece) is memoryview and piece.format == "B":
         return piece
     return memoryview(piece).cast("B")

@@ -111,7 +111,8 @@ class S3Blobs(Blobs):
                 return self._bucket.read(self._key(name), offset, length, buffers)
             # HTTP has no range of 0 bytes: only find out whether the blob exists
             self._bucket.head(self._key(name))
-        # exhaust the iterable, as after any other read
+        # exhaust the iterable, as every read does: an iterator may do its work while buffers are
+        # taken
         for _ in buffers:
             pass
         return 0

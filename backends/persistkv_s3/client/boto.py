@@ -253,7 +253,7 @@ class BotoClient(Transport):
                 self._client.delete_object(**self._target, Key=keys[0])
             return
         objects = [{"Key": key} for key in keys]
-        # quiet, so that the answer lists only the failures
+        # with ``Quiet``, the answer lists only the failures
         wanted = {"Objects": objects, "Quiet": True}
         what = f"{keys[0]} and {len(keys) - 1} more"
         with self._request("DELETE", what, deadline):
@@ -511,7 +511,7 @@ def _cause(error: BaseException) -> str:
 
 def _first_cause(error: BaseException) -> BaseException:
     """Follow the causes of an error to the first one; return the error itself if it has none."""
-    # bounded, because the chain may have a cycle
+    # the number of steps is bounded, because the chain may have a cycle
     for _ in range(_MOST_CAUSES):
         # botocore keeps some causes in ``kwargs``
         kept = getattr(error, "kwargs", {}).get("error")

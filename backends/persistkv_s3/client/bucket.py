@@ -212,7 +212,7 @@ class Bucket:
         succeeded."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
 
-        # a new body for each attempt, because an earlier one may have been read in part
+        # make a new body for each attempt, because an earlier one may have been read in part
         def attempt(deadline: Deadline) -> float:
             return self._transport.put(key, Body(pieces, deadline), deadline)
 

@@ -241,7 +241,7 @@ class Sink:
         """Return the memory for the next bytes; empty: the download is complete."""
         if self.complete:
             return memoryview(b"")
-        # a loop, because a buffer may be empty
+        # skip empty buffers
         while not len(self._room):
             self._room = self._take_next()
         missing = self.length - self.position

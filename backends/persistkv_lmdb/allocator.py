@@ -192,7 +192,7 @@ class Allocator:
                 return 0
             return _free_extent(cursor.key()).pages
 
-    def pieces(self) -> int:
+    def num_free_extents(self) -> int:
         """Return the number of free extents."""
         return self._rows.count(FREE)
 

@@ -609,7 +609,7 @@ class LmdbBackend(Backend):
             return FreeSpace(
                 catalogue_bytes=max(0, unused),
                 payload_bytes=allocator.free * PAGE_BYTES,
-                pieces=allocator.pieces(),
+                pieces=allocator.num_free_extents(),
                 largest_bytes=allocator.largest() * PAGE_BYTES,
             )
 

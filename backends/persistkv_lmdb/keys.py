@@ -328,17 +328,18 @@ class KeyFile:
         :raises ConfigurationError: the URL names no key, or another one.
         :raises CorruptStoreError: the file is damaged.
         """
-        # id of the user's key that wrapped the entry
-        given = stored.wrapped[0].store_key
+        needed_key = stored.wrapped[0].store_key
         if self._key is None:
             raise ConfigurationError(
-                "key", "none", f"the key {given} of {self._store}: name it with {_HINT}"
+                "key",
+                "none",
+                f"the key {needed_key} of {self._store}: name it with {_HINT}",
             )
         try:
             return self._key.unwrap_all(stored.wrapped)
         except WrongKeyError:
             raise ConfigurationError(
-                "key", self._key.id, f"the key {given} of {self._store}"
+                "key", self._key.id, f"the key {needed_key} of {self._store}"
             ) from None
         except CorruptPackError as error:
             raise CorruptStoreError(f"{self._path} is damaged: {error}") from None

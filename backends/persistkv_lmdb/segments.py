@@ -254,8 +254,8 @@ class SegmentFiles:
         for buffers in self._bounce.aligned(stream):
             length = sum(map(len, buffers))
             runs = list(_runs_of(extents, written, length))
-            room = sum(run.length for run in runs)
-            if room < length:
+            available = sum(run.length for run in runs)
+            if available < length:
                 raise StoreError(f"{self._path}: a payload is longer than it said")
             self._touched.update(run.segment for run in runs)
             # A short write takes less time here than handing it to another thread. But while other
@@ -704,22 +704,22 @@ class Bounce:
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
-                room = len(self._memory) - length
+                left_in_batch = len(self._memory) - length
                 whole_pages = len(rest) - len(rest) % PAGE_BYTES
                 is_at_page = length % PAGE_BYTES == 0
                 if is_at_page and whole_pages and starts_aligned(rest):
-                    count = min(whole_pages, room)
+                    count = min(whole_pages, left_in_batch)
                     # this buffer ends the run
                     batch += self._run(run_start, run_end)
                     run_start = run_end
                     batch.append(rest[:count])
                 else:
-                    count = min(len(rest), room)
+                    count = min(len(rest), left_in_batch)
                     self._copy(rest[:count], run_end)
                     run_end += count
                 length += count
                 rest = rest[count:]
-                is_full = count == room
+                is_full = count == left_in_batch
                 if is_full:
                     batch += self._run(run_start, run_end)
                     yield batch

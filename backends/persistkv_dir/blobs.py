@@ -196,7 +196,6 @@ class DirBlobs(Blobs):
                     # translate errors of the read only: those of the iterable pass unchanged
                     with self._translated(name):
                         done = self._read_some(blob, rest, position, is_first=is_first)
-                    # 0 bytes mean that the blob ends
                     if done == 0:
                         return num_read
                     num_read += done

@@ -593,7 +593,6 @@ class LmdbBackend(Backend):
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
             write_quotas(transaction, policy.quotas)
-        # evict what exceeds a lower capacity or quota
         fit_policy(self.environment)
 
     def delete_quarantined(self) -> int:

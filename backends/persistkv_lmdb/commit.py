@@ -739,7 +739,6 @@ class BatchCommit:
     def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the ids of the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
-        # without packs, no transaction is needed
         if not pack_ids:
             return shared
         with self._environment.transaction() as rows:

@@ -196,7 +196,6 @@ class KeyFile:
             self._add(stored.tenants)
             stored_ids = {key.id for key in stored.tenants}
             known_ids = {key.id for key in self._known().of_tenants()}
-            # drop keys that another process has destroyed
             self._drop(known_ids - stored_ids)
         # set this even after an error, so that a damaged file is not read before each transaction,
         # but only when it changes

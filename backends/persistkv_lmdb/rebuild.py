@@ -479,7 +479,6 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
     found: dict[int, OpenSegment] = {}
     for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
         number = segment_number(file.name)
-        # skip other files of the directory
         if number is None:
             continue
         fd = files.open_regular(file, os.O_RDONLY)

@@ -29,8 +29,9 @@ keys also mean the same tenant (``persistkv.tenants``)."""
 REQUEST_PARAMETER = "persistkv"
 """Key of the options of one request in its ``kv_transfer_params``."""
 GROUP_INDEX_BYTES = 4
-_SHOWN = 40  # characters of a label in errors
-# maximum characters of name and value: lists and each commit carry them
+_SHOWN = 40  # maximum number of characters of a label's name that an error shows
+# maximum number of characters of a label's name and value together, because every list of requests
+# and every commit carries them
 MOST_LABEL_CHARACTERS = 4096
 
 
@@ -68,7 +69,7 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     """True: the context is never evicted, and expires only by its own ``ttl_s``, until it is
     unpinned."""
     ttl_s: TtlSeconds | None = None
-    """Seconds, above 0, after which the context expires if its last blocks were not used in them;
+    """Seconds, above 0, from the last use of the context's last blocks until the context expires;
     None: no ttl of its own. The store's ttl applies, too, unless the context is pinned."""
     priority: Priority = "normal"
     """Priority of the context's blocks; a block that several stored contexts share has the highest
@@ -78,12 +79,13 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
 def check_labels(labels: Mapping[str, str]) -> None:
     """Check the labels of a request.
 
-    :raises ConfigurationError: a name or value is not text, or both together have more than 4,096
-        characters.
+    :raises ConfigurationError: a name or value is not text, or the two of one label have more than
+        4,096 characters together.
     """
     for name, value in labels.items():
         try:
-            # this fails for a value that is no text, and for lone surrogates, which UTF-8 lacks
+            # ``encode`` fails for a value that is no text, and for lone surrogates, which UTF-8
+            # cannot encode
             name.encode()
             value.encode()
         except (AttributeError, UnicodeEncodeError):
@@ -127,7 +129,7 @@ class RequestDescription:
         """How long the stored context is kept; set by the engine."""
         check_labels(self.labels)
         self._depths: dict[OffloadKey, int] = {}
-        """Number of blocks of the same group before each block."""
+        """By key, the number of blocks of the same group that precede the block in the request."""
 
     def extend(self, group_idx: int, keys: Iterable[OffloadKey]) -> None:
         """Append the keys of the next blocks of one KV cache group.
@@ -170,7 +172,8 @@ class StoredContext(NamedTuple):
     tenant: str
     """Name of the tenant whose request it was."""
     keys: list[OffloadKey]
-    """Keys of the blocks, those of this tenant, in the order of the context."""
+    """This tenant's keys of the blocks (``persistkv.tenants.tenant_key``), in the order of the
+    context."""
 
 
 class OffloadPolicy(StrEnum):
@@ -269,7 +272,7 @@ class PrepareStoreOutput:
     store_spec: LoadStoreSpec
     """Destinations of ``keys_to_store``, in the same order."""
     evicted_keys: list[OffloadKey]
-    """Keys of the other blocks that were evicted to make room; they are misses now."""
+    """Keys of the blocks that were evicted to make room; they are misses now."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ PAGE_BYTES = 4 << 10
 MAX_BLOCK_BYTES = 256 << 20
 MAX_PACK_BYTES = 64 << 20  # 64 MiB: maximum raw bytes of a pack
 
-_UNITS = {"": 1, "B": 1}  # units as in coreutils: 5G is 5GiB, and 5GB is less
+# bytes by unit, with the names of coreutils: 5G means 5GiB, and 5GB is less
+_UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     for _unit in (f"{_letter}iB", f"{_letter}i", _letter):
         _UNITS[_unit] = 1 << (10 * _power)
@@ -46,6 +47,7 @@ _TYPE_NAMES = MappingProxyType(
         "str": "text",
     }
 )
+# flags as text that msgspec's lax mode does not convert
 _FLAGS = MappingProxyType({"yes": True, "on": True, "no": False, "off": False})
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd])\s*", re.ASCII)
@@ -68,7 +70,7 @@ def parse_size(value: int | str, *, name: str) -> int:
         size = int(Decimal(amount) * _UNITS[unit])
     else:
         size = value
-    # a bool is an int, too
+    # refuse a bool, which ``isinstance`` counts as an int
     if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
         raise ConfigurationError(name, value, expected)
     return size
@@ -80,7 +82,7 @@ def parse_duration(value: str, *, name: str) -> float:
     :param name: name of the setting, for the error.
     :raises ConfigurationError: if the text is no duration, or not positive.
     """
-    seconds = 0.0  # no duration was given
+    seconds = 0.0  # for text that is no duration; the check below refuses it
     match = _DURATION.fullmatch(value)
     if match is not None:
         amount, unit = match.groups()
@@ -111,8 +113,8 @@ def exact_duration(seconds: float) -> str:
 
 
 def one_of(name: object, known: Iterable[str]) -> str:
-    """Return what is expected instead of an unknown name, for an error: the known names, and those
-    that the given one resembles."""
+    """Return the text for an error about an unknown name: the known names, and which of them the
+    given name resembles."""
     names = sorted(known)
     expected = f"one of {', '.join(names) or 'none'}"
     if isinstance(name, str):
@@ -208,6 +210,7 @@ class StoreUrl:
             raise ConfigurationError("url", url, f"{_URL_FORM}; as a path: {path}")
         if not parts.scheme or not location:
             raise ConfigurationError("url", url, _URL_FORM)
+        # ``parts`` does not show an empty fragment
         if parts.fragment or url.endswith("#"):
             raise ConfigurationError(
                 "url", url, "no fragment: in a path, # is written %23"
@@ -260,8 +263,8 @@ def convert_options(
     flags.
 
     :param where: owner of the options, for errors, such as ``offloading``.
-    :param others: options in the same place that are not part of ``kind``, for errors about unknown
-        ones.
+    :param others: names of options that are valid in the same place without being part of ``kind``;
+        the error about an unknown option lists them, too.
     :raises ConfigurationError: if an option is unknown, missing or invalid; the error contains
         ``where`` and its name.
     """
@@ -295,7 +298,7 @@ def _option_error(
     where: str,
 ) -> ConfigurationError:
     """Return msgspec's error in the words of options."""
-    # an example: "Expected `int`, got `str` - at `$.name[0].field`"
+    # an example of msgspec's text: "Expected `int`, got `str` - at `$.name[0].field`"
     message, _, place = str(error).partition(" - at ")
     path = place.partition("$.")[2].rstrip("`")
     # take the option itself, because the path may lead to a part of its value
@@ -312,13 +315,13 @@ def _expected(message: str, kind: Any) -> str:
     """Return the expected value in words: the choices of a Literal ``kind``, else what msgspec's
     message names."""
     choices: list[Any] = []
-    # an optional Literal has its choices one level deeper
+    # the choices of an optional Literal are one level deeper, in a part of the union
     for part in (kind, *get_args(kind)):
         if get_origin(part) is Literal:
             choices += get_args(part)
     if choices:
         return f"one of {', '.join(map(str, choices))}"
-    # an example: "Expected `int | null`, got `str`"
+    # an example of ``message``: "Expected `int | null`, got `str`"
     expected, _, _ = message.removeprefix("Expected ").partition(", got ")
     types = expected.replace("`", "").split(" | ")
     return " or ".join(map(_type_in_words, types))

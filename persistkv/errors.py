@@ -42,7 +42,7 @@ class ConfigurationError(PersistKVError, ValueError):
 
     :param field: name of the setting or argument.
     :param expected: the valid values, in words.
-    :param message: text of the error; None: text with the other three.
+    :param message: text of the error; None: a text made of the other three parameters.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class FileError(ConfigurationError):
     def __init__(self, action: str, path: Path, error: Exception) -> None:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:
-            # use the reason alone: ``str`` includes the number and the path
+            # use the reason alone, because ``str`` repeats the path and adds the error number
             reason = error.strerror
         where = "standard output" if str(path) == "-" else str(path)
         super().__init__(
@@ -94,7 +94,8 @@ class PromptTooLongError(ConfigurationError):
     """The prompt with its new tokens exceeds the model's context length or the device cache.
     Nothing was run.
 
-    :param tokens: tokens of the prompt and of the answer, of which ``limit`` fit.
+    :param tokens: number of tokens of prompt and answer together.
+    :param limit: maximum number of tokens of both together.
     :param option: option of the engine that raises the limit, with its smallest sufficient value
         ``needed``; None: the limit is the model's context length.
     """
@@ -108,7 +109,6 @@ class PromptTooLongError(ConfigurationError):
     ) -> None:
         remedy = f"or {option}={needed}"
         if option is None:
-            # no option raises the limit
             remedy = "the model's context length"
         super().__init__(
             "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}"
@@ -196,7 +196,8 @@ class QuotaExceededError(StoreError):
     """Content of a tenant did not fit its quota, even after the eviction of its other content.
     Nothing was written, and content of other tenants is not affected.
 
-    :param num_bytes: of the content that did not fit; ``quota``: of the tenant, in bytes.
+    :param num_bytes: bytes of the content that did not fit.
+    :param quota: quota of the tenant in bytes.
     """
 
     def __init__(self, tenant: str, num_bytes: int, quota: int) -> None:
@@ -213,7 +214,7 @@ class TenantForgottenError(StoreError):
     """Tenants were forgotten after the caller had accepted their content. Nothing was written; drop
     the content.
 
-    :param tenants: their names.
+    :param tenants: names of the forgotten tenants.
     """
 
     def __init__(self, tenants: Collection[str]) -> None:

@@ -71,8 +71,8 @@ class Isolation:
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:
-        """Log an exception of a call with its traceback, unless one of the same call was logged a
-        short time ago."""
+        """Log an exception of a call with its traceback, unless an exception of the same call was
+        logged within the last minute."""
         now = time.monotonic()
         if now >= self._next_report.get(call, now):
             self._next_report[call] = now + _REPORT_INTERVAL_S

@@ -14,11 +14,12 @@ class Tested(NamedTuple):
     newest: str
 
     def covers(self, release: str) -> bool:
-        """Return whether a release is in the range. One that only fixes errors of the newest, like
-        2.4.6 of 2.4, is."""
+        """Return whether a release is in the range. A patch release of the newest one, such as
+        2.4.6 of 2.4, is in the range."""
         numbers = _numbers(release)
         if numbers < _numbers(self.oldest):
             return False
+        # compare as many numbers as the newest one has, because more are those of a patch release
         newest = _numbers(self.newest)
         return numbers[: len(newest)] <= newest
 
@@ -45,8 +46,8 @@ TESTED = MappingProxyType(
         "vllm": Tested("0.31", "0.32"),
     }
 )
-"""By package. Tests compare it with the constraint files, the Makefile (vLLM) and the table in
-docs/releases.md."""
+"""Range of releases by package. Tests compare it with the constraint files, the Makefile (vLLM) and
+the table in docs/releases.md."""
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")
 

@@ -19,15 +19,15 @@ from persistkv.errors import ConfigurationError
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none."""
 UnnamedTenant = Literal["default", "required"]
-"""Setting for the requests that name no tenant: they are those of the default tenant; or a tenant
-is required, and they neither use nor fill a store."""
+"""Setting for requests that name no tenant. ``default``: they belong to the default tenant;
+``required``: they neither use nor fill a store."""
 TENANT_OPTIONS: tuple[UnnamedTenant, ...] = get_args(UnnamedTenant)
 MAX_TENANT_CHARACTERS = 128
 TAG_BYTES = 16
 """Bytes by which the keys of a named tenant are longer than the engine's."""
 K = TypeVar("K", bytes, OffloadKey)
-_SHOWN = 40  # characters of an invalid name in errors
-_KNOWN_DIGESTS = 4096
+_SHOWN = 40  # maximum number of characters of an invalid name that an error shows
+_KNOWN_DIGESTS = 4096  # maximum number of digests that ``tenant_digest`` caches
 
 
 def check_tenant(field: str, value: object) -> str:
@@ -51,7 +51,7 @@ def is_tenant(name: str) -> bool:
     """Return whether a text is a valid name of a tenant."""
     if not 1 <= len(name) <= MAX_TENANT_CHARACTERS:
         return False
-    # control characters, and surrogates, which UTF-8 does not encode
+    # refuse control characters (Cc), and surrogates (Cs), which UTF-8 cannot encode
     categories = map(unicodedata.category, name)
     return {"Cc", "Cs"}.isdisjoint(categories)
 
@@ -90,8 +90,8 @@ def tenant_key(tenant: str, key: K) -> K:
     """Return the key under which a store holds a block of a tenant: keys of different tenants
     differ, also for equal tokens.
 
-    Keys of the default tenant stay as they are. In those of others, a digest of the name follows
-    the block's hash; the index of the KV cache group stays at the end.
+    Keys of the default tenant stay as they are. In the keys of another tenant, a digest of its name
+    follows the block's hash; the index of the KV cache group stays at the end.
 
     :param tenant: a valid name.
     :param key: an ``OffloadKey`` of the engine. All keys of an engine have the same length.
@@ -118,7 +118,7 @@ class TenantKeys(dict[OffloadKey, OffloadKey]):
 
 
 def engine_key(key: bytes, key_bytes: int) -> OffloadKey:
-    """Return the engine's own key of a block, whichever tenant's it is; the reverse of
+    """Return the engine's own key of a block from the key of any tenant; the reverse of
     ``tenant_key``.
 
     :param key_bytes: length of the engine's keys.
@@ -135,7 +135,7 @@ def engine_key(key: bytes, key_bytes: int) -> OffloadKey:
 def tenant_digest(tenant: str, secret: bytes = b"") -> bytes:
     """Return a digest of a tenant's name: 16 bytes in place of a name of any length.
 
-    :param secret: up to 64 bytes; whoever does not know it cannot test guesses of the name.
+    :param secret: up to 64 bytes, without which guesses of the name cannot be tested.
     """
     digest = blake2b(tenant.encode(), digest_size=TAG_BYTES, key=secret)
     return digest.digest()

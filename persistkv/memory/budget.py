@@ -16,17 +16,17 @@ from typing import NamedTuple
 
 from persistkv.config import MAX_PACK_BYTES
 
-# 64 MiB: minimum, because smaller packs could not be read fast
+# 64 MiB: minimum of ``staging_bytes``, because the packs of a smaller budget could not be read fast
 MIN_STAGING_BYTES = 64 << 20
-# number of blocks of the largest size that the budget must hold, so that each share holds some
+# number of blocks that ``staging_bytes`` must hold, each as large as those of the largest group
 BLOCKS_STAGED = 32
 MAX_IO_THREADS = 8  # maximum number of threads that read, verify and decode
 
 _MANY_CORES = 8  # number of cores from which on more threads are the default
 
 _PART_BYTES = 2 << 20
-"""Maximum of ``MemoryShares.part``, 2 MiB: bytes of this size stay in the CPU cache from their read
-to their verification. With 4 MiB, cold reads with two threads took 20 % longer."""
+"""Maximum of ``MemoryShares.part``, 2 MiB: a part of this size stays in the CPU cache from its read
+to its verification. With 4 MiB, cold reads with two threads took 20 % longer."""
 
 
 class MemoryShares(NamedTuple):

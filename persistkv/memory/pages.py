@@ -22,9 +22,9 @@ from persistkv.rounding import round_up
 
 HUGE_PAGE_BYTES = 2 << 20  # 2 MiB, on x86-64, and on AArch64 with small pages of 4 KiB
 
-_STEP_BYTES = 16 << 20  # 16 MiB: size of a step, which takes 10 ms
+_STEP_BYTES = 16 << 20  # 16 MiB: bytes that one call collapses, which takes 10 ms
 _MAX_THREADS = 8
-_PREFAULT_BYTES = 64 << 20  # 64 MiB: bytes that one call maps
+_PREFAULT_BYTES = 64 << 20  # 64 MiB: bytes that one call makes resident
 _MAX_PREFAULT_THREADS = 16
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
     :returns: as ``collapse``; also False if the files cannot be mapped.
     """
-    # leave out a last part that is smaller than a huge page
+    # leave out the bytes at the end that do not fill a huge page
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES
     if not whole:
         return True
@@ -71,7 +71,7 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
         steps.append((address + begin, size))
     if not steps:
         return True
-    # if the first step fails, all would: skip the others
+    # if the kernel refuses the first step, it would refuse all of them, so do not try the others
     if not _collapse(steps[0]):
         return False
     others = steps[1:]
@@ -104,7 +104,7 @@ def map_aligned(fds: Sequence[int], num_bytes: int) -> int:
         if size:
             files.append((fd, size))
         missing -= size
-        # the next file would begin within a page, where none can be mapped
+        # refuse a partial page before another file: files can be mapped at whole pages only
         if missing and size % mmap.PAGESIZE:
             raise OSError(
                 errno.EINVAL,
@@ -140,9 +140,9 @@ def prefer_huge_pages(address: int, num_bytes: int) -> bool:
     pages that are resident already stay as they are.
 
     :param address: of mapped memory, which may begin and end within a page.
-    :returns: False: the kernel has none for this memory.
+    :returns: False: the kernel refuses, or the memory contains no whole page.
     """
-    # the whole pages within the memory
+    # leave out partial pages at both ends, because the kernel takes whole pages only
     first_page = round_up(address, mmap.PAGESIZE)
     end = address + num_bytes
     pages_end = end - end % mmap.PAGESIZE
@@ -183,7 +183,7 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
         size = end - begin
         code = libc.madvise(start, size, libc.MADV_POPULATE_WRITE)
         if code:
-            # reading one byte of a page makes it resident; the maximum itself has no use
+            # ``max`` reads one byte of each page, which makes it resident; its result has no use
             one_byte_of_each_page = array[begin : end : mmap.PAGESIZE]
             one_byte_of_each_page.max()
         return code
@@ -219,7 +219,7 @@ def _page_spans(
         end = min(end, size)
         if spans:
             last_begin, last_end = spans[-1]
-            # they share a page, or are adjacent, so they become one span
+            # join a span with the last one if they share a page or are adjacent
             if begin <= last_end:
                 spans[-1] = (last_begin, end)
                 continue

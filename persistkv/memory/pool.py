@@ -8,7 +8,7 @@ import threading
 from persistkv.memory.pages import HUGE_PAGE_BYTES, huge_memory
 
 _KEPT_BYTES = 128 << 20  # 128 MiB: maximum size of the free buffers that are kept
-_MOST_WASTE = 4  # a buffer is lent for at least a quarter of its size
+_MOST_WASTE = 4  # maximum size of a lent buffer divided by the bytes asked for
 
 
 class BufferPool:
@@ -24,7 +24,7 @@ class BufferPool:
 
         :raises OSError: no memory is left.
         """
-        # a new buffer would have at least one huge page
+        # count less than a huge page as one, because a new buffer would not be smaller
         most_bytes = _MOST_WASTE * max(num_bytes, HUGE_PAGE_BYTES)
         with self._lock:
             for place, buffer in enumerate(self._free):

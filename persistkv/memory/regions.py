@@ -7,11 +7,12 @@ from collections.abc import Sequence
 Regions = Sequence[memoryview]
 """The bytes of one block: contiguous views of bytes, one after the other."""
 
-# Views instead of NumPy, which releases the GIL for each copy: 32 KiB take 3.3 instead of 4.6 µs.
+# The functions below copy with views instead of NumPy, which releases the GIL for each copy: 32 KiB
+# take 3.3 instead of 4.6 µs.
 
 
 def copy_in(regions: Regions, block: memoryview) -> None:
-    """Copy regions, which have as many bytes together, into a block."""
+    """Copy regions into a block, which has as many bytes as all of them together."""
     start = 0
     for region in regions:
         stop = start + len(region)
@@ -20,7 +21,7 @@ def copy_in(regions: Regions, block: memoryview) -> None:
 
 
 def copy_out(block: memoryview, regions: Regions) -> None:
-    """Copy the bytes of a block into its regions, which have as many bytes together."""
+    """Copy a block into regions, which together have as many bytes as the block."""
     start = 0
     for region in regions:
         stop = start + len(region)

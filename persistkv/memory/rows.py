@@ -33,8 +33,8 @@ class BlockMemory(ABC):
         """
 
     def verified(self, group: int, block_ids: Sequence[int]) -> None:
-        """Learn that a thread has read blocks of the group into their places and verified them. No
-        effect here; memory that copies blocks to a caller overrides it."""
+        """Receive the notice that a thread has read blocks of the group into their places and
+        verified them. No effect here; memory that copies blocks to a caller overrides this."""
         return
 
     @abstractmethod
@@ -66,8 +66,9 @@ class Rows(BlockMemory):
         self.layout = layout
         self.array: ByteArray = flat.reshape(-1, layout.row_stride)
         """All rows, shape (num_blocks, row_stride)."""
-        # the same memory as one sequence of bytes, for views
         self._bytes = buffer
+        """The same memory as one sequence of bytes, of which ``places`` and ``pieces`` return
+        views."""
         if buffer.ndim != 1 or buffer.format != "B":
             self._bytes = buffer.cast("B")
 
@@ -111,7 +112,7 @@ class Rows(BlockMemory):
                 piece = self._bytes[start:end]
                 pieces.append(piece)
             return pieces
-        # unused bytes of the rows are between the blocks: no view can have several
+        # unused bytes of the rows separate the blocks, so no view can have more than one
         for block_id in block_ids:
             pieces += self.places(group, block_id)
         return pieces
@@ -124,7 +125,7 @@ class Rows(BlockMemory):
             stop = offset + size
             part: ByteArray = self.array[ids, offset:stop]
             parts.append(part)
-        # return the only part without a copy
+        # a single part needs no second copy: the selection by ``ids`` has copied it already
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts, axis=1)
@@ -165,6 +166,7 @@ class RowBlocks:
     rows: BlockMemory
     group: int
     block_ids: Sequence[int]
+    """Places of the blocks in ``rows``, in the order of the blocks."""
 
     def gather(self, start: int, stop: int) -> ByteArray:
         block_ids = self.block_ids[start:stop]
@@ -184,7 +186,7 @@ class StagedBlocks:
 
     def gather(self, start: int, stop: int) -> ByteArray:
         parts = self._parts(start, stop)
-        # return the only part without a copy
+        # return a single part without a copy
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts)
@@ -194,7 +196,8 @@ class StagedBlocks:
         return [part.data.cast("B") for part in parts]
 
     def _parts(self, start: int, stop: int) -> list[ByteArray]:
-        """Return the blocks ``start`` to ``stop`` - 1 as views, one of each run that holds some."""
+        """Return the blocks ``start`` to ``stop`` - 1 as views: one view for each of ``runs`` that
+        holds some of them."""
         parts = []
         run_start = 0  # index of the run's first block among all blocks
         for run in self.runs:

@@ -20,7 +20,7 @@ class _BlockRun(NamedTuple):
 
     blocks: TimedBlocks
     first: int
-    """Number of the first one."""
+    """Number of the first block in ``ScatteredBlocks``; the other blocks have the next numbers."""
 
     def part(self, first: int, count: int) -> memoryview:
         """Return the bytes of ``count`` blocks from number ``first`` on."""
@@ -29,8 +29,8 @@ class _BlockRun(NamedTuple):
 
 
 class ScatteredBlocks(BlockMemory):
-    """Blocks that are registered for the time of a job, each as a list of regions, or all of a call
-    with a deadline.
+    """Blocks that are registered for the time of a job: each as a list of regions, or, for a call
+    with a deadline, all together as ``TimedBlocks``.
 
     A registered block keeps its memory alive. One thread at a time may call ``add``, ``add_timed``
     and ``remove``.
@@ -39,6 +39,7 @@ class ScatteredBlocks(BlockMemory):
     """
 
     def __init__(self, block_bytes: Sequence[int]) -> None:
+        # a layout needs rows in which each block fits, although no rows exist
         largest = max(block_bytes, default=1)
         row_stride = round_up(largest, PAGE_BYTES)
         groups = map(GroupLayout.of_bytes, block_bytes)
@@ -56,11 +57,12 @@ class ScatteredBlocks(BlockMemory):
         return numbers
 
     def add_timed(self, blocks: TimedBlocks) -> range:
-        """Register the blocks of a call with a deadline; see ``add``. Adjacent ones are one
-        piece."""
+        """Register the blocks of a call with a deadline; return a new number for each, valid until
+        ``remove``. ``pieces`` returns adjacent ones as one view."""
         numbers = self._new_numbers(len(blocks))
         run = _BlockRun(blocks, numbers.start)
-        # one object for all blocks of a run: hundreds of objects make the garbage collector run
+        # share one object between all blocks, because hundreds of new objects would start the
+        # garbage collector
         placed = dict.fromkeys(numbers, run)
         self._places.update(placed)
         return numbers
@@ -87,7 +89,7 @@ class ScatteredBlocks(BlockMemory):
         first = block_ids[0]
         last = block_ids[-1]
         place = self._places[first]
-        # a call has consecutive numbers, so all numbers between two of its blocks are its own, too
+        # a call has consecutive numbers, so all numbers between two of its blocks are of this call
         are_of_one_call = place is self._places[last]
         if isinstance(place, _BlockRun) and are_of_one_call:
             adjacent = range(first, last + 1)

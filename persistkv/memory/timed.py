@@ -1,8 +1,8 @@
 """Memory of calls with a deadline.
 
-The store uses memory of a pool, in huge pages, however long a disk hangs. Each block is copied once
-between it and the caller's memory, by the thread that writes or has verified its frame: other
-threads transfer others meanwhile. From the deadline on, the caller's memory is not accessed.
+The store uses memory of a pool, in huge pages, however long a disk hangs. The thread that writes a
+block's frame, or has verified it, copies the block between this memory and the caller's, while
+other threads transfer other blocks. From the deadline on, the caller's memory is not accessed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ class TimedBlocks:
         blocks: Sequence[Regions],
         block_bytes: int,
     ) -> None:
-        """:param blocks: the caller's memory, in use until ``revoke``.
+        """Take memory of the pool for the blocks.
+
+        :param blocks: the caller's memory, in use until ``revoke``.
+        :param block_bytes: bytes of each block.
         :raises OSError: no memory is left.
         """
         self.block_bytes = block_bytes
         num_bytes = len(blocks) * block_bytes
         self._pool = pool
         self._buffer: mmap.mmap = pool.take(num_bytes)
-        # the part in use: a buffer of the pool may be larger
         self._memory = memoryview(self._buffer)[:num_bytes]
+        """The first ``num_bytes`` of the buffer, which may be larger."""
         self._lock = threading.Lock()
         self._caller_blocks: Sequence[Regions] | None = blocks
         """The caller's memory; None from the deadline on: it must not be accessed any more."""
@@ -51,13 +54,13 @@ class TimedBlocks:
         return self._memory[start:stop]
 
     def verified(self, number: int) -> None:
-        """Learn that the store has read and verified a block. No effect here; ``BlocksToLoad``
-        copies the block."""
+        """Receive the notice that the store has read and verified a block. No effect here;
+        ``BlocksToLoad`` copies the block."""
         return
 
     def revoke(self) -> list[bool]:
-        """End the use of the caller's memory; return for each block whether it was copied. Waits
-        for the copy of a block, if one is made."""
+        """End the use of the caller's memory; return for each block whether it was copied. If
+        another thread is copying a block, wait for the end of this copy."""
         with self._lock:
             self._caller_blocks = None
         return self._is_copied
@@ -71,7 +74,8 @@ class BlocksToStore(TimedBlocks):
     """Blocks that are copied from the caller's memory when they are first used."""
 
     def part(self, first: int, count: int) -> memoryview:
-        """See ``TimedBlocks``.
+        """Return the pool's memory of ``count`` blocks from number ``first`` on; first copy to it
+        those that are used for the first time.
 
         :raises OSError: a block was not copied before the deadline.
         """
@@ -85,7 +89,7 @@ class BlocksToStore(TimedBlocks):
         """Copy a block from the caller's memory into the pool's. The lock must be held."""
         if self._caller_blocks is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
-        # the method of the superclass, because that of this class copies
+        # use ``part`` of the superclass, because the one of this class would call ``_copy`` again
         target = super().part(number, 1)
         copy_in(self._caller_blocks[number], target)
         self._is_copied[number] = True

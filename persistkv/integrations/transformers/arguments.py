@@ -65,6 +65,7 @@ class RequestArguments:
     stop: frozenset[int] | None
     """Tokens that end the generation; None: the model's own."""
     salt: str | None
+    """Contexts of different salts share no blocks; None: no salt."""
     tenant: str | None
     labels: Mapping[str, str]
     load: bool
@@ -126,7 +127,7 @@ def checks_names(function: Callable[P, T]) -> Callable[P, T]:
 def integer(name: str, value: object, least: int, most: int | None = None) -> int:
     """Return an integer from ``least`` to ``most`` (None: no limit).
 
-    :raises ConfigurationError: it is none, or out of range.
+    :raises ConfigurationError: the value is no integer, or out of range.
     """
     expected = f"an integer, {least} or more"
     if most is not None:
@@ -152,7 +153,7 @@ def number(
     """Return a number from ``least`` to ``most``.
 
     :param above: whether ``least`` itself is out of range.
-    :raises ConfigurationError: it is none, or out of range.
+    :raises ConfigurationError: the value is no number, or out of range.
     """
     expected = f"a number above {least:g}" if above else f"a number, {least:g} or more"
     if most < math.inf:
@@ -160,28 +161,30 @@ def number(
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     converted = float(value) if is_number else math.nan  # type: ignore[arg-type]
     in_range = least < converted if above else least <= converted
-    # the comparison is false for NaN
+    # a value that is no number has become NaN, for which all comparisons are false
     if not (in_range and converted <= most):
         raise ConfigurationError(name, value, expected)
     return converted
 
 
 def flag(name: str, value: object) -> bool:
-    """Return a bool; raise ConfigurationError if it is none: ``"no"`` would count as true."""
+    """Return a bool; raise ConfigurationError for another type: the text ``"no"`` would count as
+    true."""
     if not isinstance(value, bool):
         raise ConfigurationError(name, value, "True or False")
     return value
 
 
 def text(name: str, value: object) -> str:
-    """Return text; raise ConfigurationError if it is none."""
+    """Return text; raise ConfigurationError for another type."""
     if not isinstance(value, str):
         raise ConfigurationError(name, value, "text")
     return value
 
 
 def labels(value: object) -> dict[str, str]:
-    """Return the labels of a request; None: none. Raise ConfigurationError if they are invalid."""
+    """Return the labels of a request, no labels for None; raise ConfigurationError if they are
+    invalid."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
@@ -225,8 +228,9 @@ def device(value: object) -> torch.device:
     none."""
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
+        # allocate memory, which fails for a device that this machine lacks
         torch.empty(1, device=found)
-    # torch raises several kinds of errors, AssertionError among them
+    # torch raises exceptions of several classes, AssertionError among them
     except Exception as error:
         reason = first_line(error)
         raise ConfigurationError(

@@ -83,6 +83,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._forward = ModelForward(model)
         self._context_length = context_length(model)
+        """Maximum number of tokens of a sequence; None: the model names no limit."""
         self._vocabulary_size = vocabulary_size(model)
         self._lock = threading.RLock()
         """Held by each use of the device cache and of the tiers, which are made for one thread."""
@@ -163,7 +164,7 @@ class Engine:
         num_blocks = arguments.integer("device_blocks", device_blocks, 1)
         urls = _store_urls(store)
         primary_bytes = parse_size(cpu_bytes, name="cpu_bytes")
-        # refuse options that a tier would refuse before the model is loaded
+        # check the options of the tiers before the model is loaded, which takes long
         parse_codec(arguments.text("codec", codec))
         for name, value in (
             ("strict_identity", strict_identity),
@@ -204,7 +205,7 @@ class Engine:
                 tenant=tenant,
             )
         except ConfigurationError as error:
-            # callers know this option of the tiers by another name
+            # name the argument of this method instead of the tiers' option
             if error.field != "cpu_bytes_to_use":
                 raise
             raise ConfigurationError(
@@ -272,7 +273,8 @@ class Engine:
             tenant=checked.tenant,
         )
 
-        # start at the first token: a stream that is never read takes no room from others
+        # begin the request when the first token is asked for: a stream that is never read takes no
+        # device blocks from other requests
         def start() -> Iterator[int]:
             self._begin(request, checked, len(tokens) + max_new_tokens)
             return request.run(tokens, max_new_tokens, sampler, stop, checked.load)
@@ -291,11 +293,11 @@ class Engine:
         :raises ConfigurationError: running requests may need the device blocks; nothing changed.
         """
         self._check_open()
-        # only full blocks need device blocks: the tokens after them stay in the request's cache
+        # only full blocks need device blocks: tokens of a partial block stay in the request's cache
         num_blocks = num_tokens // self._paged_cache.block_size
         self._check_room(num_blocks)
         self._num_requests += 1
-        # rows of stores that ended since the last step are free for this request
+        # step first, which frees the rows of stores that ended since the last step for this request
         self._tiers.step()
         self._tiers.scheduler.on_new_request(
             request.req_id,
@@ -317,7 +319,7 @@ class Engine:
         Requests of other threads run meanwhile.
 
         :param request: a result, or the id of a request; one of the last 4,096 of this engine.
-        :raises ConfigurationError: it is neither.
+        :raises ConfigurationError: ``request`` is neither.
         """
         seconds = arguments.number("timeout_s", timeout_s, 0.0)
         req_id = request.req_id if isinstance(request, GenerateResult) else request
@@ -329,7 +331,7 @@ class Engine:
             )
         deadline = time.monotonic() + seconds
         while True:
-            # release the lock between two looks, so that requests of other threads run
+            # release the lock between two checks, so that requests of other threads run
             with self._lock:
                 self._check_open()
                 self._tiers.step()
@@ -410,7 +412,7 @@ class Engine:
         """
         seconds = arguments.number("timeout_s", timeout_s, 0.0)
         with self._lock:
-            # this is None if the engine is closed already
+            # ``detach`` returns None if the engine is closed already
             if self._closing.detach() is not None:
                 _close(self._tiers, seconds, owner_pid=os.getpid())
 
@@ -435,7 +437,7 @@ class Engine:
         block_size = self._paged_cache.block_size
         if self._context_length is not None and num_tokens > self._context_length:
             raise PromptTooLongError(num_tokens, self._context_length)
-        # only full blocks are kept on the device, so a partial last block needs no room there
+        # only full blocks need device blocks, so a partial last block always fits
         num_full_blocks = num_tokens // block_size
         if num_full_blocks > self._paged_cache.num_blocks:
             limit = self._paged_cache.num_blocks * block_size + block_size - 1
@@ -472,8 +474,8 @@ class Engine:
 def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
     """End all streams of an engine, then flush and release its tiers.
 
-    :param owner_pid: process that opened the engine. Others do nothing: a forked process, at whose
-        end this runs too, shares the files of the tiers.
+    :param owner_pid: process that opened the engine. In another process, this does nothing: it also
+        runs at the end of a forked process, which shares the files of the tiers.
     """
     if os.getpid() != owner_pid:
         return

@@ -58,7 +58,7 @@ class ModelForward:
     def __init__(self, model: Any) -> None:
         name = _cache_argument(model)
         if name is None:
-            # if even a plain Llama takes no known name, the release is the reason, not the model
+            # if even a plain Llama takes no cache under a known name, the release is the reason
             if _cache_argument(LlamaForCausalLM) is None:
                 problem = f"models take no {' or '.join(_CACHE_ARGUMENTS)}"
                 raise UnsupportedReleaseError(

@@ -67,7 +67,8 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
         super().__init__()
-        # set the attributes of transformers' layers, some of which their first ``update`` would set
+        # set the attributes that transformers expects of a layer; its own layers set some of them
+        # in their first ``update``
         self.dtype = buffer.dtype
         self.device = buffer.device
         self.sliding_window = sliding_window
@@ -164,7 +165,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         groups = zip(self._geometry, old_buffers, self.buffers, strict=True)
         for group, old_buffer, new_buffer in groups:
             layers = [self.layers[layer_idx] for layer_idx in group.layers]
-            # During a forward pass, the first layers have more tokens than the last ones.
+            # during a forward pass, the layers that have run have more tokens than the later ones
             most_tokens = max(layer.get_seq_length() for layer in layers)
             kept = old_buffer[:, :, :, :most_tokens]
             new_buffer[:, :, :, :most_tokens] = kept
@@ -173,7 +174,7 @@ class RequestCache(Cache):  # type: ignore[misc]
                 layer.set_buffer(buffer, length)
 
     def _allocate(self, capacity: int) -> list[torch.Tensor]:
-        """Return ``buffers`` for so many tokens, with undefined content."""
+        """Return new ``buffers`` for ``capacity`` tokens, with undefined content."""
         buffers = []
         for group in self._geometry:
             num_layers = len(group.layers)
@@ -320,7 +321,8 @@ class GroupPages:
         :param positions: for each of ``block_ids``, the index of the block in the request.
         """
         for paged, pages in self._runs(buffer, positions, block_ids):
-            # pages have the dimension of blocks first, buffers before that of tokens
+            # move the dimension of blocks from the first place, where pages have it, to the place
+            # before the tokens, where ``paged`` has it
             paged.copy_(pages.permute(1, 2, 3, 0, 4, 5))
 
     def scatter(
@@ -331,7 +333,7 @@ class GroupPages:
     ) -> None:
         """Copy full blocks of a request's buffer to pages; parameters as for ``gather``."""
         for paged, pages in self._runs(buffer, positions, block_ids):
-            # this reverses the order of dimensions in ``gather``
+            # move the dimension of blocks to the first place, where pages have it
             pages.copy_(paged.permute(3, 0, 1, 2, 4, 5))
 
     def _runs(
@@ -351,7 +353,7 @@ class GroupPages:
             start = positions[run.start] * self.block_size
             stop = start + count * self.block_size
             tokens = buffer[:, :, :, start:stop]
-            # the shape was (layers, 2, heads, tokens, head size)
+            # divide the tokens, dimension 3 of (layers, 2, kv_heads, tokens, head_dim), into blocks
             shape = (count, self.block_size)
             paged = tokens.unflatten(3, shape)  # type: ignore[no-untyped-call]
             first = block_ids[run.start]
@@ -360,7 +362,8 @@ class GroupPages:
 
 
 class PagedKVCache:
-    """The pages of all groups, with the same number of blocks, but each in its own size."""
+    """The pages of all KV cache groups. The groups have the same number of blocks; their blocks
+    differ in size."""
 
     def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
         self.geometry = geometry

@@ -76,7 +76,7 @@ def load_model(
         # a directory that has only adapters has no configuration of a model
         if not find_adapter_config_file(source):
             saved_config = AutoConfig.from_pretrained(source)
-        # the causal class would load only the decoder
+        # refuse an encoder-decoder, of which the causal class would load only the decoder
         if saved_config is not None and saved_config.is_encoder_decoder:
             raise UnsupportedModelError(
                 _encoder_decoder(_saved_model_class(saved_config))
@@ -88,7 +88,7 @@ def load_model(
     except (OSError, ValueError, KeyError) as error:
         raise _load_error(error, source, attn_implementation) from error
     missing = sorted(loading_info["missing_keys"])
-    # transformers gives missing weights random values
+    # refuse missing weights, to which transformers has given random values
     if missing:
         name = _saved_model_class(saved_config or model.config)
         shown = ", ".join(missing[:_SHOWN_KEYS])
@@ -97,7 +97,7 @@ def load_model(
         )
     if device is not None:
         model = model.to(device)
-    # transformers sets this if it has loaded adapters, which the files of the weights do not show
+    # transformers sets this if it has loaded adapters; the files of the weights do not show it
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
 
@@ -105,8 +105,8 @@ def load_model(
 def check_source(name: str, source: str | Path) -> None:
     """Check that there is a directory, or a model of this name on Hugging Face.
 
-    Without this check, each file of a model that does not exist, or of a server that cannot be
-    reached, would be asked for six times within 23 s.
+    Without this check, transformers would ask for each file six times within 23 s if the model does
+    not exist, or the server cannot be reached.
 
     :param name: name of the argument, for the error.
     :raises ConfigurationError: there is neither, or the server cannot be asked.
@@ -120,9 +120,10 @@ def check_source(name: str, source: str | Path) -> None:
     except HFValidationError:
         reason = "there is no such directory"
     except HfHubHTTPError:
-        # the mirror lacks this call, or has refused it: the download will raise the reason
+        # accept the name, because the server may lack this call, or refuse it, and still have the
+        # files; otherwise, their download raises the reason
         return
-    # there is no network: each library below raises its own exceptions
+    # without a network, each library that takes part raises exceptions of its own
     except Exception as error:
         why = first_line(error)
         reason = f"there is no such directory, and Hugging Face cannot be asked ({why})"
@@ -162,7 +163,7 @@ def check_model_object(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         expected = "a checkpoint's directory or name, or a model of transformers"
         raise ConfigurationError("model", shown, expected)
-    # the wrapper hides which arguments the model takes
+    # refuse the wrapper of torch.compile, which hides the arguments that the model takes
     if hasattr(model, "_orig_mod"):
         expected = "the model that was compiled: model.compile() compiles it in place"
         raise ConfigurationError("model", f"torch.compile's {shown}", expected)
@@ -203,14 +204,14 @@ def probe_model(model: Any) -> KVGeometry:
     try:
         return _probe(model)
     except UnsupportedModelError:
-        # this raises another error if this release fails with every model
+        # raise another error instead if this release fails with every model
         _check_release()
         raise
 
 
 def _probe(model: Any) -> KVGeometry:
-    """See ``probe_model``, whose check of the release this lacks."""
-    # of a multimodal model, this is the part that has the KV cache
+    """Do the same as ``probe_model``, but without a check of the release."""
+    # take the part of a multimodal model that has the KV cache
     config = model.config.get_text_config(decoder=True)
     _check_config(model, config)
     return _grouped(type(model).__name__, _layers_after_one_token(model, config))
@@ -241,8 +242,8 @@ def _check_config(model: Any, config: Any) -> None:
             raise UnsupportedModelError(_encoder_decoder(name))
     ModelForward(model)  # this refuses models without a KV cache
     can_generate = getattr(model, "can_generate", None)
-    # Other models can be loaded with the causal class, too, without an error: a Llama without a
-    # head gets random weights for it, and BERT runs like a decoder.
+    # The causal class also loads models of other kinds without an error: a Llama without a head
+    # gets random weights for it, and BERT runs like a decoder.
     if can_generate is None or not can_generate():
         raise UnsupportedModelError(
             f"{name} is not a causal language model: it has no head that predicts tokens"
@@ -291,8 +292,8 @@ def _attends_to_later_tokens(model: Any, config: Any) -> bool:
         return True
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return True
-    # Some configurations say nothing, but the attention modules of the layers do. A model with any
-    # causal attention counts as causal; None is a module that does not say.
+    # If the configuration has neither field, ask the attention modules of the layers: None is a
+    # module without ``is_causal``. A model with any causal attention counts as causal.
     causal = set()
     for module in model.modules():
         if hasattr(module, "layer_idx"):
@@ -304,7 +305,7 @@ def _rope_types(config: Any) -> set[str]:
     """Return the types of rotary embedding in a configuration, also those for one layer type."""
     found: set[str] = set()
     for parameters in _rope_parameters(config):
-        for field in ("rope_type", "type"):  # the present name, and an older one
+        for field in ("rope_type", "type"):  # the present name, and the older one
             if field in parameters:
                 found.add(str(parameters[field]))
     return found
@@ -315,7 +316,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     ones of one layer type included.
     """
     found: list[dict[str, Any]] = []
-    # values that may be parameters, or contain the parameters of one layer type
+    # values that may be parameters, or contain the parameters of each layer type
     candidates = [
         getattr(config, "rope_parameters", None),
         getattr(config, "rope_scaling", None),
@@ -399,7 +400,7 @@ def _grouped(name: str, layers: list[DynamicLayer]) -> KVGeometry:
 
     :param name: of the model's class, for errors.
     """
-    # kinds are in the order of their first layers
+    # by kind, the indices of its layers; the kinds are in the order of their first layers
     layers_of: dict[_Kind, list[int]] = {}
     for layer_idx, layer in enumerate(layers):
         kind = _kind_of(f"{name}: layer {layer_idx}", layer)
@@ -465,8 +466,8 @@ def model_identity(
 ) -> dict[str, Any]:
     """Return everything that must match for this model's KV bytes to be valid, as JSON values.
 
-    :param checkpoint: the directory that the model was loaded from; None hashes the state dict
-        instead.
+    :param checkpoint: the directory that the model was loaded from, whose files identify the
+        weights; None: the state dict identifies them.
     :raises ConfigurationError: if the checkpoint cannot be read.
     :raises UnsupportedModelError: if a weight's bytes are not available.
     """
@@ -518,6 +519,6 @@ def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
                 f"the bytes of {name!r} cannot be had, so the weights cannot be identified"
             )
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        # NumPy has no bfloat16
+        # view the numbers as bytes, because NumPy has no bfloat16
         data = flat.view(torch.uint8).numpy().data
         yield name, dtype_name(tensor.dtype), tuple(tensor.shape), data

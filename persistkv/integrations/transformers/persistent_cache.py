@@ -99,15 +99,17 @@ class ForwardRecord:
         """Time at which the present prefill began; None: none is being measured."""
         self._restored = restored
         self._calls: list[_ForwardCall] = []
+        """Calls of the model with the cache, in order."""
         self._mask: torch.Tensor | None = None
         """The last attention mask; None: no call had any."""
-        # a weak reference, because the hook would keep the cache, and its KV, as long as the model
-        # lives
+        # a weak reference, because the model keeps its hooks, which would keep the cache and its KV
+        # as long as the model exists
         self._cache = weakref.ref(cache)
         handles = [
             model.register_forward_pre_hook(self._observe, with_kwargs=True),
             model.register_forward_hook(self._measure),
         ]
+        # remove the hooks from the model when the cache is deleted
         for handle in handles:
             weakref.finalize(cache, handle.remove)
 
@@ -151,7 +153,7 @@ class ForwardRecord:
 
     def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Record a call of the model, before it runs, if it gets the cache."""
-        # a forward pass that raised has left its time behind
+        # discard the start time of a forward pass that raised: ``_measure`` did not run after it
         self._prefill_begin = None
         cache = self._cache()
         is_passed = any(value is cache for value in (*args, *options.values()))
@@ -159,18 +161,19 @@ class ForwardRecord:
             return
         first_argument = args[0] if args else None
         input_ids = options.get("input_ids", first_argument)
-        # Embeddings and batches stay unseen; the cache itself refuses batches.
+        # do not record embeddings and batches: ``save`` refuses tokens that were not recorded
         if input_ids is None or input_ids.shape[0] != 1:
             return
         position = cache.get_seq_length()
         position_ids = options.get("position_ids")
         if position_ids is not None:
             position_ids = position_ids.reshape(-1).clone()
-        # clones, because the caller may reuse the tensors
+        # clone the tensors, because the caller may reuse them
         self._calls.append(_ForwardCall(position, input_ids[0].clone(), position_ids))
         mask = options.get("attention_mask")
         if mask is not None:
             self._observe_mask(mask)
+        # measure long prefills only; wait for earlier work of the device, which would count, too
         if input_ids.shape[1] >= MEASURED_TOKENS:
             _synchronize(input_ids.device)
             self._prefill_begin = time.perf_counter()
@@ -179,7 +182,7 @@ class ForwardRecord:
         """Record how long a prefill took, after the model has run."""
         if self._prefill_begin is None:
             return
-        # the last call has just ended, and ``_observe`` has recorded it
+        # the last call that ``_observe`` has recorded is the one that has just ended
         token_ids = self._calls[-1].token_ids
         _synchronize(token_ids.device)
         self.prefill_tokens += len(token_ids)
@@ -190,7 +193,8 @@ class ForwardRecord:
         """Keep a mask for ``check``, or note that its form is one that cannot be checked."""
         # a mask of two dimensions, sequences and tokens, can only hide whole tokens
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-            self._mask = mask  # masks only grow, so the last one covers all tokens
+            # keep the last mask only, because each mask covers all tokens so far
+            self._mask = mask
         else:
             self.problem = "an attention mask of its own"
 
@@ -202,6 +206,7 @@ class PersistentCache(RequestCache):
     :ivar argument: name of the argument with which ``generate`` takes it: ``cache``, or
         ``past_key_values`` before transformers 5.24.
     :ivar restored_tokens: the first tokens of the sequence, whose KV came from the store.
+    :param url: URL of the store.
     :param identity: a result of ``model_identity``.
     :param capacity: tokens for which buffers are allocated at first.
     """
@@ -229,8 +234,8 @@ class PersistentCache(RequestCache):
         self._block_bytes = [group.token_bytes * self._block_size for group in geometry]
         """For each KV cache group, the bytes of one block."""
         self._first_cached = [0] * len(geometry)
-        """For each group, the index of the first block in this cache; earlier ones were outside of
-        the window."""
+        """For each KV cache group, the index of the first block in this cache. Earlier blocks were
+        not restored: they were outside of the sliding window."""
 
     def update(
         self,
@@ -240,8 +245,8 @@ class PersistentCache(RequestCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the KV of new tokens to a layer, and enlarge the buffers if they are full; called
-        by the model.
+        """Append the KV of new tokens to a layer, and enlarge the buffers if they are full. The
+        model calls this.
 
         :raises ConfigurationError: there is more than one sequence, as in a batch or beam search;
             nothing was appended.
@@ -270,7 +275,7 @@ class PersistentCache(RequestCache):
         :raises StoreError: the store failed; the cache is empty.
         """
         group_keys = self._keys_of(tokens)
-        # any codec will do, because the codec only concerns blocks to be stored
+        # any codec will do, because blocks are only read
         with self._open_store("raw") as store:
             length = self._restore(store, group_keys, len(tokens) - 1)
             if length:
@@ -302,11 +307,11 @@ class PersistentCache(RequestCache):
             if not failed:
                 self._first_cached = [positions.start for positions in needed]
                 return length
-            # leave unreadable blocks, which the index still has, out of the next match
+            # leave unreadable blocks, which ``contains`` may still report, out of the next match
             unreadable.update(failed)
 
     def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
-        """See the function ``save``."""
+        """Store the full blocks of the cache; see the function ``save``."""
         num_tokens = self._checked_length(tokens)
         group_keys = self._keys_of(tokens[:num_tokens])
         request = uuid.uuid4().hex
@@ -314,7 +319,7 @@ class PersistentCache(RequestCache):
             self._put_absent(store, request, group_keys)
             end = RequestEnd(
                 request=request,
-                manifest_id=request,  # a random id, which is unique, too
+                manifest_id=request,  # a manifest needs a unique id, and this one is random
                 group_keys=tuple(map(list, group_keys)),
                 tokens=num_tokens,
                 block_size=self._block_size,
@@ -336,15 +341,15 @@ class PersistentCache(RequestCache):
         store: BlockingStore,
         group_keys: Sequence[Sequence[OffloadKey]],
     ) -> bool:
-        """Return whether the store lacks some blocks of a context, but only blocks outside of the
-        window, which this cache does not have either."""
+        """Return whether the store lacks blocks of a context, but holds all blocks of this cache:
+        only blocks outside of the sliding window, which were not restored, are absent."""
         cached_keys = []
         for keys, first in zip(group_keys, self._first_cached, strict=True):
             cached_keys.append(keys[first:])
         return _holds(store, cached_keys) and not _holds(store, group_keys)
 
     def _save_prefill(self, store: BlockingStore) -> None:
-        """Record the prefills since the last call."""
+        """Record in the store the prefills that were measured since the last call."""
         record = self._record
         if not record.prefill_tokens:
             return
@@ -384,7 +389,7 @@ class PersistentCache(RequestCache):
                 positions.append(position)
             rows = range(len(batch))
             store.put(request, batch_keys, rows, positions, self._tenant)
-            store.flush()  # before the rows are overwritten
+            store.flush()  # the next batch overwrites the rows, so wait until they are written
 
     def _checked_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the first ``tokens`` have KV in the cache.
@@ -464,7 +469,7 @@ class PersistentCache(RequestCache):
     def _open_store(self, codec: str) -> Iterator[BlockingStore]:
         """Open the store of this identity, with memory for the rows of single blocks; close it at
         the end."""
-        # for one worker; a row has room for the largest block of any group
+        # a row has room for the largest block of any group, and for one worker
         stride = row_stride_bytes(1, max(self._block_bytes))
         groups = map(GroupLayout.of_bytes, self._block_bytes)
         layout = RowLayout(stride, tuple(groups))

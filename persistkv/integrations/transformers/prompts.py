@@ -117,7 +117,8 @@ class Tokenizer:
         """Return the token ids of a prompt in any form. Text gets the special tokens of the
         tokenizer, a chat those of its template, with the beginning of an answer.
 
-        :raises ConfigurationError: it is no prompt, several ones, or text without a tokenizer.
+        :raises ConfigurationError: this is no prompt, a batch of prompts, or text without a
+            tokenizer.
         """
         if isinstance(prompt, str):
             return self._text_ids(prompt)
@@ -137,7 +138,7 @@ class Tokenizer:
         tokenizer = self._required("text")
         try:
             ids: list[int] = tokenizer.encode(prompt)
-        # tokenizers raise plain exceptions
+        # tokenizers raise exceptions of any class
         except Exception as error:
             raise ConfigurationError(
                 "prompt",
@@ -158,7 +159,7 @@ class Tokenizer:
             ids = tokenizer.apply_chat_template(
                 list(chat), add_generation_prompt=True, tokenize=True
             )
-        # a template is a program of the checkpoint: it may raise anything
+        # a template is a program of the checkpoint, which may raise any exception
         except Exception as error:
             expected = f"messages that the chat template accepts ({first_line(error)})"
             raise ConfigurationError("prompt", shown, expected) from error
@@ -203,7 +204,7 @@ class TextPieces:
         """Number of tokens whose text was returned."""
 
     def add(self, token: int, *, last: bool) -> str:
-        """Return the text that became complete with a token: "" if a character is still
+        """Return the text that became complete with the next token: "" if a character is still
         incomplete, or there is no tokenizer.
 
         :param last: whether no token follows; then an incomplete character is returned as it is.

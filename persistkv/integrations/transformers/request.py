@@ -59,8 +59,8 @@ class BlockHashChain:
         """Bytes of the tokens after the last full block."""
         root = _ROOT
         if tenant not in (None, DEFAULT_TENANT):
-            # "\0" ends the name, which has no control characters: other pairs of tenant and salt
-            # give other bytes
+            # "\0" ends the name, which has no control characters, so that different pairs of tenant
+            # and salt give different bytes
             root += f"tenant {tenant}\0".encode()
         if salt is not None:
             root += b"salt " + salt.encode()
@@ -111,12 +111,13 @@ class Sampler:
             return int(logits.argmax())
         scaled = logits.float() / self._temperature
         probabilities, token_ids = scaled.softmax(-1).sort(descending=True)
-        # a token counts if the tokens before it have less than top_p, so there is always one
+        # Keep a token if the tokens before it have a total probability below top_p. The first token
+        # is always kept: nothing is before it.
         before = probabilities.cumsum(-1) - probabilities
         probabilities[before >= self._top_p] = 0.0
         if self._top_k:
             probabilities[self._top_k :] = 0.0
-        # this is an index in the sorted order
+        # draw an index in the sorted order
         place = torch.multinomial(probabilities, 1, generator=self._generator)
         return int(token_ids[place])
 
@@ -158,8 +159,8 @@ class Request:
         """Logits of the first token of the answer, for the result; empty until it is computed."""
         self.ended = False
         self._num_kept = 0
-        """Number of full blocks of the tokens that have KV; stays when ``release`` empties the
-        tables."""
+        """Number of full blocks of the tokens that have KV, for the result. It remains when
+        ``release`` empties the tables."""
 
     def run(
         self,
@@ -191,7 +192,7 @@ class Request:
         while True:
             self._tokens.append(token)
             self._stats.total_s = time.perf_counter() - begin
-            # set before the yield, because the stream reads it together with the token
+            # set ``ended`` before the yield, because the stream reads it together with the token
             self.ended = len(self._tokens) == max_new_tokens or token in stop
             yield token
             if self.ended:
@@ -256,13 +257,13 @@ class Request:
         num_matched = self._tiers.match(self.req_id, on_device)
         begin = time.perf_counter()
         first_new_block = self._num_blocks
-        # Device blocks are allocated only now: ``match`` may have waited for promotions, and would
-        # have kept them from other requests meanwhile.
+        # Allocate device blocks only after ``match``, which may wait for promotions: blocks that
+        # were allocated before it would be missing to other requests during the wait.
         self._allocate_matched(num_matched)
         progress = self._tiers.load(self.req_id, self.tables, num_matched)
         num_loaded = progress.num_tokens if progress.success else 0
         loaded_blocks = num_loaded // self._paged_cache.block_size
-        # After a failed load, the allocated blocks hold nothing that may be published.
+        # release the blocks that were not loaded: their content must not be published
         self._truncate(first_new_block + loaded_blocks)
         self._publish(first_new_block)
         self._stats.load_s = time.perf_counter() - begin
@@ -300,7 +301,7 @@ class Request:
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
-            # all of them are there, as the match has just found
+            # acquire every needed block: the match has just found all of them on the device
             for position in needed:
                 block_id = group.pool.acquire(hashes[position])
                 table.append(block_id)
@@ -329,7 +330,7 @@ class Request:
 
         :param num_tokens: tokens that have KV in the cache.
         """
-        # the tables have the blocks that were full before
+        # the tables have the blocks that were full before this call
         first_new_block = self._num_blocks
         self._num_kept = num_tokens // self._paged_cache.block_size
         new_blocks = range(first_new_block, self._num_kept)
@@ -350,8 +351,8 @@ class Request:
         positions: range,
     ) -> None:
         """Append the blocks at ``positions`` to a group's table, and copy those that are not on the
-        device yet from the request's buffer. The device's own copies are referenced: all requests
-        use the same bytes."""
+        device yet from the request's buffer. A block that the device has already is referenced
+        instead, so that all requests use the same bytes."""
         new_positions = []
         new_block_ids = []
         for position in positions:
@@ -367,8 +368,8 @@ class Request:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
         requests first."""
         for attempt in range(3):
-            # Finished requests keep their blocks until their stores have ended. The second wait is
-            # for stores that found no room in the primary tier during the first one.
+            # Ended requests keep their device blocks until their stores have ended. Wait twice: a
+            # store that finds no room in the primary tier begins only with the second wait.
             if attempt:
                 self._tiers.step(wait=True)
             allocated = pool.allocate(count)

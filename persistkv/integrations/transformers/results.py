@@ -35,7 +35,8 @@ class RequestStats:
     load_reason: str | None = None
     """Use of the blocks that a store held for this request: they were ``loaded``, or the model
     computed their tokens because the store was ``too_slow``, the prefix ``too_short``, or the load
-    had passed its ``deadline``. None: no store held any, or the primary tier did, too."""
+    had passed its ``deadline``. None: no store held blocks of the request, or the primary tier held
+    them, too."""
     lookup_s: float = 0.0
     """Seconds from the call until the restorable prefix was known, including the wait for
     promotions."""
@@ -47,10 +48,10 @@ class RequestStats:
     """Seconds that a prefill of ``persistent_tokens`` would have taken, from the measured speed of
     this model's prefills; None: no prefill of 64 tokens or more was measured yet."""
     ttft_s: float = 0.0
-    """Seconds from the call to the first token: lookup, promotion, load and prefill. A stream
-    counts from the moment when its first token is asked for."""
+    """Seconds from the call to the first token: lookup, promotion, load and prefill. For a stream,
+    the time begins when its first token is asked for."""
     total_s: float = 0.0
-    """Seconds from the same moment to the last token."""
+    """Seconds from the call to the last token, counted as for ``ttft_s``."""
 
     @property
     def restored_tokens(self) -> int:

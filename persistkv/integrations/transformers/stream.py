@@ -60,12 +60,13 @@ class TokenStream(Iterator[Token]):
                 raise StopIteration
             try:
                 token = self._compute()
-            # also for StopIteration and KeyboardInterrupt: the request must not keep its blocks
+            # end the request after any exception, StopIteration and KeyboardInterrupt included, so
+            # that it does not keep its device blocks
             except BaseException:
                 self.close()
                 raise
             self._ids.append(token)
-            # the generator sets ``ended`` before it yields the last token
+            # ``Request.run`` sets ``ended`` before it yields the last token
             last = self._request.ended
             if last:
                 self.close()
@@ -75,7 +76,7 @@ class TokenStream(Iterator[Token]):
         """Return the id of the next token; begin the request with the first one."""
         if self._tokens is None:
             self._tokens = self._start()
-        # closing the engine ends all requests
+        # a request that is not running was ended by the close of the engine
         if self.req_id not in self._tiers.running:
             raise EngineClosedError
         return next(self._tokens)
@@ -98,7 +99,8 @@ class TokenStream(Iterator[Token]):
         with self._lock:
             self._closed = True
             was_running = self._tiers.end(self.req_id)
-            # the step plans the store of the last blocks now, not with the next request
+            # step now, to plan the store of the last blocks: the next step may be that of a later
+            # request
             if was_running:
                 self._tiers.step()
 
@@ -109,7 +111,7 @@ class TokenStream(Iterator[Token]):
         self.close()
 
     def __del__(self) -> None:
-        # without the lock and without a step: this may run within any statement of any thread
+        # acquire no lock and make no step, because this may run within any statement of any thread
         self._tiers.end(self.req_id)
 
     def __repr__(self) -> str:

@@ -23,8 +23,9 @@ from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import REMEMBERED_ENDS, PersistentTier
 from persistkv.tiering.spec import TieringOffloadingSpec
 
-_PREWARM_S = 60.0  # longest wait for the promotions of ``prewarm``
-_POLL_S = 0.0005  # far below the time of a forward pass, far above the time of a poll
+_PREWARM_S = 60.0  # seconds: longest wait for the promotions of ``prewarm``
+# seconds between two polls: far below the time of a forward pass, far above the time of a poll
+_POLL_S = 0.0005
 
 
 class Tiers:
@@ -57,8 +58,8 @@ class Tiers:
         :raises ConfigurationError: if the primary tier is too small for one block, or an option is
             invalid.
         """
-        # Files of killed engines would keep their memory for ever: names are unique per engine, so
-        # no later engine replaces them.
+        # Remove the files of killed engines, which would keep their memory for ever: file names are
+        # unique per engine, so no later engine replaces them.
         remove_leftover_regions()
         common = {
             "type": PersistentTier.get_tier_type(),
@@ -84,7 +85,8 @@ class Tiers:
             spec.shutdown()
             raise
         self._tiering: TieringOffloadingManager | None = None
-        """The manager, for calls that only one with secondary tiers has; None: it is another."""
+        """The manager, for calls that other classes of managers lack; None: it is of another class.
+        """
         self.persistent: list[PersistentTier] = []
         if isinstance(manager, TieringOffloadingManager):
             self._tiering = manager
@@ -93,15 +95,15 @@ class Tiers:
                     self.persistent.append(tier)
         self._lookup_deadline_s = lookup_deadline_s
         self._on_released: dict[str, Callable[[], None]] = {}
-        """By id, for running requests, and for ended ones whose device blocks are still read: the
-        function to call when they are no longer read."""
+        """By request id, the function to call when the device blocks of the ended request are no
+        longer read. A request is here from its begin to this call."""
         self.running: dict[str, int] = {}
         self._known: dict[str, None] = {}
-        """Ids of the requests that ``persisted`` can be asked about, oldest first. Persistent tiers
-        remember the results of so many requests."""
+        """Ids of the requests that ``persisted`` can be asked about, oldest first: as many as
+        persistent tiers remember the results of."""
         self._ended: deque[str] = deque()
-        """Ids of ended requests whose end the next ``step`` reports to the scheduler. Other threads
-        append to it without a lock."""
+        """Ids of ended requests whose end the next ``step`` reports to the scheduler. Any thread
+        appends to it without a lock."""
 
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
@@ -157,7 +159,7 @@ class Tiers:
             self._worker.wait(job.job_id for job in metadata.loads)
         finished = self._worker.get_finished()
         output = self.scheduler.update_connector_output(finished)
-        # discarded: this engine has no use for events, which would pile up in the tiers
+        # take the events and discard them: they would pile up in the tiers, and have no use here
         self.scheduler.take_events()
         for req_id in output.released:
             on_released = self._on_released.pop(req_id)
@@ -193,7 +195,7 @@ class Tiers:
         """
         if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
-        # The step waits for the loads that it starts, so the first one usually has the result.
+        # a step waits for the loads that it starts, so the first step usually has the result
         loads = self.step()
         while req_id not in loads:
             time.sleep(_POLL_S)
@@ -252,7 +254,6 @@ class Tiers:
         have begun, have ended. Return False if ``deadline``, a ``time.monotonic`` time, passed
         first.
         """
-        # waits for all transfers that have begun
         self.step(wait=True)
         while self._has_unreleased():
             if time.monotonic() >= deadline:
@@ -274,7 +275,7 @@ class Tiers:
     def persisted(self, req_id: str) -> bool | None:
         """Return whether the whole context of a finished request is durable in every store; None:
         not known yet."""
-        # a store that has dropped a part decides, even if others do not know yet
+        # one store that has dropped a part is enough, even if other stores have no result yet
         results = [tier.persisted(req_id) for tier in self.persistent]
         if not results or False in results:
             return False
@@ -290,7 +291,7 @@ class Tiers:
         if not self.drain(deadline):
             return False
         flushed = True
-        # each store is flushed, also after one that is not in time
+        # flush each store, also after a store that is not in time
         for tier in self.persistent:
             left_s = max(deadline - time.monotonic(), 0.0)
             if not tier.client.flush(left_s):
@@ -317,7 +318,7 @@ def _tiering_spec(
     caches: CanonicalKVCaches,
     identity: Mapping[str, Any],
 ) -> TieringOffloadingSpec:
-    """Return the specification of tiers whose primary tier holds one device block in a row."""
+    """Return the specification of tiers whose primary tier holds one device block in each row."""
     device_blocks_per_row = 1
     return TieringOffloadingSpec(
         extra_config=config,

@@ -29,7 +29,7 @@ class CompletionQueue:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """-1 after ``close``."""
+        """Descriptor of the eventfd; -1 after ``close``."""
         self._ended: deque[Completion] = deque()
         """Completions that ``take`` has not returned yet."""
         self._lock = threading.Lock()
@@ -53,13 +53,13 @@ class CompletionQueue:
     def take(self, *, clear: bool = True) -> list[Completion]:
         """Return the completions since the last call, in the order in which the calls ended.
 
-        :param clear: False: leave the descriptor readable, because its owner reads it.
+        :param clear: False: leave the descriptor readable, because the caller reads it itself.
         """
         with self._lock:
             taken = list(self._ended)
             self._ended.clear()
             if self._fd >= 0 and clear:
-                # BlockingIOError means that nothing was added, or that its owner has read it
+                # BlockingIOError: nothing was added, or the caller has read the descriptor itself
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._fd)
         return taken

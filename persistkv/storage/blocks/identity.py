@@ -19,8 +19,8 @@ _REQUIRED = ("engine", "release", "weights", "dtype", "layout", "rank")
 
 
 class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the blocks of an engine. Engines with equal ones share blocks; a difference in
-    any field except ``model_name`` makes all blocks misses.
+    """Properties of the blocks of an engine. Engines with equal properties share blocks; a
+    difference in any field except ``model_name`` makes all blocks misses.
 
     :raises ConfigurationError: at construction, if a property is empty; the error names it.
     """

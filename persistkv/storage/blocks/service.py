@@ -1,5 +1,4 @@
-"""The coroutines behind ``BlockStore``: one store, its commit task, and its
-reports."""
+"""The coroutines behind ``BlockStore``: one store, its commit task, and its reports."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ class StoreEvents(msgspec.Struct):
 
 Keys: TypeAlias = Sequence[bytes]
 JobMemory: TypeAlias = Sequence[Regions] | TimedBlocks
-"""Memory of the blocks of a call without, or with a deadline."""
+"""Memory of the blocks of a call: the regions of each block, or, for a call with a deadline,
+``TimedBlocks``."""
 
 
 class PutJob(msgspec.Struct, frozen=True):
@@ -75,7 +75,7 @@ class BlockService:
         self._memory = memory
         self._tokens_per_block = tokens_per_block
         self._ledger = UsageLedger()
-        """Totals as of the last ``usage``."""
+        """Bytes of each tenant as of the last call of ``usage``."""
         self._unread_events = StoreReport()
         """Stored and removed keys that ``take_events`` has not returned yet."""
         self._open_ends: dict[str, asyncio.Future[bool]] = {}
@@ -122,7 +122,7 @@ class BlockService:
         report = self.store.take_report()
         for request, is_whole in report.persisted:
             end = self._open_ends.pop(request, None)
-            # skip an end for which a cancelled call no longer waits
+            # skip an end that no call waits for: the call was cancelled, which ends the future
             if end is None or end.done():
                 continue
             end.set_result(is_whole)
@@ -137,7 +137,7 @@ class BlockService:
         after the return."""
         store = self.store
         keys = job.keys
-        # all blocks are durable: record their use only
+        # if all blocks are durable, only record their use
         if not store.index.absent(keys):
             store.touch(keys)
             return [True] * len(keys)
@@ -157,7 +157,7 @@ class BlockService:
         return await self.contains(keys)
 
     def _register(self, memory: JobMemory) -> range:
-        """Return the places of the blocks of a call."""
+        """Register the blocks of a call in ``_memory``; return their places there."""
         if isinstance(memory, TimedBlocks):
             return self._memory.add_timed(memory)
         return self._memory.add(memory)
@@ -165,7 +165,7 @@ class BlockService:
     async def _put(self, job: PutJob, tenant: str, places: Sequence[int]) -> bool:
         """Store a tenant's blocks of a job as one context; return whether all are durable.
 
-        :param places: those of all blocks of the job.
+        :param places: places in ``_memory`` of all blocks of the job, in the order of its keys.
         """
         positions = job.positions[tenant]
         keys = [job.keys[position] for position in positions]
@@ -175,8 +175,8 @@ class BlockService:
             depths = [job.depth + position for position in positions]
         request = secrets.token_hex(16)
         accepted = await self.store.put(request, keys, own_places, depths, tenant)
-        # End the request without an ``await`` in between, during which the commit task could run:
-        # so one transaction has both the blocks and the manifest.
+        # End the request before the next ``await``, in which the commit task could run: one
+        # transaction then has both the blocks and the manifest.
         group_keys = {job.group: keys}
         end = self._end(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
@@ -240,7 +240,7 @@ class BlockService:
         absent_keys = self.store.index.absent(keys)
         absent = set(absent_keys)
         if touch and len(absent) < len(keys):
-            # absent keys are ignored
+            # ``touch`` ignores absent keys
             self.store.touch(keys)
         return [key not in absent for key in keys]
 
@@ -285,7 +285,7 @@ class BlockService:
                 is_pinned = False  # unpinned from now on
                 batch = CommitBatch(pins=[(pin, is_pinned)])
                 result = await catalogue.commit(batch)
-                # not with the cursor, because other processes may have committed since the last
+                # refresh afterwards, because other processes may have committed since the last
                 # refresh
                 await catalogue.committed([], result, follows_cursor=False)
 
@@ -299,7 +299,7 @@ class BlockService:
             changes = await catalogue.read_changes(ledger.cursor)
             ledger.apply(changes)
             stats = await catalogue.call(catalogue.backend.stats)
-        # the unary plus leaves out tenants that have no content any more
+        # the unary plus of a ``Counter`` leaves out tenants whose total is 0
         tenants = dict(+ledger.totals)
         num_bytes = sum(tenants.values())
         return Usage(tenants, num_bytes, stats.disk_bytes, stats.capacity)
@@ -315,7 +315,8 @@ class BlockService:
         self._take_report()
         events = self._unread_events
         self._unread_events = StoreReport()
-        # Leave out keys whose pack was replaced by another one: they are still durable.
+        # leave out keys that are still durable, because another pack with them replaced the removed
+        # one
         removed = self.store.index.absent(events.removed)
         return StoreEvents(
             stored=_split(events.stored),

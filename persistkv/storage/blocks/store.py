@@ -96,7 +96,11 @@ class BlockStore:
         tenant_of: TenantOf | None = None,
     ) -> None:
         """Open a namespace of a store that is open already; ``open`` opens both. This object then
-        owns and closes the backend; if this raises, the caller still owns it."""
+        owns and closes the backend; if this raises, the caller still owns it.
+
+        :param url: URL of the store, for log lines and errors. The other parameters are those of
+            ``open``.
+        """
         self._memory = ScatteredBlocks(block_bytes)
         threads = start_threads(backend, options)
         try:
@@ -125,7 +129,7 @@ class BlockStore:
         self._pid = os.getpid()
         """The process that opened the store; a forked child has another."""
         self._starting = threading.Lock()
-        """Held while a call, or the end, is started."""
+        """Held while a call is started, or the end of the service: no call starts after it."""
         self._is_closed = False
         self.counters = BlockCounters(self._store.counters)
         """Counters since the opening. They change while calls run."""
@@ -276,7 +280,7 @@ class BlockStore:
             put = self._service.put(job, regions)
             call = self._start(put, lambda: self._queued.subtract(num_bytes))
             return self._result(call, len(keys), None)
-        # the call reads copies of the blocks, because it may run on after the deadline
+        # pass copies of the blocks to the call, because it may continue after the deadline
         try:
             copies = BlocksToStore(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
@@ -292,7 +296,7 @@ class BlockStore:
         try:
             return self._result(call, len(keys), deadline)
         finally:
-            # revoke the copies: no block is copied from the caller's memory from now on
+            # from now on, do not access the caller's memory
             copies.revoke()
 
     def get(
@@ -322,7 +326,7 @@ class BlockStore:
             read = self._service.get(full, regions)
             call = self._start(read)
             return self._result(call, len(keys), None)
-        # the call reads into memory of the pool, because it may run on after the deadline
+        # pass memory of the pool to the call, because it may continue after the deadline
         try:
             copies = BlocksToLoad(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
@@ -330,11 +334,11 @@ class BlockStore:
         read = self._service.get(full, copies)
         call = self._start(read, copies.release)
         try:
-            # Only wait: at the deadline, the results of the call are not known, but some blocks may
-            # have been copied.
+            # Only wait, and ignore the results, which are all False at the deadline: some blocks
+            # may have been copied by then.
             self._result(call, len(keys), deadline)
         finally:
-            # revoke the copies: blocks that are read from now on do not reach the caller's memory
+            # from now on, do not copy blocks to the caller's memory
             is_copied = copies.revoke()
         return is_copied
 
@@ -354,7 +358,7 @@ class BlockStore:
         job = self._put_job(keys, group, depth, labels, retention)
         regions = self._regions(job.keys, blocks, group)
         num_bytes = self._num_bytes(job)
-        # refuse at once, because the call must not wait
+        # add the completion of a refused call at once, because nothing else would add it
         if not self._queued.add(num_bytes):
             number = completions.new_number()
             results = self._refuse(len(keys))
@@ -403,8 +407,8 @@ class BlockStore:
         """Delete blocks; return for each key whether it was held. A pack with other blocks is
         written again without these, so delete many keys with one call.
 
-        On a shared store, a process that deletes other blocks of the same pack within the seconds
-        until it knows of this deletion may store the blocks again.
+        On a shared store, other processes know of the deletion some seconds later. One that deletes
+        other blocks of the same pack before that may store the blocks again.
 
         :param timeout_s: seconds until the call raises; the deletion then continues.
         :raises StoreTimeoutError: the deadline has passed.
@@ -443,6 +447,7 @@ class BlockStore:
         :raises StoreError: the medium failed, or the store is read-only.
         """
         full = {group: self._full_keys(keys, group)}
+        # without keys, there is no tenant either
         tenants = list(self._positions_by_tenant(keys)) or [DEFAULT_TENANT]
         if len(tenants) > 1:
             raise ValueError(f"a pin for keys of {len(tenants)} tenants")
@@ -450,7 +455,7 @@ class BlockStore:
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
-        # remove the pin, which may cover a part of the blocks
+        # remove the pin, which would keep only a part of the blocks
         self.unpin(pin, timeout_s=timeout_s)
         return None
 
@@ -485,7 +490,7 @@ class BlockStore:
         return self._wait(blocks, timeout_s)
 
     def take_events(self) -> StoreEvents:
-        """Return the blocks that any process stored or removed since the last call. Those that the
+        """Return the blocks that any process stored or removed since the last call. Blocks that the
         store held when it was opened are not included. Changes by other processes are known within
         seconds. Empty unless the option ``events`` is set."""
         events = self._service.take_events()
@@ -497,11 +502,11 @@ class BlockStore:
         """Wait for calls that run, commit, and close the store. Idempotent.
 
         :returns: False: a call hung for ``timeout_s`` seconds. The store then closes when the call
-            ends, or with the process; what is acknowledged is durable.
+            ends, or with the process; acknowledged blocks are durable.
         """
         if os.getpid() != self._pid:
             return True
-        # calls that were started before are known to the service when it ends
+        # start the end after all calls that have started, so that the service waits for these calls
         with self._starting:
             if self._is_closed:
                 return True
@@ -533,10 +538,11 @@ class BlockStore:
     ) -> Future[T]:
         """Start a call.
 
-        :param end: called when it has ended, or when this method raises.
+        :param end: called when the call has ended, or when this method raises.
         """
         try:
-            # check before the lock is acquired: in a forked child, a thread may hold it for ever
+            # check before the lock is acquired: a forked child could wait for ever, because the
+            # thread that held the lock does not exist there
             if os.getpid() != self._pid:
                 raise HostError(
                     "this store was opened before a fork; open it again in the child"
@@ -565,7 +571,7 @@ class BlockStore:
         except TimeoutError:
             self.counters.expired_calls += 1
             raise StoreTimeoutError(timeout_s or 0.0) from None
-        # ``BlockService.run`` has cancelled the call, because it has failed
+        # ``BlockService.run`` cancels the calls when an internal error has ended it
         except CancelledError:
             raise StoreError("the store has failed: see the log") from None
 

@@ -42,20 +42,22 @@ class UsageLedger:
 
     def __init__(self) -> None:
         self.cursor: bytes | None = None
-        """Position up to which the changes are applied."""
+        """Position in the changes of the catalogue up to which they are applied; None: none are."""
         self.totals: Counter[str] = Counter()
+        """Bytes of the packs of each tenant."""
         self._packs: dict[bytes, tuple[str, int]] = {}
         """Tenant and bytes of each pack."""
 
     def apply(self, changes: Changes) -> None:
         """Apply changes after ``cursor``."""
+        # after a reset, ``added`` is the whole catalogue
         if changes.reset:
             self._packs.clear()
             self.totals.clear()
         for pack_id in changes.removed:
             self._remove(pack_id)
         for table in changes.added:
-            # the pack may have been written again under the same id
+            # subtract the pack first, because it may have been written again under the same id
             self._remove(table.pack_id)
             self._packs[table.pack_id] = (table.tenant, table.payload_length)
             self.totals[table.tenant] += table.payload_length
@@ -79,7 +81,7 @@ def stored_blocks(tables: Iterable[PackTable]) -> Iterator[StoredBlock]:
     """Yield the blocks of packs, each key once."""
     seen: set[StoredBlock] = set()
     for table in tables:
-        # the keys of a pack are in the order of its frames: each frame takes its own
+        # the keys of a pack are in the order of its frames, so each frame takes the next ones
         keys = iter(block_keys(table))
         for frame in table.frames:
             for key in islice(keys, frame.block_count):

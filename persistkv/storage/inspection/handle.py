@@ -44,9 +44,9 @@ def open_store(url: str | Path, *, read_only: bool = True) -> StoreHandle:
 class StoreHandle:
     """An open store. Must be closed, or used in a ``with`` statement. For use from one thread only.
 
-    Requests and namespaces are named by their ids or the first characters of these;
+    Requests and namespaces are named by their ids or the first characters of their ids;
     ``NotFoundError`` is raised if none or several match. Every method raises ``StoreError`` if the
-    medium fails; its earlier commits stay in effect.
+    medium fails; commits that the method has made before stay in effect.
 
     :ivar url: the URL of the store.
     """
@@ -78,7 +78,7 @@ class StoreHandle:
             raise StoreError(
                 f"{self.url} is open read-only: open it with read_only=False"
             )
-        # the reader stays open, because callers may hold it
+        # keep the reader open, because callers may have got it from ``backend``
         if self._writer is None:
             backend = open_backend(self.url)
             self._writer = self._resources.enter_context(closing(backend))
@@ -100,9 +100,9 @@ class StoreHandle:
         :param sort: ``created``, ``used``, ``tokens``, ``blocks``, ``size``, ``hits``, ``id`` or
             ``namespace``.
         :param offset: requests to skip.
-        :param limit: requests to return; None: all.
-        :param merge_copies: return one of the requests with the same context and labels, with their
-            number.
+        :param limit: maximum number of requests to return; None: all.
+        :param merge_copies: return only one of several requests with the same context and labels,
+            with their number.
         """
         return list_requests(
             self.url,
@@ -158,7 +158,7 @@ class StoreHandle:
         given = labels or {}
         relabel(self.writable(), found, given, set(remove))
         space = found.namespace.id.hex()
-        # read the request again, because the new row has another use
+        # read the request again, because the change of its labels counts as a use
         changed = find_request(self.backend, found.manifest.id, space)
         return changed.view(self.backend)
 

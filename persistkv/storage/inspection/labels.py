@@ -11,7 +11,7 @@ from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.inspection.pack_tables import NamespacePacks
 from persistkv.storage.inspection.requests import FoundRequest, find_request
 
-# maximum number of attempts; a commit of an engine takes milliseconds, so a few suffice
+# maximum number of attempts; one fails only if another process commits within the same milliseconds
 _ATTEMPTS = 100
 
 
@@ -24,6 +24,8 @@ def relabel(
     """Set and remove labels of a request; return its labels afterwards. A change counts as a use of
     the request.
 
+    :param given: values to set by name.
+    :param removed: names of the labels to remove.
     :raises NotFoundError: the request was deleted meanwhile, or its keys are unreadable.
     :raises StoreError: a commit failed, or other processes wrote during each attempt. The labels
         are unchanged, unless only the second commit failed: then the labels are set, and a request
@@ -32,8 +34,8 @@ def relabel(
     namespace = found.namespace.id
     request = found.manifest.id
     for _ in range(_ATTEMPTS):
-        # read the packs before the request: if one of its packs is removed in between, the commit
-        # is stale
+        # read the packs before the request: if one of its packs is removed between the two reads,
+        # the backend refuses the commit as stale
         packs = NamespacePacks(backend, namespace)
         found = find_request(backend, request, namespace.hex())
         keys = found.keys(backend)

@@ -103,7 +103,8 @@ def list_requests(
     views.sort(key=_KEYS[sort], reverse=is_descending)
     groups = _groups(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
-    # short ids are unique among all requests: those of a page alone would be ambiguous elsewhere
+    # make short ids unique among all requests: other commands could not find a request by an id
+    # that is unique on this page only
     shorts = short_ids(names)
     shown = groups[offset:end]
     return Page(
@@ -148,7 +149,7 @@ def _with_uses_and_copies(
         first = group[0]  # the request that the order of the list puts first
         own_use = uses[first.namespace, first.id]
         view = first.with_use(own_use, ttl_s)
-        # a hit counts for each copy that was stored before it, so the oldest one has all hits
+        # a hit counts for each copy that was stored before the hit, so the oldest copy has all hits
         oldest_use = uses[first.namespace, _oldest(group).id]
         hits = view.hits if oldest_use is None else oldest_use.hits
         changed = msgspec.structs.replace(

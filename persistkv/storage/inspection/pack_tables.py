@@ -38,14 +38,14 @@ class Packs:
         for key in table.keys.unpack():
             holders = self._holders.pop(key)
             others = [holder for holder in holders if holder != pack]
-            # a key that no pack holds has no entry, which is what ``hold`` tests
+            # a key that no pack holds must have no entry, because ``hold`` tests for the entry
             if others:
                 self._holders[key] = tuple(others)
 
     @property
     def holders(self) -> dict[bytes, tuple[bytes, ...]]:
         """For each key, the ids of the packs that hold it."""
-        # built at the first use, because lists and totals need tables only
+        # build the index only when it is needed: lists and totals need the tables only
         if self._holders is None:
             self._holders = {}
             for table in self.tables.values():
@@ -61,6 +61,7 @@ class Packs:
             holders[key] = alone if others is None else others + alone
 
     def hold(self, keys: Iterable[bytes]) -> bool:
+        """Return whether the packs together hold all of the keys."""
         return all(map(self.holders.__contains__, keys))
 
     def holding(self, keys: Iterable[bytes]) -> set[bytes]:
@@ -72,8 +73,8 @@ class Packs:
         return found
 
     def in_order(self, keys: ManifestKeys) -> list[bytes]:
-        """Return ids of packs that together hold each held key of a context, in the order in which
-        it needs them.
+        """Return ids of packs that together hold each held key of a context, in the order of the
+        context.
 
         For a key in several packs, one of them is chosen. Keys that no pack holds are skipped.
         """
@@ -107,9 +108,9 @@ class NamespacePacks(Packs):
         found = self._backend.changes(self.namespace, self.cursor)
         has_changed = found.cursor != self.cursor
         self.cursor = found.cursor
-        # without valid earlier changes, ``added`` is the whole catalogue
+        # after a reset, ``added`` is the whole catalogue, so remove all packs first
         removed = self.tables if found.reset else found.removed
-        # a list, because ``remove`` changes the tables
+        # copy the ids to a list, because ``remove`` changes ``tables``
         for pack in list(removed):
             self.remove(pack)
         # add after the removals, because a pack that was removed and written again is in both
@@ -123,7 +124,7 @@ def keys_of(
     namespace: bytes,
     requests: Iterable[str],
 ) -> Iterator[tuple[str, ManifestKeys | None]]:
-    """Yield request ids with their keys, read in batches; None instead of keys that are gone or
+    """Yield request ids with their keys, read in batches; None instead of keys that are deleted or
     damaged."""
     for some in batched(requests, _REQUESTS_PER_CALL):
         keys = backend.manifest_keys(namespace, some)

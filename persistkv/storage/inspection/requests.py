@@ -17,7 +17,7 @@ from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import RequestUse
 
 _NAMED_AT_MOST = 5  # maximum number of ids in an error
-_SHORT = 8  # characters of an id in tables
+_SHORT = 8  # minimum number of characters of an id in tables
 _USES_PER_CALL = 256  # requests whose use is read with one call
 
 
@@ -26,11 +26,12 @@ class NotFoundError(PersistKVError):
 
 
 def short_ids(requests: Iterable[str]) -> dict[str, str]:
-    """Return, for each of these ids, its shortest beginning that none of the others has, of at
-    least 8 characters."""
-    # sorted: each id is then next to the one with which it shares the longest beginning
+    """Return, for each of these ids, its shortest beginning of at least 8 characters with which no
+    other of them begins."""
+    # sort the ids, so that each is next to the one with which it shares the longest beginning
     ordered = sorted(set(requests))
-    # before each id and after the last one, the number of characters that two neighbours share
+    # Entry i is the number of characters that the ids i - 1 and i share; 0 at both ends, where an
+    # id has no neighbour.
     shared = [0]
     for left, right in pairwise(ordered):
         shared.append(_shared_length(left, right))
@@ -86,10 +87,12 @@ class RequestView(msgspec.Struct, frozen=True):
     tokens: int
     blocks: int
     group_blocks: tuple[int, ...]
+    """Number of blocks in each KV cache group."""
     raw_bytes: int
     """Bytes of the request's blocks before the codec, including blocks that other requests
     share."""
     ordered: bool
+    """Whether the keys are in the order of the context; see ``RequestManifest``."""
     labels: dict[str, str]
     last_used: float | None = None
     """Last use of the whole context, in seconds since the epoch; None: unknown."""
@@ -106,8 +109,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """Estimated size of the request's blocks in the store: ``raw_bytes`` divided by the codec ratio
     of its packs. None: unknown."""
     short_id: str = ""
-    """Shortest beginning of the id, of at least 8 characters, that no other request has; the id
-    if the others are not known."""
+    """Shortest beginning of the id, of at least 8 characters, with which no other id begins; the
+    whole id if the ids of the other requests are not known."""
     context: str = ""
     """Digest of the request's keys, hexadecimal: equal for requests of the same context; empty:
     unknown."""
@@ -115,7 +118,8 @@ class RequestView(msgspec.Struct, frozen=True):
     """Number of requests of the same context and labels that a list shows as this one, itself
     included."""
     ttl_s: float | None = None
-    """The request's own ttl, in seconds from its last use; None: only the store's ttl applies."""
+    """The request's own ttl, in seconds from its last use; None: only the ttl of the store
+    applies."""
     priority: str = "normal"
     """Priority of the request: ``low`` is evicted before ``normal``."""
     expires: float | None = None
@@ -130,9 +134,10 @@ class RequestView(msgspec.Struct, frozen=True):
         use: RequestUse | None,
         store_ttl_s: float | None = None,
     ) -> RequestView:
-        """Return the view of a manifest head and of its use; None: unknown use.
+        """Return the view of a manifest head and of its use.
 
-        :param store_ttl_s: ttl of the store in seconds; None: none.
+        :param use: use of the request; None: unknown.
+        :param store_ttl_s: ttl of the store in seconds; None: the store has none.
         """
         view = cls(
             id=manifest.id,
@@ -157,11 +162,14 @@ class RequestView(msgspec.Struct, frozen=True):
         store_ttl_s: float | None,
     ) -> RequestView:
         """Return a copy with ``stored_bytes``, ``expires`` and the fields of the use set from
-        ``use``; None: return this view."""
+        ``use``. If ``use`` is None, return this view.
+
+        :param store_ttl_s: ttl of the store in seconds; None: the store has none.
+        """
         if use is None:
             return self
         stored = None
-        # there is no ratio without packs, which may be deleted
+        # without packs, which may be deleted meanwhile, there is no ratio
         if use.packs_raw_bytes:
             ratio = use.packs_stored_bytes / use.packs_raw_bytes
             stored = round(self.raw_bytes * ratio)
@@ -229,7 +237,7 @@ def chosen_namespaces(
     """Return the only namespace whose id begins with ``wanted``, in a list; None: all namespaces,
     oldest first.
 
-    :param otherwise: continues the error that no namespace matches.
+    :param otherwise: text to append to the error that no namespace matches.
     :raises NotFoundError: no namespace matches, or more than one.
     """
     found = sorted(backend.namespaces(), key=attrgetter("created", "id"))
@@ -239,7 +247,7 @@ def chosen_namespaces(
     matching = [space for space in found if space.id.hex().startswith(prefix)]
     if len(matching) > 1:
         raise _unknown_namespace(wanted, "is ambiguous", matching)
-    # every id begins with an empty text, so that does not choose a namespace, even the only one
+    # refuse an empty text even if there is only one namespace, because every id begins with it
     if not wanted or not matching:
         raise _unknown_namespace(wanted, f"does not exist{otherwise}", found)
     return matching
@@ -288,7 +296,7 @@ def find_request(
         names.append(name)
         if name.startswith(wanted):
             similar.append(found)
-    # a whole id counts even if another id begins with it
+    # prefer the request whose whole id is ``wanted``, even if other ids begin with it
     equal = [found for found in similar if found.manifest.id == wanted]
     candidates = equal or similar
     if not candidates:
@@ -323,7 +331,7 @@ def chosen_requests(
 
     :raises NotFoundError: an id matches no request, or more than one.
     """
-    # use ids as keys, because two of the names may be beginnings of the same id
+    # use the whole ids as keys, because two of the names may be beginnings of the same id
     named = {}
     for name in names:
         found = find_request(backend, name, namespace)
@@ -365,7 +373,7 @@ def copy_group(
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return the first names as text, and the number of the others."""
+    """Return the first names as text, and the number of further names."""
     found = sorted(names)
     text = ", ".join(found[:_NAMED_AT_MOST]) or "none"
     if len(found) > _NAMED_AT_MOST:

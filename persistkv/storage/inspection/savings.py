@@ -16,7 +16,8 @@ class SavedTotals(msgspec.Struct, frozen=True):
     model: str
     """Name or path of the model; may be empty."""
     label: str | None
-    """``name=value``; None: all requests of the namespace, with labels or without."""
+    """Label of the requests as ``name=value``; None: all requests of the namespace, with labels or
+    without."""
     requests: int
     """Requests that restored tokens from the store."""
     tokens: int

@@ -71,9 +71,9 @@ class Selection(msgspec.Struct, frozen=True):
     ) -> bool:
         """Return whether a request fulfils all conditions.
 
-        :param use: use of the request, for ``never_hit`` and ``expired``. None: unknown, these are
-            not fulfilled.
-        :param store_ttl_s: ttl of the store in seconds; None: none.
+        :param use: use of the request. None: the use is unknown, and the request fulfils neither
+            ``never_hit`` nor ``expired``.
+        :param store_ttl_s: ttl of the store in seconds; None: the store has none.
         """
         # an unknown use selects nothing: prune must not delete requests whose use is unknown
         if self.never_hit and (use is None or use.reused):
@@ -118,8 +118,9 @@ def _has_expired(
 
 
 def _time_before(age: str | None, name: str) -> float | None:
-    """Return the time that was this long ago, in seconds since the epoch; None: no bound.
+    """Return the time ``age`` ago, in seconds since the epoch.
 
+    :param age: a duration such as ``7d``; None: no bound, which returns None.
     :param name: option that gives the age, for errors.
     """
     if age is None:
@@ -133,8 +134,8 @@ def _size(size: str | None, name: str) -> int | None:
 
 
 def _label(text: str) -> tuple[str, str | None]:
-    """Return the condition on labels that an option describes, as in ``Selection.labels``."""
-    # ``NAME=`` is a label with an empty value, ``NAME`` any value
+    """Return the condition that the option ``--label`` describes, as in ``Selection.labels``."""
+    # ``NAME=`` asks for an empty value, ``NAME`` for any value
     name, equals, value = text.partition("=")
     if not name:
         raise ConfigurationError("--label", text, "NAME or NAME=VALUE")

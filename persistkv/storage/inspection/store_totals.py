@@ -27,6 +27,7 @@ _AGES = (
     (30 * 86_400, "30d"),
     (90 * 86_400, "90d"),
 )
+"""Upper bounds of the histogram of ages, in seconds, and how they are shown."""
 _SIZES = (
     (1 << 20, "1MiB"),
     (16 << 20, "16MiB"),
@@ -34,6 +35,7 @@ _SIZES = (
     (1 << 30, "1GiB"),
     (16 << 30, "16GiB"),
 )
+"""Upper bounds of the histogram of sizes, in raw bytes, and how they are shown."""
 
 
 class GroupTotals(msgspec.Struct):
@@ -89,11 +91,11 @@ class NamespaceTotals(msgspec.Struct):
     waiting_commits: int | None = None
     """Commits of a shared store that are not merged into its index yet; None for a local store."""
     oldest_waiting: float | None = None
-    """When the oldest of them was written: seconds since the epoch; None: there is none."""
+    """When the oldest waiting commit was written: seconds since the epoch; None: none waits."""
     merged_by: str | None = None
     """Random name of the engine that merged last; None: it is not known."""
     merged_at: float | None = None
-    """When it did: seconds since the epoch."""
+    """When that engine merged: seconds since the epoch; None: it is not known."""
 
 
 class Bin(msgspec.Struct):
@@ -122,7 +124,9 @@ class StoreTotals(BackendStats):
     codec_ratio: float | None
     """Raw bytes per stored byte; None for an empty store."""
     referenced_blocks: int
+    """Number of blocks that the requests name; a shared block counts once for each request."""
     dedup_ratio: float | None
+    """``referenced_blocks`` divided by the number of stored blocks; None without blocks."""
     disk_ratio: float | None
     """Bytes on disk per stored byte. The excess over 1 is index, requests and free space; None for
     an empty store."""
@@ -140,10 +144,12 @@ class StoreTotals(BackendStats):
     """Recorded verdicts: whether a namespace may use the blocks of another engine release's
     namespace."""
     ages: list[Bin]
+    """Requests by the time since they were stored."""
     sizes: list[Bin]
+    """Requests by their raw bytes."""
     savings: list[SavedTotals]
-    """What requests restored instead of computing it, since the store was created: for each
-    namespace, and for each label. At most a minute old, in a remote store five minutes."""
+    """Tokens that requests have restored since the store was created: for each namespace, and for
+    each label. At most a minute old, in a remote store five minutes."""
 
 
 class _Histograms:
@@ -239,7 +245,7 @@ def _namespace_totals(
         totals.referenced_blocks += manifest.blocks
         histograms.add(manifest)
 
-    # without a cursor, the changes are the whole catalogue
+    # read the tables of all packs: without a cursor, the changes are the whole catalogue
     groups: dict[int, GroupTotals] = {}
     for table in backend.changes(namespace.id, None).added:
         totals.packs += 1

@@ -99,7 +99,9 @@ class _Place(NamedTuple):
     """Path of a blob below the root."""
 
     directories: tuple[str, ...]
+    """Names of the directories on the path, the outermost first."""
     file: str
+    """Name of the file."""
 
     @classmethod
     def of(cls, name: str) -> _Place:

@@ -111,6 +111,7 @@ class MapLock:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
+        """Notified when one of the two numbers below falls."""
         self._inside = 0
         """Number of shared holds; a thread may have several."""
         self._num_exclusive = 0
@@ -160,10 +161,12 @@ class OtherTransactionError(Exception):
 
 
 class Reader(NamedTuple):
-    """A process that reads, and the number of the transaction that its snapshot shows."""
+    """A process that reads. Readers are ordered by their snapshots."""
 
     number: int
+    """Number of the transaction whose state its snapshot shows."""
     process: int
+    """Id of the process."""
 
 
 class Database:

@@ -55,6 +55,7 @@ class LmdbForgetting:
         self._environment = environment
         self._keys = environment.database.keys
         self._has_key = environment.database.seal.encrypts
+        """Whether the store has a key, and rows are sealed with the keys of their tenants."""
         self._tenant = tenant
         # packs, requests and bytes of payloads that were deleted so far, for the report
         self._packs = 0

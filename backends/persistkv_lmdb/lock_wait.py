@@ -31,6 +31,7 @@ class LockWait:
 
     def __init__(self, descriptor: int) -> None:
         self._changed = threading.Condition()
+        """Notified when ``flock`` has returned."""
         self._is_awaited = False
         """Whether a thread waits in ``result``."""
         self._error: OSError | None = None

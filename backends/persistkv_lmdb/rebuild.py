@@ -100,6 +100,7 @@ class ScannedPack(NamedTuple):
     """A pack that was found in a segment file and verified, in its only extent."""
 
     extent: Extent
+    """All pages of the pack: payload, table and trailer."""
     name: bytes
     """Namespace and pack id."""
     last_erasure: int

@@ -155,6 +155,7 @@ class SegmentFiles:
         """Writes that were started in other threads since the last
         ``wait_for_writes``."""
         self._bounce = Bounce(self.wait_for_writes)
+        """Memory through which buffers are copied that O_DIRECT would refuse."""
         self._direct = True
         """False once O_DIRECT was refused for aligned buffers."""
 

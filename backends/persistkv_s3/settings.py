@@ -75,6 +75,7 @@ class _Effect(NamedTuple):
 
     level: Level
     found: str
+    """What is the case, in words for a user."""
     todo: str = ""
     """The remedy; empty if none is needed."""
 

@@ -78,8 +78,11 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Circuit breaker, see the top of this file. Thread-safe. ``name`` is the server's name in the
-    log."""
+    """Circuit breaker, see the top of this file. Thread-safe.
+
+    :param name: name of the server in the log.
+    :param slow_s: seconds after which an answer is bad; an answer with many bytes has more time.
+    """
 
     def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
         self._name = name
@@ -183,7 +186,7 @@ class Bucket:
     """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an
     ``S3Error``, or the error of its sink. ``Transport`` specifies arguments and results.
 
-    :param transport: closed with the bucket.
+    :param transport: client that makes the attempts; closed with the bucket.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.
     """
 

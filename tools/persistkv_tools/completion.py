@@ -37,18 +37,26 @@ def completions(
     prefix = words[-1]
     # complete the name of the command: it is missing, unfinished or unknown
     if len(words) < 2 or command is None:
-        return [name for name in commands if name.startswith(prefix)]
+        return _beginning_with(prefix, commands)
     if prefix.startswith("-"):
-        # find the options in the help, because argparse has no public list of them
-        shown = command.parser(words[0]).format_help()
-        names = sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
-        return [name for name in names if name.startswith(prefix)]
-    store_names = [name for name in sorted(named_stores()) if name.startswith(prefix)]
-    if not _takes_request(command):
-        return store_names
-    # ids are read from a store: until one is given, complete the names of stores
-    store = store_of(words[1:-1])
-    return store_names if store is None else _requests(store, prefix)
+        return _beginning_with(prefix, _options(words[0], command))
+    if _takes_request(command):
+        # ids are read from a store: until one is given, complete the names of stores
+        store = store_of(words[1:-1])
+        if store is not None:
+            return _beginning_with(prefix, _requests(store))[:_MOST]
+    return _beginning_with(prefix, sorted(named_stores()))
+
+
+def _beginning_with(prefix: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _options(name: str, command: Command) -> list[str]:
+    """Return the long options of a command, sorted."""
+    # find them in the help, because argparse has no public list of them
+    shown = command.parser(name).format_help()
+    return sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
 
 
 def _with_whole_urls(arguments: Sequence[str]) -> list[str]:
@@ -65,12 +73,10 @@ def _takes_request(command: Command) -> bool:
     return any(name.startswith("REQUEST") for name in names)
 
 
-def _requests(url: str, begin: str) -> list[str]:
-    """Return the ids of requests that begin with the text."""
+def _requests(url: str) -> list[str]:
+    """Return the ids of all requests of a store, sorted; none if it cannot be read."""
     try:
         with opened(url) as backend:
-            names = [found.manifest.id for found in stored_requests(backend)]
+            return sorted(found.manifest.id for found in stored_requests(backend))
     except PersistKVError:  # a completion has no place for an error
         return []
-    matching = [name for name in names if name.startswith(begin)]
-    return sorted(matching)[:_MOST]

@@ -137,10 +137,10 @@ def _frame_runs(table: PackTable, most_bytes: int) -> Iterator[list[Frame]]:
     yield run
 
 
-def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]:
+def check_piece(piece: Piece, payload: memoryview, seal: Seal) -> Iterator[Defect]:
     """Yield the defects of a piece; for the first piece of a pack, also check the pack's id.
 
-    :param found: stored bytes of the piece, which are decrypted in place.
+    :param payload: stored bytes of the piece, which are decrypted in place.
     :param seal: seal of the store.
     :raises UnknownCodecError: the frames cannot be decoded by this release.
     """
@@ -161,7 +161,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         first_block = next_block
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
-        stored = found[begin:end]
+        stored = payload[begin:end]
         try:
             frame_seal.open(PlacedFrame(number, frame, frame_keys), [stored])
         except CorruptPackError as error:
@@ -170,7 +170,7 @@ def check_piece(piece: Piece, found: memoryview, seal: Seal) -> Iterator[Defect]
         else:
             yield from _check_decoding(table, frame, stored)
         padded_end = begin + align(frame.stored_length)
-        padding = bytes(found[end:padded_end])
+        padding = bytes(payload[end:padded_end])
         if padding.strip(b"\0"):
             offset = frame.offset + frame.stored_length
             detail = "non-zero bytes after a frame"

@@ -35,6 +35,7 @@ _UNITS = ((86_400, "d"), (3600, "h"), (60, "m"))  # of times, in seconds
 _ALMOST = 0.98  # part of a unit that is shown as a whole one
 
 T = TypeVar("T", bound=msgspec.Struct)
+N = TypeVar("N", int, float)
 
 
 class OutputError(StoreError):
@@ -106,6 +107,11 @@ def format_model(name: str) -> str:
     if not is_wide():
         name = name.rstrip("/").rpartition("/")[2]
     return name or "-"
+
+
+def or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
+    """Return a value as text; ``-`` if it is unknown."""
+    return "-" if value is None else format_value(value)
 
 
 def format_labels(labels: dict[str, str]) -> str:
@@ -235,25 +241,8 @@ def _cell(record: object, column: str | Callable[[Any], str]) -> str:
     for endings, format_value in _FORMATS_BY_NAME:
         if column.endswith(endings):
             return format_value(value)
-    return _text(column, value)
-
-
-def _text(column: str, value: Any) -> str:
-    """Return a value as text, by its type."""
-    # test for bool before int, because a bool is an int, too
-    if isinstance(value, bool):
-        return "yes" if value else ""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float) and column.endswith("_rate"):
-        return f"{value:.1%}"
-    if isinstance(value, float):
-        return f"{value:.2f}"
-    if isinstance(value, dict):
-        return cut(format_labels(value))
-    if isinstance(value, list):
-        return " ".join(value)
-    return str(value)
+    format_value = _FORMATS_BY_TYPE.get(type(value), str)
+    return format_value(value)
 
 
 def cut(text: str) -> str:
@@ -269,8 +258,17 @@ _FORMATS_BY_NAME: tuple[tuple[tuple[str, ...], Callable[[Any], str]], ...] = (
     (("bytes_per_s",), lambda value: f"{format_size(round(value))}/s"),
     (("_bytes",), lambda value: format_size(round(value))),
     (("seconds",), lambda value: f"{value * 1e3:,.1f} ms"),
+    (("_rate",), lambda value: f"{value:.1%}"),
 )
 """How the values of fields are formatted, by the ends of their names."""
+_FORMATS_BY_TYPE: dict[type, Callable[[Any], str]] = {
+    bool: lambda value: "yes" if value else "",
+    int: lambda value: f"{value:,}",
+    float: lambda value: f"{value:.2f}",
+    dict: lambda value: cut(format_labels(value)),
+    list: " ".join,
+}
+"""How the values of all other fields are formatted."""
 
 
 def show_table(

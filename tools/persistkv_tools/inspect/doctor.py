@@ -97,20 +97,25 @@ def doctor(url: str | None, *, json: bool) -> None:
     if json:
         render.print_json({"url": url, "findings": findings})
     else:
-        table = render.table(("check", "level", "found"), [], left="level,found")
-        # Allow line breaks in the last column. ``render.table`` forbids them in columns of short
-        # texts, and it has seen no row.
-        table.columns[-1].no_wrap = False
-        for finding in findings:
-            level = render.plain(finding.level.value, _STYLES[finding.level])
-            found = render.plain(finding.found)
-            if finding.todo:
-                todo = render.plain(f"→ {finding.todo}")
-                found = Text("\n").join([found, todo])
-            table.add_row(render.plain(finding.check), level, found)
-        render.console().print(table)
+        _print(findings)
     if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
         raise SystemExit(1)
+
+
+def _print(findings: Sequence[Check]) -> None:
+    """Print a table of the findings, each with its remedy below it."""
+    table = render.table(("check", "level", "found"), [], left="level,found")
+    # Allow line breaks in the last column. ``render.table`` forbids them in columns of short
+    # texts, and it has seen no row.
+    table.columns[-1].no_wrap = False
+    for finding in findings:
+        level = render.plain(finding.level.value, _STYLES[finding.level])
+        found = render.plain(finding.found)
+        if finding.todo:
+            todo = render.plain(f"→ {finding.todo}")
+            found = Text("\n").join([found, todo])
+        table.add_row(render.plain(finding.check), level, found)
+    render.console().print(table)
 
 
 COMMAND = Command(doctor, (_URL,))
@@ -152,16 +157,12 @@ def _packages() -> Iterator[Check]:
         try:
             yield _check_release(name, version(name))
         except PackageNotFoundError:
+            level = Level.PROBLEM
+            todo = f"pip install {name}"
             if name in _OPTIONAL_PACKAGES:
+                level = Level.NOTE
                 todo = f"optional: pip install {_OPTIONAL_PACKAGES[name]}"
-                yield Check(f"package {name}", Level.NOTE, "not installed", todo)
-            else:
-                yield Check(
-                    f"package {name}",
-                    Level.PROBLEM,
-                    "not installed",
-                    f"pip install {name}",
-                )
+            yield Check(f"package {name}", level, "not installed", todo)
 
 
 def _check_release(name: str, installed: str) -> Check:
@@ -176,8 +177,8 @@ def _check_release(name: str, installed: str) -> Check:
 
 
 def _shared_memory(directory: Path) -> Iterator[Check]:
-    """Check the room in the directory of the primary tiers, and look for those of killed
-    engines."""
+    """Check the room in the directory of the primary tiers, and look for files that killed engines
+    left there."""
     try:
         disk = shutil.disk_usage(directory)
     except OSError as error:
@@ -196,6 +197,11 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
         "with size=)"
     )
     yield _passed("shared memory", disk.free >= _MIN_SHARED, found, todo)
+    yield _leftovers(directory)
+
+
+def _leftovers(directory: Path) -> Check:
+    """Check that no killed engine has left the file of its primary tier."""
     leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_leftover(path)]
     found = "none"
     if leftovers:
@@ -205,7 +211,7 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
         size = render.format_size(num_bytes)
         found = f"{regions} of killed engines, {size}: {names}"
     todo = "the next engine removes them, or delete them by hand"
-    yield _passed("leftover regions", not leftovers, found, todo)
+    return _passed("leftover regions", not leftovers, found, todo)
 
 
 def _is_leftover(path: Path) -> bool:
@@ -301,11 +307,7 @@ def _store(url: str) -> Iterator[Check]:
     yield Check("store", Level.OK, found)
     yield _codec(stats, sample)
     if stats.quarantined:
-        size = render.format_size(stats.quarantined_bytes)
-        names = " ".join(stats.quarantined)
-        found = f"{size}, not counted in the capacity: {names}"
-        todo = f"persistkv prune {shlex.quote(url)} --quarantined deletes them"
-        yield Check("damaged files", Level.WARNING, found, todo)
+        yield _damaged_files(url, stats)
     yield _store_clock(newest)
     location = Path(parsed.location)
     # False for a bucket, which is no place on this machine
@@ -315,6 +317,15 @@ def _store(url: str) -> Iterator[Check]:
         if not is_remote:
             yield _pid_namespace()
             yield _direct(location)
+
+
+def _damaged_files(url: str, stats: BackendStats) -> Check:
+    """Return a warning about files of damaged stores that were renamed."""
+    size = render.format_size(stats.quarantined_bytes)
+    names = " ".join(stats.quarantined)
+    found = f"{size}, not counted in the capacity: {names}"
+    todo = f"persistkv prune {shlex.quote(url)} --quarantined deletes them"
+    return Check("damaged files", Level.WARNING, found, todo)
 
 
 def _newest_request(backend: Backend) -> float:

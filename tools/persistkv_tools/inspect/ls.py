@@ -177,7 +177,7 @@ def _print(page: Page) -> None:
         shown,
         by_group=_blocks_by_group,
         copies=_copies,
-        hits=lambda request: "-" if request.hits is None else f"{request.hits:,}",
+        hits=lambda request: render.or_dash(request.hits, "{:,}".format),
         model=lambda request: models[request.namespace],
     )
     render.show_table(

@@ -239,11 +239,16 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         # rounding errors might put the last request beyond the last interval
         period = periods[min(number, len(periods) - 1)]
         period.add(request.manifest, num_found)
+    _sum_up(periods)
+    return periods
+
+
+def _sum_up(periods: Iterable[Period]) -> None:
+    """Set the ``held_bytes`` of intervals, which are given oldest first."""
     held_bytes = 0
     for period in periods:
         held_bytes += period.added_bytes
         period.held_bytes = held_bytes
-    return periods
 
 
 def report_page(data: ReportData) -> str:
@@ -262,11 +267,7 @@ def report_page(data: ReportData) -> str:
 def _parts(data: ReportData) -> Iterator[str]:
     """Yield the HTML of the report's body, section by section."""
     yield f"<h1>{_escape(data.url)}</h1><p>as of {_escape(render.format_time(data.made))}</p>"
-    cards = []
-    for name, figure in render.pairs(_CARDS, data.totals).items():
-        card = f"<b>{_escape(figure)}</b><span>{name}</span>"
-        cards.append(f'<div class="card">{card}</div>')
-    yield f'<div class="cards">{"".join(cards)}</div>'
+    yield _cards(data.totals)
     # without requests, there are no ages and sizes to show
     if data.totals.requests:
         ages = _histogram("younger than", data.totals.ages)
@@ -293,19 +294,31 @@ def _parts(data: ReportData) -> Iterator[str]:
     if has_tenants(data.totals):
         note = "The most stored bytes first. A tenant above its quota evicts its own content."
         yield _section("Tenants", note, _records(TENANTS, data.totals.tenants[:_NODES]))
-    if data.totals.savings:
-        note = f"Restored instead of computed: {savings.summary(data.totals.savings)}."
-        shown = _records(savings.COLUMNS, data.totals.savings)
-        yield _section("Savings", note, shown)
-    if data.largest:
-        yield _section(
-            "Largest requests", "By raw size.", _records(_LARGEST, data.largest)
-        )
-    if data.engines:
-        yield _section(
-            "Engines", "Last published status.", _records(_ENGINES, data.engines)
-        )
+    note = f"Restored instead of computed: {savings.summary(data.totals.savings)}."
+    yield from _listed("Savings", note, savings.COLUMNS, data.totals.savings)
+    yield from _listed("Largest requests", "By raw size.", _LARGEST, data.largest)
+    yield from _listed("Engines", "Last published status.", _ENGINES, data.engines)
     yield f"<footer>persistkv {__version__}</footer>"
+
+
+def _cards(totals: StoreTotals) -> str:
+    """Return the figures of the whole store, each in a box with its name."""
+    cards = []
+    for name, figure in render.pairs(_CARDS, totals).items():
+        card = f"<b>{_escape(figure)}</b><span>{name}</span>"
+        cards.append(f'<div class="card">{card}</div>')
+    return f'<div class="cards">{"".join(cards)}</div>'
+
+
+def _listed(
+    title: str,
+    note: str,
+    columns: render.Columns,
+    records: Sequence[object],
+) -> Iterator[str]:
+    """Yield a section with a table of records; nothing if there are none."""
+    if records:
+        yield _section(title, note, _records(columns, records))
 
 
 def _histogram(header: str, bins: list[Bin]) -> str:

@@ -35,6 +35,7 @@ from persistkv_tools.command import URL, Command, add_flag
 from persistkv_tools.savings import RecentSavings
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
     from prometheus_client.registry import Collector
 
@@ -103,13 +104,10 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
 
     Example: persistkv serve-metrics lmdb:///var/cache/kv --listen 0.0.0.0:9464
     """
-    host, port = _address(listen)
+    # an invalid address ends the command before the store is opened
+    _address(listen)
     try:
-        from prometheus_client import (
-            CollectorRegistry,
-            generate_latest,
-            start_http_server,
-        )
+        from prometheus_client import CollectorRegistry, generate_latest
     except ImportError:
         raise MissingExtraError("prometheus-client", "metrics") from None
     try:
@@ -122,23 +120,33 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
     registry = CollectorRegistry()
     with closing(StoreCollector(url)) as collector:
         registry.register(cast("Collector", collector))
-        if once and json:
+        if not once:
+            _serve(url, listen, registry, json=json)
+        elif json:
             render.print_json({"url": url, "metrics": _samples(registry.collect())})
-            return
-        if once:
+        else:
             render.print_exact(generate_latest(registry).decode())
-            return
-        try:
-            server, thread = start_http_server(port, host, registry)
-        except OSError as error:
-            expected = f"a free address of this machine ({error.strerror})"
-            raise ConfigurationError("--listen", listen, expected) from None
-        address = f"http://{host}:{server.server_port}/metrics"
-        _say_address(url, address, json=json)
-        with suppress(KeyboardInterrupt):  # Ctrl-C ends the command
-            thread.join()
-        server.shutdown()
-        server.server_close()
+
+
+def _serve(url: str, listen: str, registry: CollectorRegistry, *, json: bool) -> None:
+    """Serve the metrics at an address until Ctrl-C; print the address first.
+
+    :raises ConfigurationError: the address is invalid or in use.
+    """
+    from prometheus_client import start_http_server
+
+    host, port = _address(listen)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as error:
+        expected = f"a free address of this machine ({error.strerror})"
+        raise ConfigurationError("--listen", listen, expected) from None
+    address = f"http://{host}:{server.server_port}/metrics"
+    _say_address(url, address, json=json)
+    with suppress(KeyboardInterrupt):  # Ctrl-C ends the command
+        thread.join()
+    server.shutdown()
+    server.server_close()
 
 
 def _address(listen: str) -> tuple[str, int]:
@@ -179,6 +187,17 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = Command(serve_metrics, (URL,), _add_options)
+
+
+def _gauge_value(status: EngineStatus, name: str) -> float | None:
+    """Return the present value of an engine for a metric of ``_GAUGES``; None: it has none."""
+    if name != "breaker":
+        value: float = getattr(status, name)
+        return value
+    # a local store has no breaker
+    if status.breaker not in _BREAKER:
+        return None
+    return _BREAKER.index(status.breaker)
 
 
 class _Scrape(NamedTuple):
@@ -349,13 +368,9 @@ class StoreCollector:
             metric_name = f"persistkv_engine_{name}"
             gauge = GaugeMetricFamily(metric_name, text, labels=_ENGINE_LABELS)
             for status in engines:
-                value = getattr(status, name)
-                if name == "breaker":
-                    # a local store has no breaker
-                    if value not in _BREAKER:
-                        continue
-                    value = _BREAKER.index(value)
-                gauge.add_metric(self._labels(status), value)
+                value = _gauge_value(status, name)
+                if value is not None:
+                    gauge.add_metric(self._labels(status), value)
             metrics.append(gauge)
         return metrics
 

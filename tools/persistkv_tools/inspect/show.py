@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, groupby, zip_longest
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 from rich.tree import Tree
@@ -223,38 +223,7 @@ COMMAND = Command(show, (URL, REQUEST), _add_options)
 
 def _print(context: ContextView) -> None:
     """Print a request, its KV cache groups, its packs and the first keys of each group."""
-    request = context.request
-    name = request.id
-    if request.short_id != request.id:
-        name += f" (short: {request.short_id})"
-    created = render.format_time(request.created)
-    rows = {
-        "request": name,
-        "model": context.model or "-",
-        "namespace": request.namespace,
-        "created": f"{created} ({render.format_age(request.created)} ago)",
-        "last used": _or_dash(request.last_used, _ago),
-        "pinned": "yes" if request.pinned else "no",
-        "tokens": f"{request.tokens:,}",
-        "raw size": render.format_size(request.raw_bytes),
-        "stored size": _or_dash(request.stored_bytes, render.format_size),
-        "hits": _or_dash(request.hits, _hits),
-        "labels": render.format_labels(request.labels),
-        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other"
-        " requests",
-    }
-    if context.copies > 1:
-        rows["copies"] = (
-            f"{context.copies:,} requests of this context and labels, one row of ls; hits of "
-            f"all: {_or_dash(context.copies_hits, str)}"
-        )
-    if request.ttl_s is not None:
-        rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
-    if request.expires is not None:
-        rows["expires"] = render.format_expiry(request.expires)
-    if request.priority != "normal":
-        rows["priority"] = request.priority
-    render.show_pairs(rows)
+    render.show_pairs({**_rows(context), **_optional_rows(context)})
     render.show_table(_GROUPS, context.groups)
     render.show_table(_PACKS, context.packs, left="codec", most=_SHOWN_PACKS)
     for group in context.groups:
@@ -264,12 +233,47 @@ def _print(context: ContextView) -> None:
             render.show_table(_KEYS, group.keys, title=title)
 
 
-N = TypeVar("N", int, float)
+def _rows(context: ContextView) -> dict[str, str]:
+    """Return the properties that every request has, by name."""
+    request = context.request
+    name = request.id
+    if request.short_id != request.id:
+        name += f" (short: {request.short_id})"
+    created = render.format_time(request.created)
+    return {
+        "request": name,
+        "model": context.model or "-",
+        "namespace": request.namespace,
+        "created": f"{created} ({render.format_age(request.created)} ago)",
+        "last used": render.or_dash(request.last_used, _ago),
+        "pinned": "yes" if request.pinned else "no",
+        "tokens": f"{request.tokens:,}",
+        "raw size": render.format_size(request.raw_bytes),
+        "stored size": render.or_dash(request.stored_bytes, render.format_size),
+        "hits": render.or_dash(request.hits, _hits),
+        "labels": render.format_labels(request.labels),
+        "shared": f"{context.shared_blocks:,} of {request.blocks:,} blocks are also in other"
+        " requests",
+    }
 
 
-def _or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
-    """Return a value as text; ``-`` if it is unknown."""
-    return "-" if value is None else format_value(value)
+def _optional_rows(context: ContextView) -> dict[str, str]:
+    """Return the properties that only some requests have, by name."""
+    request = context.request
+    rows: dict[str, str] = {}
+    if context.copies > 1:
+        hits = render.or_dash(context.copies_hits, str)
+        rows["copies"] = (
+            f"{context.copies:,} requests of this context and labels, one row of ls; hits of "
+            f"all: {hits}"
+        )
+    if request.ttl_s is not None:
+        rows["ttl"] = f"{request.ttl_s:,.0f} s after its last use"
+    if request.expires is not None:
+        rows["expires"] = render.format_expiry(request.expires)
+    if request.priority != "normal":
+        rows["priority"] = request.priority
+    return rows
 
 
 def _ago(time: float) -> str:
@@ -335,17 +339,14 @@ def show_context(
     named_tables = backend.tables(namespace, named_packs)
     places = _places(backend, namespace, named_tables, keys_by_group)
     # requests that name one of the same packs may share blocks with this one
-    others = [head.id for head in catalogue.manifests_naming(named_packs)]
-    if manifest.id in others:
-        others.remove(manifest.id)
-    sharers = _sharers(backend, namespace, others, keys_by_group)
+    candidates = {head.id for head in catalogue.manifests_naming(named_packs)}
+    candidates.discard(manifest.id)
+    sharers = _sharers(backend, namespace, sorted(candidates), keys_by_group)
     groups = []
     for group, group_keys in enumerate(keys_by_group):
         groups.append(_group_view(group, group_keys, places, key_limit))
-    num_shared = 0
-    for key in chain.from_iterable(keys_by_group):
-        if key in sharers:
-            num_shared += 1
+    all_keys = chain.from_iterable(keys_by_group)
+    num_shared = sum(key in sharers for key in all_keys)
     # A later request with the same context counts as a hit of the oldest copy alone. So the hits of
     # the oldest copy, which is the first one, are those of all copies.
     copies = found.copies(backend)

@@ -24,7 +24,7 @@ _MOST_ROWS = 20  # rows of a table of labels or tenants; --json has all
 
 
 def _number(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.2f}"
+    return render.or_dash(ratio, "{:.2f}".format)
 
 
 def _model(totals: NamespaceTotals | ModelTotals) -> str:
@@ -175,15 +175,13 @@ def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     columns = render.columns(
         "namespace=short_id waiting=waiting_commits oldest=waiting_age merged=merge_age by=merger",
         short_id=lambda space: space.id[:8],
-        waiting_age=lambda space: _age(space.oldest_waiting),
-        merge_age=lambda space: _age(space.merged_at),
+        waiting_age=lambda space: render.or_dash(
+            space.oldest_waiting, render.format_age
+        ),
+        merge_age=lambda space: render.or_dash(space.merged_at, render.format_age),
         merger=lambda space: (space.merged_by or "-")[:8],
     )
     render.show_table(columns, shared, left="namespace")
-
-
-def _age(time: float | None) -> str:
-    return "-" if time is None else render.format_age(time)
 
 
 def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:

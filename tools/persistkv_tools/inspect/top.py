@@ -223,11 +223,8 @@ class Watch:
     def _engines(self, now: float) -> list[EngineView]:
         """Return the engines that have published a status, live ones first; update their rates."""
         statuses = read_statuses(self._backend)
-        models = {}
         # read the identities of namespaces only if there is an engine to show
-        if statuses:
-            for space in self._backend.namespaces():
-                models[space.id.hex()] = space.identity.model_name
+        models = self._models() if statuses else {}
         engines: list[EngineView] = []
         for status in statuses:
             before = self._last_statuses.get(status.engine)
@@ -248,6 +245,13 @@ class Watch:
         # among live and among other engines, the sort keeps the order of the statuses
         engines.sort(key=lambda view: not view.live)
         return engines
+
+    def _models(self) -> dict[str, str]:
+        """Return the name of the model of each namespace, by namespace id."""
+        models = {}
+        for space in self._backend.namespaces():
+            models[space.id.hex()] = space.identity.model_name
+        return models
 
 
 def hit_rate(counters: StoreCounters) -> float | None:

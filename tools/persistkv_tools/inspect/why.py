@@ -105,9 +105,14 @@ def why(
     # the one with the fewest differences, which are the likely reason for misses.
     comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
-        report: dict[str, Any] = {"url": url, "against": against}
-        report |= {"request": None, "loads": []}
-        report |= {"comparisons": comparisons, "adoptions": adopted}
+        report = {
+            "url": url,
+            "against": against,
+            "request": None,
+            "loads": [],
+            "comparisons": comparisons,
+            "adoptions": adopted,
+        }
         render.print_json(report)
     else:
         _print_all(comparisons, f"{url} has {render.count(len(spaces), 'namespace')}")
@@ -149,38 +154,44 @@ def _why_request(url: str, request: str, *, json: bool) -> None:
         )
     if json:
         # the JSON object has the same fields as without --request
-        empty: dict[str, list[Any]] = {"comparisons": [], "adoptions": []}
-        report = {"url": url, "against": None, "request": request, "loads": loads}
-        render.print_json({**report, **empty})
+        report = {
+            "url": url,
+            "against": None,
+            "request": request,
+            "loads": loads,
+            "comparisons": [],
+            "adoptions": [],
+        }
+        render.print_json(report)
         return
     for load in loads:
         render.say(f"{load.request} on {load.host}: {_explain(load)}")
 
 
+_EXPLANATIONS = {
+    "loaded": "loaded in {load_time}; computing was expected to take {compute_time}",
+    "deadline": (
+        "the load was abandoned after {load_time} (deadline); computing was expected to take "
+        "{compute_time}"
+    ),
+    "refused": (
+        "the request neither used nor filled the store (refused): it names no tenant, which the "
+        "engine's option tenant requires, or its options are invalid"
+    ),
+}
+"""What became of the blocks of a request, by reason."""
+_COMPUTED = "computed ({reason}): a load was expected to take {load_time}, computing {compute_time}"
+"""The same for all other reasons."""
+
+
 def _explain(load: LoadView) -> str:
     """Return what became of the blocks of a request, in words."""
-    load_time = _time_text(load.load_s)
-    compute_time = _time_text(load.compute_s)
-    match load.reason:
-        case "loaded":
-            return (
-                f"loaded in {load_time}; computing was expected to take {compute_time}"
-            )
-        case "deadline":
-            return (
-                f"the load was abandoned after {load_time} (deadline); computing was expected "
-                f"to take {compute_time}"
-            )
-        case "refused":
-            return (
-                "the request neither used nor filled the store (refused): it names no tenant, "
-                "which the engine's option tenant requires, or its options are invalid"
-            )
-        case _:
-            return (
-                f"computed ({load.reason}): a load was expected to take {load_time}, "
-                f"computing {compute_time}"
-            )
+    explanation = _EXPLANATIONS.get(load.reason, _COMPUTED)
+    return explanation.format(
+        reason=load.reason,
+        load_time=_time_text(load.load_s),
+        compute_time=_time_text(load.compute_s),
+    )
 
 
 def _time_text(seconds: float | None) -> str:

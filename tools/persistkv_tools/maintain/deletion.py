@@ -103,8 +103,8 @@ class PruneRules(NamedTuple):
     selection: Selection | None = None
     requests: Sequence[FoundRequest] = ()
     keep_bytes: int | None = None
-    keep_last: int | None = None
-    keep_daily: int | None = None
+    keep_last: int = 0
+    keep_daily: int = 0
     orphans: bool = False
     shared_packs: bool = False
     quarantined: bool = False
@@ -288,6 +288,21 @@ class _Chosen(NamedTuple):
         """Take the request out of the choice."""
         self.usage.chosen.remove(self.request)
 
+    def freed_bytes(self, users_left: Counter[bytes]) -> int:
+        """Return the payload bytes of the packs that are deleted with this request.
+
+        :param users_left: by pack id, the number of requests that use the pack; this request is
+            subtracted.
+        """
+        packs = self.usage.packs_of[self.request]
+        users_left.subtract(packs)
+        num_bytes = 0
+        # a pack is deleted with the last of its requests
+        for pack in packs:
+            if users_left[pack] == 0:
+                num_bytes += self.usage.held_packs.tables[pack].payload_length
+        return num_bytes
+
 
 def plan_prune(
     store: StoreHandle,
@@ -325,8 +340,8 @@ def plan_prune(
         selection=selection,
         requests=found,
         keep_bytes=keep_bytes,
-        keep_last=keep_last,
-        keep_daily=keep_daily,
+        keep_last=keep_last or 0,
+        keep_daily=keep_daily or 0,
         orphans=orphans,
         shared_packs=shared_packs,
         quarantined=quarantined,
@@ -405,11 +420,9 @@ class Prune:
             selection = rules.selection or Selection()
             for usage in self._usages:
                 usage.choose(selection, named)
-        last = rules.keep_last
-        days = rules.keep_daily
         # apply the rules that keep requests after the choice, because they count chosen requests
-        if last is not None or days is not None:
-            self._keep_newest(last or 0, days or 0)
+        if rules.keep_last or rules.keep_daily:
+            self._keep_newest(rules.keep_last, rules.keep_daily)
         if rules.keep_bytes is not None:
             self._shrink_to(rules.keep_bytes)
 
@@ -454,14 +467,8 @@ class Prune:
             if remaining_bytes <= stored_bytes:
                 chosen.keep()
                 continue
-            usage = chosen.usage
-            packs = usage.packs_of[chosen.request]
-            users_left = users[usage.namespace.id]
-            users_left.subtract(packs)
-            # a pack is deleted with the last of its requests
-            for pack in packs:
-                if users_left[pack] == 0:
-                    remaining_bytes -= usage.held_packs.tables[pack].payload_length
+            users_left = users[chosen.usage.namespace.id]
+            remaining_bytes -= chosen.freed_bytes(users_left)
 
     def _plan(self, usage: _Usage, rules: PruneRules) -> None:
         """Add the packs and requests to delete from one namespace to the plan."""

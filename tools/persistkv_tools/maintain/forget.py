@@ -55,10 +55,7 @@ def forget(
         raise MissingOptionError("forget", f"TENANT, or {_VERIFY}")
     check_tenant("tenant", tenant)
     ensure_consent("forget", "--yes", yes=yes, json=json)
-    target = None if receipt is None else Path(receipt)
-    # refuse an existing file before anything is destroyed: it may be an older receipt
-    if target is not None and target.exists():
-        raise ConfigurationError(_RECEIPT, receipt, "a file that does not exist")
+    target = None if receipt is None else _new_file(receipt)
     with open_store(url, read_only=False) as store:
         question = f"Destroy all content and keys of {printable(tenant)}?"
         if not yes and not confirm(question):
@@ -70,6 +67,15 @@ def forget(
         render.print_json(done)
     else:
         _print(done, target)
+
+
+def _new_file(path: str) -> Path:
+    """Return the path of the receipt to write; raise ConfigurationError if the file exists."""
+    target = Path(path)
+    # it may be an older receipt, which must not be lost
+    if target.exists():
+        raise ConfigurationError(_RECEIPT, path, "a file that does not exist")
+    return target
 
 
 def _write(target: Path, receipt: Receipt) -> None:

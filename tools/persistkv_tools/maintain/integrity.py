@@ -245,16 +245,17 @@ def _unread_tenants(
         yield Defect(problem=Problem.TENANT_TOTALS, detail=detail, count=num_packs)
 
 
-def _unread(problem: Problem, what: str, rows: int) -> Iterator[Defect]:
+def _unread(problem: Problem, noun: str, excess: int) -> Iterator[Defect]:
     """Yield a finding if the totals count other rows than can be read.
 
-    :param what: noun for the rows in the finding.
-    :param rows: number that the totals count, less the number that can be read.
+    :param noun: what the rows are, in the plural.
+    :param excess: number that the totals count, less the number that can be read.
     """
-    if rows:
-        relation = "more" if rows > 0 else "fewer"
-        detail = f"the totals count {abs(rows)} {relation} {what} than can be read"
-        yield Defect(problem=problem, detail=detail, count=abs(rows))
+    if excess:
+        relation = "more" if excess > 0 else "fewer"
+        num_rows = abs(excess)
+        detail = f"the totals count {num_rows} {relation} {noun} than can be read"
+        yield Defect(problem=problem, detail=detail, count=num_rows)
 
 
 class PackToRead(NamedTuple):
@@ -495,14 +496,14 @@ class Verifier:
         return findings
 
 
-def _is_good(piece: Piece, found: memoryview, seal: Seal) -> bool:
+def _is_good(piece: Piece, payload: memoryview, seal: Seal) -> bool:
     """Return whether a piece has no defect. False for an unknown codec: the second check of its
     pack counts it.
 
-    :param found: stored bytes of the piece, which are decrypted in place.
+    :param payload: stored bytes of the piece, which are decrypted in place.
     """
     try:
-        return next(check_piece(piece, found, seal), None) is None
+        return next(check_piece(piece, payload, seal), None) is None
     except UnknownCodecError:
         return False
 
@@ -552,20 +553,28 @@ def _suspects(
             if keys is None:
                 problem = Problem.MANIFEST_KEYS
                 detail = "its keys cannot be read"
+                found[name] = _request_defect(space, name, problem, detail)
             elif num_missing:
                 problem = Problem.MISSING_BLOCKS
                 detail = f"no pack holds {num_missing} of its blocks"
-            else:
-                continue
-            found[name] = Defect(
-                problem=problem,
-                detail=detail,
-                namespace=space.namespace.hex(),
-                request=name,
-            )
+                found[name] = _request_defect(space, name, problem, detail)
         # no payload was read, but the limits of the pace may require a sleep
         on_bytes(0)
     return found
+
+
+def _request_defect(
+    space: NamespacePacks,
+    request: str,
+    problem: Problem,
+    detail: str,
+) -> Defect:
+    return Defect(
+        problem=problem,
+        detail=detail,
+        namespace=space.namespace.hex(),
+        request=request,
+    )
 
 
 class HeldKeys:

@@ -76,6 +76,7 @@ def prune(
         expired=expired,
     )
     keep_bytes = _keep_bytes(keep_size)
+    # whether an option limits the deletion of the chosen requests
     keeps = (keep_size, keep_last, keep_daily) != (None, None, None)
     has_conditions = selection != Selection()
     deletes_requests = any([request, has_conditions, namespace, keeps])
@@ -99,33 +100,17 @@ def prune(
         # print the plan before the question, because the user consents to it
         if not json:
             _print_plan(pruning.plan, pruning.quarantined)
-        outcome = _Outcome()
-        if not dry_run:
-            outcome = _run_if_consented(store, pruning, yes=yes)
+        outcome = _run_if_consented(store, pruning, dry_run=dry_run, yes=yes)
 
     if json:
         report = {"url": url, "dry_run": dry_run, **_json_report(pruning, outcome)}
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)
-    # A user who names requests or labels expects all of their content to be deleted. Blocks that
-    # stay because other requests use their packs are no reason for an error if a schedule deletes
-    # by age or size.
-    only_labels = _is_by_labels(selection) and not keeps
-    expects_all_deleted = bool(request) or only_labels
-    _exit(pruning, outcome, expects_all_deleted=expects_all_deleted)
-
-
-def _exit(pruning: Prune, outcome: _Outcome, *, expects_all_deleted: bool) -> None:
-    """Raise the failure of the run, or exit with 1 if blocks stay that the user expects to be
-    deleted.
-
-    :param expects_all_deleted: whether the user expects all content of the chosen requests to be
-        deleted.
-    """
     if outcome.failure is not None:
         raise outcome.failure
-    if pruning.plan.private_blocks_left and expects_all_deleted:
+    expects_all_deleted = _expects_all_deleted(request, selection, keeps=keeps)
+    if expects_all_deleted and pruning.plan.private_blocks_left:
         raise SystemExit(1)
 
 
@@ -133,10 +118,23 @@ def _keep_bytes(keep_size: str | None) -> int | None:
     return None if keep_size is None else parse_size(keep_size, name="--keep-size")
 
 
-def _is_by_labels(selection: Selection) -> bool:
-    """Return whether there are labels, and no other condition."""
+def _expects_all_deleted(
+    requests: list[str] | None,
+    selection: Selection,
+    *,
+    keeps: bool,
+) -> bool:
+    """Return whether the user expects all content of the chosen requests to be deleted: requests
+    are named, or are chosen by labels alone.
+
+    :param keeps: whether an option limits the deletion of the chosen requests.
+    """
+    if requests:
+        return True
+    # If a schedule deletes by age or size, blocks that stay because other requests use their packs
+    # are no reason for an error.
     only_labels = selection == Selection(labels=selection.labels)
-    return bool(selection.labels) and only_labels
+    return bool(selection.labels) and only_labels and not keeps
 
 
 class _Outcome(NamedTuple):
@@ -152,9 +150,17 @@ class _Outcome(NamedTuple):
     """Free space of the store afterwards; None: unknown, or as for ``stats``."""
 
 
-def _run_if_consented(store: StoreHandle, pruning: Prune, *, yes: bool) -> _Outcome:
+def _run_if_consented(
+    store: StoreHandle,
+    pruning: Prune,
+    *,
+    dry_run: bool,
+    yes: bool,
+) -> _Outcome:
     """Carry out the plan, after a question unless ``yes``; return the outcome, empty if the answer
-    is no."""
+    is no or for ``dry_run``."""
+    if dry_run:
+        return _Outcome()
     # without anything to delete, a question would only delay a script on a terminal
     asks = pruning.deletes and not yes
     if asks and not confirm("Delete them?"):

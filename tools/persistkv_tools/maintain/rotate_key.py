@@ -50,11 +50,11 @@ def rotate_key(
         pass
     with closing(open_backend(url)) as backend:
         backend.rotate_key(new_key)
-    before = "" if old_key is None else old_key.id
+    old_id = "" if old_key is None else old_key.id
     if json:
-        render.print_json({"url": url, "before": before, "after": new_key.id})
+        render.print_json({"url": url, "before": old_id, "after": new_key.id})
     else:
-        render.say(f"the key {new_key.id} has replaced {before}")
+        render.say(f"the key {new_key.id} has replaced {old_id}")
 
 
 def _new_key(values: dict[str, str | None]) -> StoreKey:

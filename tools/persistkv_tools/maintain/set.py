@@ -77,11 +77,9 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
     if not json:
         _print(before, after, consequences, is_local=is_local)
     done = False
-    if after != before and not dry_run:
-        ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
-        if yes or confirm("Change the policy?"):
-            after = _set_values(url, values)
-            done = True
+    if after != before and not dry_run and _consents(yes=yes, json=json):
+        after = _set_values(url, values)
+        done = True
     if json:
         report = {
             "url": url,
@@ -97,6 +95,12 @@ def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -
         is_applied = is_local and after.ttl_s == before.ttl_s
         later = "; engines apply it with their next commit"
         render.say("changed" if is_applied else f"changed{later}")
+
+
+def _consents(*, yes: bool, json: bool) -> bool:
+    """Return whether the user consents to the change; ask, unless ``yes``."""
+    ensure_consent("set", "--yes or --dry-run", yes=yes, json=json)
+    return yes or confirm("Change the policy?")
 
 
 def _set_values(url: str, values: list[str]) -> Policy:
@@ -183,12 +187,9 @@ def _consequences(
     growth_bytes = 0
     if after.capacity is not None:
         growth_bytes = after.capacity - stats.disk_bytes
-    location = Path(StoreUrl.parse(url).location)
     missing = 0
-    # measure the free space if the store is a directory; that of a bucket is unknown
-    if after.capacity != before.capacity and location.is_dir():
-        disk = shutil.disk_usage(location)
-        missing = max(0, growth_bytes - disk.free)
+    if after.capacity != before.capacity:
+        missing = _missing_disk_bytes(url, growth_bytes)
     expiring = 0
     if after.ttl_s not in (None, before.ttl_s):
         expiring = _expiring(backend, after)
@@ -200,6 +201,16 @@ def _consequences(
         requests=stats.requests,
         missing_disk_bytes=missing,
     )
+
+
+def _missing_disk_bytes(url: str, growth_bytes: int) -> int:
+    """Return the bytes that the disk of a store lacks for this growth; 0 for a bucket, whose free
+    space is unknown."""
+    location = Path(StoreUrl.parse(url).location)
+    if not location.is_dir():
+        return 0
+    disk = shutil.disk_usage(location)
+    return max(0, growth_bytes - disk.free)
 
 
 def _above_quotas(backend: Backend, policy: Policy) -> dict[str, int]:

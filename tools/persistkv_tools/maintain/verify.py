@@ -270,9 +270,7 @@ def _repair(
     plan = plan_repair(store.backend, bad)
     repaired = Repaired()
     failure = None
-    if plan.packs and not json:
-        _print_plan(plan)
-    if plan.packs and (yes or _consents(plan)):
+    if plan.packs and _consents(plan, yes=yes, json=json):
         try:
             # ``repaired`` counts each commit, so it is right also if a later commit fails
             repair_packs(store.writable(), bad, repaired)
@@ -288,9 +286,13 @@ def _repair(
     return done, failure
 
 
-def _consents(plan: RepairPlan) -> bool:
+def _consents(plan: RepairPlan, *, yes: bool, json: bool) -> bool:
+    """Show the plan, and return whether the user consents to it; ask, unless ``yes``."""
+    if not json:
+        _print_plan(plan)
     packs = render.count(len(plan.packs), "bad pack")
-    return confirm(f"Delete {packs}, and shorten the requests that use them?")
+    question = f"Delete {packs}, and shorten the requests that use them?"
+    return yes or confirm(question)
 
 
 def _share(text: str) -> float:

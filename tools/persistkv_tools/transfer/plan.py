@@ -293,16 +293,10 @@ class CopyPlan:
         for request in self.missing:
             key = (request.source.namespace.id, request.manifest.id)
             missing[key] = request
-        newest_first: list[tuple[float, str, bytes]] = []
-        for source in self.sources:
-            for manifest in source.requests:
-                created, request_id = _age_order(manifest)
-                newest_first.append((created, request_id, source.namespace.id))
-        newest_first.sort(reverse=True)
-
+        newest_first = self._newest_first()
         # packs that were counted for newer requests: a shared pack takes room only once
         counted: set[tuple[bytes, bytes]] = set()
-        for num_newer, (_, request_id, namespace) in enumerate(newest_first):
+        for num_newer, (namespace, request_id) in enumerate(newest_first):
             to_copy = missing.get((namespace, request_id))
             if to_copy is None:  # the target holds the request, or it cannot be copied
                 continue
@@ -314,6 +308,15 @@ class CopyPlan:
                 return num_newer
             counted |= new_packs
         return len(newest_first)
+
+    def _newest_first(self) -> list[tuple[bytes, str]]:
+        """Return (namespace id, request id) of the requests of all sources, newest first."""
+        by_age: list[tuple[float, str, bytes]] = []
+        for source in self.sources:
+            for manifest in source.requests:
+                by_age.append((*_age_order(manifest), source.namespace.id))
+        by_age.sort(reverse=True)
+        return [(namespace, request_id) for _, request_id, namespace in by_age]
 
 
 def counts(requests: int, packs: int) -> str:

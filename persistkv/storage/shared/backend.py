@@ -520,14 +520,13 @@ class SharedBackend(Backend):
         self._check_open(writes=True)
         check_batch(namespace, batch, self.seal)
         self._medium.records.refuse_forgotten(batch)
-        # first make durable what the content needs: data keys of tenants, and the identity
+        # make data keys of tenants and the identity durable first, because the content needs them
         tenants_without_key = self.seal.lacking(tenants_of(batch))
         if tenants_without_key:
             self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
         opened = self._open(namespace)
-        # before a deletion, read all that is durable, because requests of other engines may name
-        # the packs
+        # read everything before a deletion, because requests of other engines may name the packs
         has_deletions = batch.deletions or batch.bad or batch.manifest_deletions
         if has_deletions or self._options.always_refreshes:
             opened = self._refreshed(namespace)
@@ -680,8 +679,7 @@ class SharedBackend(Backend):
             thread = self._thread
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
-            # keep the namespaces open if the thread is alive: it uses them, and waits for a medium
-            # that hangs
+            # a thread that is alive waits for a medium that hangs, and uses the namespaces
             if thread is None or not thread.is_alive():
                 self._opened.close()
         finally:

@@ -55,8 +55,7 @@ class Calls:
         try:
             wait(futures)  # no call may use the caller's memory after the return
         finally:
-            # after a KeyboardInterrupt, this cancels the queued calls; otherwise all calls have
-            # ended
+            # only a KeyboardInterrupt leaves queued calls, which are cancelled
             for future in futures:
                 future.cancel()
         return [future.result() for future in futures]
@@ -92,6 +91,7 @@ class Medium:
         self.blobs = blobs
         self.clock = clock
         self.keys = StoreKeys(self, key)
+        """Data keys of the store and of its tenants."""
         self.seal: Seal = self.keys.seal
         """Seal of all that the store writes."""
         self.records = ForgetRecords(self)
@@ -156,8 +156,7 @@ class Medium:
         done = self.blobs.read(name, start, length, buffers)
         if done == length:
             return buffer
-        # return a copy of the first bytes: the length is often a limit, and the buffer much larger
-        # than the blob
+        # copy, to free the buffer: the length is often a limit, and much larger than the blob
         return buffer[:done]
 
     def whole(self, name: str, limit: int) -> bytearray:

@@ -87,8 +87,8 @@ class ServerTime:
         if server_time > self.now():
             self.learn(server_time)
         else:
-            # A wrong reply may have put the estimate far ahead. If this time is right instead, the
-            # machine's clock confirms it.
+            # A wrong reply may have moved the estimate far into the future. If this time is right
+            # instead, the machine's clock confirms it.
             self._note_confirmed(server_time)
 
     def now(self) -> float:

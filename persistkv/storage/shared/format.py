@@ -110,7 +110,9 @@ class ManifestEntry(ArrayStruct, frozen=True):
     digest: _Id
     """Digest of the request's id, 16 bytes."""
     version: _Version
+    """Greater than all versions of the request that its writer knew."""
     time: Time
+    """Time of the write, on the medium's clock."""
     head: bytes
     """The encoded ``RequestManifest``."""
     packs: bytes
@@ -128,22 +130,28 @@ class Dropped(ArrayStruct, frozen=True):
     """A request that was deleted: all its versions up to this one."""
 
     digest: _Id
+    """Digest of the request's id."""
     version: _Version
+    """Newest version that the deletion covers."""
     time: Time
+    """Time of the deletion, on the medium's clock."""
 
 
 class Pin(ArrayStruct, frozen=True):
     """A request that was pinned or unpinned. Versions are those of the request's manifest."""
 
     digest: _Id
+    """Digest of the request's id."""
     version: _Version
     pinned: bool
+    """Whether the request was pinned; False: it was unpinned."""
 
 
 class UseEntry(ArrayStruct, frozen=True):
     """Packs that were used at one time."""
 
     time: Time
+    """Time on the medium's clock."""
     packs: bytes
     """Concatenated pack ids."""
 
@@ -152,7 +160,9 @@ class Tombstone(ArrayStruct, frozen=True):
     """End of a pack for good: its name is never used again."""
 
     name: _Name
+    """Pack id and nonce: the name of one blob of the pack."""
     time: Time
+    """Time of the removal, on the medium's clock."""
 
 
 class Delta(ArrayStruct, frozen=True):
@@ -170,8 +180,8 @@ class Delta(ArrayStruct, frozen=True):
     """Names of index objects that belong to the same base. Each is an object of its own. Readers
     must read it, unless they have read everything in ``includes``."""
     sealed: Sequence[bytes] = ()
-    """In an object of a store with a key: ``packs`` and ``manifests``, which are empty then, in
-    records that the data keys of their tenants seal (``IndexObjects``)."""
+    """Records with packs and manifests that the data keys of their tenants seal (``IndexObjects``),
+    in a store with a key. The object has no other ``packs`` and ``manifests``."""
 
     @property
     def is_empty(self) -> bool:
@@ -188,7 +198,7 @@ class Delta(ArrayStruct, frozen=True):
 
     def clamped(self, latest: float) -> Delta:
         """Return the delta without times after ``latest``, the time of the object that carries it.
-        Otherwise, packs of a writer whose clock is ahead would be evicted last.
+        Otherwise, packs of a writer whose clock is fast would be evicted last.
         """
         return msgspec.structs.replace(
             self,
@@ -391,15 +401,16 @@ class Names:
         return f"{self.packs}{pack_id}-{nonce}"
 
     def pack_name(self, blob: str) -> bytes | None:
-        """Return pack id and nonce in the name of a pack's blob; None: it is no such name."""
+        """Return pack id and nonce in the name of a pack's blob; None: the name has another
+        form."""
         return _parse_bytes(_PACK, self.packs, blob)
 
     def keys_blob(self, nonce: bytes) -> str:
         return f"{self.keys}{nonce.hex()}"
 
     def keys_nonce(self, blob: str) -> bytes | None:
-        """Return the nonce in the name of a blob with the keys of requests; None: it is no such
-        name."""
+        """Return the nonce in the name of a blob with the keys of requests; None: the name has
+        another form."""
         return _parse_bytes(_HEX, self.keys, blob)
 
     def new_commit(self, random: Random) -> str:
@@ -410,7 +421,8 @@ class Names:
 
     def new_index(self, level: int, time: float, random: Random) -> str:
         """Return a name for a segment or a part of a base. Names sort by level, then by time: an
-        object that includes others has a greater name than they have, and readers begin with it.
+        object has a greater name than the objects that it includes, and readers begin with the
+        greatest.
 
         :param time: present time on the medium's clock.
         """
@@ -461,14 +473,14 @@ class StoreNames:
         return f"{self.identities}{namespace.hex()}"
 
     def parse_identity(self, blob: str) -> bytes | None:
-        """Return the namespace id in the name of an identity; None: it is no such name."""
+        """Return the namespace id in the name of an identity; None: the name has another form."""
         return _parse_bytes(_HEX, self.identities, blob)
 
     def totals_of(self, namespace: bytes) -> str:
         return f"{self.totals}{namespace.hex()}"
 
     def parse_totals(self, blob: str) -> bytes | None:
-        """Return the namespace id in the name of totals; None: it is no such name."""
+        """Return the namespace id in the name of totals; None: the name has another form."""
         return _parse_bytes(_HEX, self.totals, blob)
 
     def tenant(self, key_id: bytes) -> str:
@@ -476,7 +488,8 @@ class StoreNames:
         return f"{self.tenants}{key_id.hex()}"
 
     def parse_tenant(self, blob: str) -> bytes | None:
-        """Return the id of the data key in the name of its blob; None: it is no such name."""
+        """Return the id of the data key in the name of its blob; None: the name has another
+        form."""
         return _parse_bytes(_KEY, self.tenants, blob)
 
     def new_record(self, random: Random) -> str:

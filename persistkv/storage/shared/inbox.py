@@ -61,7 +61,9 @@ class _Start(NamedTuple):
     medium: float
     """Time of the first request; ``LATEST_TIME`` while the medium's time is unknown."""
     monotonic: float
+    """Monotonic time, which stops while the machine is suspended."""
     wall: float
+    """Time of the machine, which may jump."""
 
 
 class Inbox:
@@ -95,8 +97,7 @@ class Inbox:
         """Upload the packs of a batch, write its commit to the inbox, and apply it to the replica
         (``Backend.commit``). A batch that only uses packs is not written now."""
         plan = self._replica.plan(batch)
-        # the replica has changed since the caller chose this batch: the caller must read the
-        # changes first
+        # the replica has changed since: the caller must read the changes first
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
@@ -179,7 +180,7 @@ class Inbox:
         """Return the requests that a commit writes, pins or unpins. Each change of a request gets a
         version above all that this engine knows of it.
 
-        :param places: of the keys of each written request.
+        :param places: where the keys of each written request are.
         :param pins: see ``CommitPlan``.
         """
         namespace = self._replica.namespace
@@ -281,8 +282,7 @@ class Inbox:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
-            # delete an earlier use first: the new one is then the last, as the order of the times
-            # requires
+            # delete an earlier use first, so that the dict stays in the order of times
             self._uses.pop(pack_id, None)
             self._uses[pack_id] = now
         waited_s = self._clock.monotonic() - self._published_at
@@ -337,7 +337,7 @@ def _uses_at(
     writes: Sequence[ManifestWrite],
 ) -> list[UseEntry]:
     """Return the uses of a commit at a time: of packs, and of those that its requests name."""
-    # an ordered set, which has each pack once
+    # a dict is an ordered set: it has each pack once
     pack_ids = dict.fromkeys(used)
     for write in writes:
         pack_ids.update(dict.fromkeys(write.packs))

@@ -18,7 +18,7 @@
 6. The data keys of tenants are blobs ``<keyring>/tenants/<data key>``, sealed records of the store:
    a handle reads one when it meets it. Rotations leave them as they are.
 7. A handle neither keeps nor reads a data key that a record names as destroyed
-   (``forgetting.records``): its blob may come back, by a request that is executed late.
+   (``forgetting.records``): a request that is executed late may restore its blob.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ _MOST_LISTS = 3  # maximum number of lists of the keys, while some are deleted
 # maximum number of rotations through which an old key is followed
 _MOST_ROTATIONS = 1000
 _NAME_BYTES = 8  # random bytes in the name of a blob
-# minimum seconds between two searches for an unknown key of the store, because junk may name any
-# key
+# minimum seconds between two searches for unknown keys of the store: junk may name any key
 _RELOAD_S = 60.0
 
 
@@ -140,7 +139,7 @@ class StoreKeys:
             lacking = self._known().lacking(tenants)
             if not lacking:
                 return
-            # first add the keys that other engines have made
+            # add the keys that other engines have made, because only one key per tenant is needed
             self._add_listed()
             still_lacking = self._known().lacking(lacking)
             for tenant in still_lacking:
@@ -310,8 +309,7 @@ class StoreKeys:
         if has_late_keys:
             complete = self._unwrapped(present_key, present)
             self._write(key, complete)
-        # delete these blobs last: while one is left, a killed rotation can be repeated with the old
-        # key
+        # delete these blobs last: while one is left, a killed rotation can be repeated
         self._medium.blobs.delete(list(old_blobs))
 
     def _wrap(self, keyring: Keyring, key: StoreKey) -> None:
@@ -332,7 +330,7 @@ class StoreKeys:
         """Record that one store key has replaced another. Both have all data keys, so that one of
         them opens the store at any time."""
         medium = self._medium
-        # after a rotation back to an earlier key, the marker that it was replaced must go
+        # delete the marker of the new key: it exists if this rotation goes back to an earlier key
         marker_of_new = _blob(new.id, REPLACED)
         medium.blobs.delete([marker_of_new])
         marker_of_old = _blob(old.id, REPLACED)
@@ -506,8 +504,7 @@ class StoreKeys:
         found: dict[str, list[WrappedKey]] = {}
         prefix = _blob(key_id, "")
         for info in self._medium.listed(prefix):
-            # leave out the marker, which has no keys: it names the store key that has replaced this
-            # one
+            # leave out the marker, which has no keys, but the name of a store key
             if info.name != marker:
                 found[info.name] = self._wrapped(info.name)
         return found

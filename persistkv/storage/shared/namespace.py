@@ -61,8 +61,11 @@ class SharedNamespace:
         self._names = Names(namespace, medium.keys.keyring_id)
         self.replica: Replica = folder.open(namespace)
         self.reader = IndexReader(medium, self._names, self.replica)
+        """Reads objects of the index into the replica."""
         self.merger = Merger(medium, self._names, self.replica, self.reader)
+        """Merges commits, and deletes blobs that merges have replaced."""
         self.packs = PackBlobs(medium, self._names, self.replica, self._lose)
+        """Uploads and reads packs."""
         self._inbox = Inbox(
             medium,
             self._names,
@@ -80,7 +83,9 @@ class SharedNamespace:
         )
         """Reads the commits of other engines, when it is time."""
         self._limits = NamespaceLimits(board, self.replica, medium, options.policy)
+        """Limits that merges enforce."""
         self._sweeper = Sweeper(medium, self._names, self.replica)
+        """Deletes old blobs that nothing names."""
         clock = medium.clock
         self._lock = clock.lock()
         """Held while the index is read or merged, and while the limits change: a step may hold it
@@ -109,7 +114,7 @@ class SharedNamespace:
             self._open()
 
     def _open(self) -> None:
-        """Read the index, and follow it from then on, unless that was done before."""
+        """Read the index and begin to follow it, unless another thread has done so."""
         with self._lock:
             if self.is_open:
                 return
@@ -163,8 +168,7 @@ class SharedNamespace:
             self._remove_forgotten()
             eraser = Eraser(self._medium, self._names, self.replica, tenant)
             erased = eraser.erase_unnamed()
-            # nothing is left to remove: the index has the tenant's content sealed with destroyed
-            # keys
+            # the index needs no change: destroyed keys seal the tenant's content in it
             if self._medium.seal.encrypts:
                 return erased
             left_of_index = self.merger.write_again(self._limits.current)
@@ -179,8 +183,7 @@ class SharedNamespace:
         """
         self.open()
         self.follower.note_use()
-        # make room only for new content, because deletions must neither wait for a merge nor fail
-        # with it
+        # make room only for new content: deletions must not wait for a merge, nor fail with it
         if batch.packs or batch.manifests:
             self._make_room(batch)
         # check the quotas last, because the evictions may have made room in them
@@ -212,8 +215,7 @@ class SharedNamespace:
 
         :raises QuotaExceededError: they are larger than the quota, or pinned content exceeds it.
         """
-        # skip the check for a batch that also deletes: its new packs take the place of the deleted
-        # ones
+        # skip the check for a batch that also deletes: its new packs replace the deleted ones
         if batch.deletions or batch.bad:
             return
         limits = self._limits.current
@@ -253,7 +255,7 @@ class SharedNamespace:
         :raises StoreError: the medium failed; the rest is done by later calls.
         """
         with self._lock:
-            # even before the index is read, because a replica of an earlier process has content
+            # do this even before the index is read: a replica of an earlier process has content
             self._remove_forgotten()
             if not self.is_open:
                 self._open_if_due()
@@ -296,7 +298,7 @@ class SharedNamespace:
 
     def merge_state(self) -> MergeState:
         """Return the number and age of commits that wait for a merge, and who merged last."""
-        # with the lock, because only one thread at a time may use the reader
+        # hold the lock, because only one thread at a time may use the reader
         with self._lock:
             commits = self.reader.list_commits()
             latest = self.reader.follow()

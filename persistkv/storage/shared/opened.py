@@ -54,6 +54,7 @@ class OpenedNamespaces:
         self._place = place
         self._is_writable = is_writable
         self._cache = options.cache_directory()
+        """Directory of the replicas of all stores; None: a temporary one."""
         self._board = TotalsBoard(medium)
         """Totals of all namespaces, by which limits and abandoned namespaces are found."""
         self._opened: dict[bytes, SharedNamespace] = {}
@@ -108,8 +109,7 @@ class OpenedNamespaces:
         found = self._board.abandoned(self._policy.current())
         if found is None or found in self._opened or found in self._abandoned:
             return
-        # take the namespace by chance: a thousand engines may find it at once, and few should open
-        # it
+        # take it by chance: a thousand engines may find it at once, and few should open it
         takes_it = clock.random.random() < _CARE_CHANCE
         if takes_it and len(self._abandoned) < _MOST_ABANDONED:
             namespace = self._make(found)

@@ -29,7 +29,10 @@ class SharedOptions(KeyOptions, frozen=True):
     """Seconds between two searches for commits of other engines. 0: the store is also searched at
     every commit and every query of changes, requests or totals."""
     capacity: int | None = None
+    """Capacity of a new store; None: unlimited. A store that exists keeps its recorded policy."""
     ttl_s: float | None = msgspec.field(default=None, name="ttl")
+    """Seconds from the last use of content to its expiry, in a new store; None: it does not
+    expire."""
     status_s: float | None = msgspec.field(default=None, name="status")
     """Seconds between status rows of an engine; None: engines publish no status."""
     cache: str | bool | None = None

@@ -87,7 +87,7 @@ class _Uploaded(NamedTuple):
     """A blob that was uploaded."""
 
     time: float
-    """On the medium's clock."""
+    """Time of the upload, on the medium's clock."""
     entry: PackEntry | None
     """Entry of the pack in the blob; None: the blob has the keys of requests."""
 
@@ -386,8 +386,7 @@ class _Range:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end
-        # allocate more memory if it is too small for this gap; buffers of earlier gaps keep the old
-        # memory
+        # allocate more memory for a larger gap; buffers of earlier gaps keep the old memory
         if gap > len(self._gap_memory):
             self._gap_memory = memoryview(bytearray(gap))
         if gap:

@@ -47,7 +47,7 @@ class StoredPolicy(ArrayStruct, frozen=True):
     capacity: int | None
     ttl_s: float | None
     quotas: Mapping[str, int]
-    """As in ``Policy``."""
+    """Quotas in bytes, by tenant, as in ``Policy``."""
     forgotten: bytes = b""
     """Random mark. Each `forget` changes it, which shows that there are new records."""
 
@@ -227,8 +227,7 @@ class RecordedPolicy:
         if self._stored is None:
             policy = self._wanted
         else:
-            # The store was deleted while this handle was open: write again all that the handle
-            # knows.
+            # The store was deleted while this handle was open: write its keys and records again.
             policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()

@@ -19,6 +19,7 @@ class Erased(NamedTuple):
     """What was deleted."""
 
     packs: int
+    """Number of deleted packs."""
     stored_bytes: int
     """Bytes of their payloads."""
     left: Sequence[str]
@@ -28,7 +29,7 @@ class Erased(NamedTuple):
 class Eraser:
     """Deletes the blobs of one tenant; used once.
 
-    :param replica: of the namespace.
+    :param replica: replica of the namespace.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Eraser:
         blobs = list(unnamed.values())
         found = self._medium.maintenance.each(self._forgotten_bytes, blobs)
         for info, payload_bytes in found:
-            # skip a blob of another tenant, or from after the forgetting
+            # skip a blob of another tenant, or one that was written after the forgetting
             if payload_bytes is None:
                 continue
             packs.append(info.name)
@@ -98,7 +99,7 @@ class Eraser:
         return info.size - len(tail)
 
     def _is_forgotten(self, tail: bytes, written: float) -> bool:
-        """Return whether a pack is of the tenant, from before it was forgotten.
+        """Return whether a pack is content of the tenant that was written before it was forgotten.
 
         :param tail: the table of the pack as stored behind the payload.
         :param written: time of its blob.

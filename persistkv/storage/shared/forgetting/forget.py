@@ -75,8 +75,7 @@ class Forgetting:
         self._policy.announce_forgotten()
         store_keys = self._medium.keys
         keys = self._medium.records.forgotten.keys_of(self._tenant)
-        # look before the deletion, because the report names the keys whose blobs this attempt
-        # deletes
+        # look before the deletion: the report names the keys whose blobs this attempt deletes
         deleted_now = keys & store_keys.undeleted()
         self._left += store_keys.destroy(keys)
         self._erase()

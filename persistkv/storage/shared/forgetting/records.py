@@ -54,7 +54,7 @@ class ForgetRecord(ArrayStruct, frozen=True):
     tenant: Digest
     """Digest of its name (``tenant_digest``)."""
     time: Time
-    """On the medium's clock: seconds since the epoch."""
+    """Time of the forgetting, on the medium's clock: seconds since the epoch."""
     keys: tuple[DataKeyId, ...]
     """Ids of the data keys that are destroyed; empty without a key."""
 
@@ -65,6 +65,7 @@ class ForgottenTenants:
 
     def __init__(self) -> None:
         self.records: frozenset[ForgetRecord] = frozenset()
+        """All records."""
         self.keys: frozenset[bytes] = frozenset()
         """Ids of all destroyed data keys."""
         self.tenants: frozenset[bytes] = frozenset()
@@ -102,7 +103,7 @@ class ForgottenTenants:
         """Return whether content is forgotten.
 
         :param data_key: id of the key that seals it; ``PLAIN_KEY``: none does.
-        :param time: of its last use, on the medium's clock.
+        :param time: time of its last use, on the medium's clock.
         """
         if data_key != PLAIN_KEY:
             return data_key in self.keys
@@ -120,6 +121,7 @@ class ForgetRecords:
     def __init__(self, medium: Medium) -> None:
         self._medium = medium
         self._lock = medium.clock.lock()
+        """Held while records are read or written."""
         self.forgotten = ForgottenTenants()
         """Content of the records that were read so far."""
         self._read: set[str] = set()

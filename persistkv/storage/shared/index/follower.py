@@ -143,7 +143,7 @@ class Follower:
         :raises StoreError: the medium failed.
         """
         now = self._clock.monotonic()
-        # at least a short pause, because the option ``refresh`` may be 0
+        # make at least a short pause, because the option ``refresh`` may be 0
         pause_s = max(self._refresh_s, _LEAST_FOLLOW_S)
         if self.is_idle():
             pause_s = max(pause_s, _IDLE_FOLLOW_S)

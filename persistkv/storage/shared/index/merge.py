@@ -70,8 +70,7 @@ _EVICTION_STALE_S = 30.0
 _INCLUDED_S = 600.0
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: age at which a base drops a tombstone
 _OTHERS_BASE_S = 300.0  # least wait for a base of an engine that did not merge last
-# seconds after it has written a segment for which an engine checks that ``latest`` names the
-# segment
+# seconds for which an engine checks that ``latest`` names the last object that it has written
 _ANNOUNCED_S = 15.0
 # maximum number of names that a segment or base includes although another object includes them
 # already: about 1 MB
@@ -82,6 +81,7 @@ class _SegmentPlan(NamedTuple):
     """Content of a segment before it is written."""
 
     segment: Delta
+    """Commits, older segments, and tombstones of the removals."""
     removals: Removals
     """Packs and requests that the segment evicts."""
     planned: float
@@ -94,6 +94,7 @@ class OwnCommit(NamedTuple):
     acknowledged: float
     """Monotonic time of the acknowledgement."""
     delta: Delta
+    """Content of the commit."""
 
 
 class Merger:
@@ -115,6 +116,7 @@ class Merger:
         self.writer = self._clock.random.randbytes(NONCE_BYTES)
         """Random name of this handle in ``latest``."""
         self.schedule = MergeSchedule(self._clock.random.random)
+        """When this handle merges commits."""
         self.own: dict[str, OwnCommit] = {}
         """Own commits that no segment includes, by name."""
         self.last_writer = b""
@@ -237,7 +239,7 @@ class Merger:
 
     def _announced_at(self, latest: Latest) -> float:
         """Return when ``latest`` was written, as monotonic time; minus infinity if the time in it
-        is ahead of the medium's, and so wrong."""
+        is in the future, and so wrong."""
         age_s = self._medium.time.now() - latest.time
         if age_s < -ROUNDING_S:
             return -math.inf
@@ -320,7 +322,7 @@ class Merger:
         :param deltas: their contents by name. The replica has applied them, and may therefore
             exceed the limits.
         """
-        # a segment that only has evictions includes no older segments
+        # without commits, the segment only has evictions, and includes no older segments
         older: dict[str, Delta] = {}
         if deltas:
             older = self._older_segments(batch)
@@ -373,8 +375,7 @@ class Merger:
             elif info.name in read:
                 found[info.name] = read[info.name].clamped(info.time)
 
-        # apply only commits of other engines: the replica has applied own commits when they were
-        # written
+        # apply commits of other engines; own commits were applied when they were written
         contained = self._replica.contained
         new: list[tuple[str, Delta]] = []
         for name, delta in found.items():
@@ -405,8 +406,7 @@ class Merger:
         found = self._fetch_all(chosen)
         for info in chosen:
             if info.name not in found:
-                # the segment is missing or unreadable: later merges ignore it until a list shows it
-                # again
+                # the segment is missing or unreadable: ignore it until a list shows it again
                 self._reader.listed.pop(info.name, None)
         return found
 
@@ -560,7 +560,7 @@ class Merger:
         base_bytes = 0
         segments: list[BlobInfo] = []
         for name, info in self._reader.listed.items():
-            # this is False, too, for an object that was not read
+            # ``is_unincluded`` is False, too, for an object that was not read
             if not self._replica.is_unincluded(name):
                 continue
             if self._names.level(name) >= BASE_LEVEL:
@@ -581,8 +581,7 @@ class Merger:
             commits = self._reader.refresh(inbox_age_s=0.0, stable=True)
             if not commits:
                 break
-        # write a base even if the index is a single object, because that object must be replaced,
-        # too
+        # write a base even if the index is a single object, which must be replaced, too
         self.write_base(least_objects=1)
         included = self._included(self._reader.listed)
         return self._medium.blobs.erase(self._names.index, included)
@@ -623,8 +622,9 @@ class Merger:
     def _purge_tombstones(self) -> None:
         """Purge old tombstones from the replica, so that the base does not have them.
 
-        A clock that is ahead must not purge them early: the removed packs could return. While the
-        machine's clock does not confirm the medium's, the time is 0, so no tombstone counts as old.
+        A wrong clock must not purge tombstones early, because the removed packs could return. While
+        the machine's clock does not confirm the medium's, the time is 0, so no tombstone counts as
+        old.
         """
         oldest_kept = self._expiry_time() - _TOMBSTONES_KEPT_S
         self._replica.purge(oldest_kept)

@@ -22,8 +22,7 @@ REGULAR_PAUSE_S = 2.6
 """Seconds from one regular merge to the next. Readers read ``latest`` again after it."""
 MERGE_S = 0.3
 """Usual duration of a merge in seconds."""
-# seconds from one regular merge to the next, if the merges of the last minute have found only the
-# engine's own commits
+# seconds between regular merges that have found only own commits for the last minute
 _ALONE_PAUSE_S = 10.0
 _ALONE_AFTER_S = 60.0
 # seconds for which an own commit waits. A regular merge with its announcement takes nearly as long:
@@ -168,7 +167,7 @@ class MergeSchedule:
         :param oldest_own: time of acknowledgement of the oldest own commit that no segment
             includes; None: there is none.
         """
-        # a merge of old commits, or a merge in place of an engine that has probably stopped
+        # begin with the planned merges: of old commits, and in place of an engine that has stopped
         due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
             # commits are left over from the last merge: the next one is due at once
@@ -193,8 +192,7 @@ class MergeSchedule:
         s and no other engine merges regularly, or at the latest after 10 s; but never sooner after
         its last merge than regular merges follow each other."""
         waited_at = oldest_own + _OWN_WAIT_S
-        # the next regular merge of another engine would include the commit: wait until it is
-        # overdue
+        # the next regular merge of another engine may include the commit: wait until it is late
         overdue_at = self._announced_at + _NOT_REGULAR_S
         at_latest = oldest_own + _LONGEST_OWN_WAIT_S
         wanted_at = min(max(waited_at, overdue_at), at_latest)
@@ -202,6 +200,6 @@ class MergeSchedule:
         return max(earliest, wanted_at + self._jitter_s)
 
     def _pause_s(self, now: float) -> float:
-        """Return the pause between regular merges. Without commits of others, they are rarer."""
+        """Return the pause between regular merges. They are rarer if no other engine commits."""
         is_alone = now - self._found_others_at > _ALONE_AFTER_S
         return _ALONE_PAUSE_S if is_alone else REGULAR_PAUSE_S

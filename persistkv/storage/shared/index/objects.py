@@ -52,8 +52,7 @@ class IndexObjects:
             return encode(_without_forgotten(delta, forgotten))
         seal_with = self._medium.seal.sealed_with
         content_name = self._content_name(name)
-        # write one record for each data key, so that destroying the key makes exactly its content
-        # unreadable
+        # write one record for each data key, so that its destruction affects only its own content
         sealed: list[bytes] = []
         for data_key, content in _by_data_key(delta).items():
             plain = encode(content)

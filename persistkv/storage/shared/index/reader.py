@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 _TRIES = 4  # maximum number of lists, if objects that they show are missing
 _RETRY_S = 60.0  # seconds until an object that could not be read is tried again
 _FORGET_S = 600.0  # seconds until the name of an object is forgotten that no list shows
-# the same for an unreadable object: lists of the inbox are up to 12 minutes apart
+# seconds until an unreadable object is forgotten that no list shows; lists of the inbox are up to
+# 12 minutes apart
 _FORGET_UNREADABLE_S = 3600.0
 # 32 MiB: maximum size of the objects that are in memory at the same time. Their decoded content
 # takes several times as much memory, which the process keeps.
@@ -95,8 +96,8 @@ class IndexReader:
             if inbox_age_s is not None:
                 inbox = self._old_commits(inbox_age_s, stable=stable)
                 missing += self.read_objects(inbox, is_inbox=True)
-            # list the index after the inbox, so that it shows commits that were merged between the
-            # two
+            # list the index after the inbox: a commit that is merged meanwhile is then in one of
+            # the lists
             index = self._medium.listed(self._names.index, stable=stable)
             self._note_list(index)
             missing += self.read_objects(index)
@@ -234,7 +235,8 @@ class IndexReader:
         include objects of lower levels, which then need not be read. If they are several, they have
         at most ``_MOST_AT_ONCE_BYTES`` together.
 
-        :param infos: in the order of ``_in_order``, so those of one level are neighbours.
+        :param infos: objects in the order of ``_in_order``, so that those of one level are
+            neighbours.
         """
         first_level = self._names.level(infos[0].name)
         found: list[BlobInfo] = []
@@ -264,7 +266,7 @@ class IndexReader:
                 bases.append(info)
             else:
                 segments.append(info)
-        # an empty replica lacks everything, so the base is the fastest way
+        # read bases first into an empty replica, or if many segments are missing: that is faster
         is_empty = not self._replica.contained
         if is_empty or len(segments) > _FEW_SEGMENTS:
             return highest_first
@@ -278,8 +280,7 @@ class IndexReader:
         except BlobMissingError:
             return None
         except (RefusedError, CorruptPackError) as error:
-            # Only this object is refused: the medium allows other reads, or the store would not be
-            # open.
+            # Only this object is refused: a medium that refuses all reads opens no store.
             self._report(info.name, str(error))
             return None
 
@@ -294,13 +295,11 @@ class IndexReader:
         """Add objects that were read or written to the replica."""
         if not objects:
             return
-        # find them before ``apply``, which adds all included names to those that the replica
-        # contains
+        # find needless parts before ``apply``, which adds all included names to ``contained``
         needless_parts = self._needless_parts(objects)
         self._replica.apply(objects)
         self._replica.mark_contained(needless_parts)
-        # keep the names of these objects, and of all that they name, until lists no longer show
-        # them
+        # keep the names of these objects, and of all that they name, while lists show them
         shown = list(needless_parts)
         for name, delta in objects:
             self.unreadable.pop(name, None)

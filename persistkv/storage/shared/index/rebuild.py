@@ -34,8 +34,9 @@ class _UnnamedPack(NamedTuple):
     name: bytes
     """Pack id and nonce, from the name of its blob."""
     time: float
-    """Of the blob, on the medium's clock."""
+    """Time of the blob, on the medium's clock."""
     table: PackTable
+    """The table from the end of its blob."""
 
     def entry(self) -> PackEntry:
         """Return the entry with which the index names it."""

@@ -66,7 +66,7 @@ class Sweeper:
         self._replica = replica
         self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
-        # a random pause, so that engines that start together check at different times
+        # choose a random pause, so that engines that start together check at different times
         pause_s = _CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""
@@ -186,8 +186,7 @@ class Sweeper:
         :raises _BlockedError: an object of the index cannot be read.
         """
         read: set[str] = set()
-        # list again while a listed object is missing, because a merge has included it in another
-        # object
+        # list again while a listed object is missing, which a merge has included in another
         for _ in range(_TRIES):
             is_complete = True
             listed = self._list_objects()

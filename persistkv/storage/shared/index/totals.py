@@ -41,8 +41,7 @@ _FREE_SHARE = 16  # 1/16: share of the capacity that is kept free for the next m
 # 1/64: share of the capacity, or of a quota. Totals are exchanged when the namespace, or the
 # tenant's content in it, has grown by so much.
 _GROWTH_SHARE = 64
-# minimum seconds between two totals that are exchanged because the namespace has used half of its
-# share
+# minimum seconds between two exchanges of a namespace that has used half of its share
 _LEAST_TOTALS_S = 5.0
 # number of totals that are listed per minute: S3 returns so many names for one request
 _LISTED_PER_MINUTE = 1000
@@ -139,8 +138,9 @@ class TotalsBoard:
         """Time of the last list, on the medium's clock."""
 
     def exchange(self, replica: Replica, policy: Policy) -> None:
-        """Write the totals of a namespace, and read those of all others. If there are more than
-        1,000, only some calls read: a list takes a request for each 1,000.
+        """Write the totals of a namespace, and read those of all other namespaces. With 1,000
+        namespaces or more, only some calls read, because a list takes a request for each 1,000
+        names.
 
         :raises StoreError: the medium or the replica failed; the totals that were read before are
             kept.
@@ -149,7 +149,7 @@ class TotalsBoard:
         now = self._clock.monotonic()
         if now >= self._next_list_at:
             self._read(replica.namespace, totals)
-            # 0 if there are fewer than 1,000 namespaces: then each call reads
+            # this is 0 if there are fewer than 1,000 namespaces, so that each call reads
             pause_minutes = len(self._published) // _LISTED_PER_MINUTE
             self._next_list_at = now + 60.0 * pause_minutes
 
@@ -206,7 +206,7 @@ class TotalsBoard:
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():
-            # the absolute difference, because a time far ahead was written by a wrong clock
+            # a time that is far in the future comes from a wrong clock, and is not recent
             difference_s = abs(self._listed_time - published.written)
             if difference_s <= _IN_USE_S:
                 recent[namespace] = published
@@ -241,8 +241,7 @@ class TotalsBoard:
         whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        # before the first exchange, no totals of other namespaces are known, and this one may use
-        # the whole limits
+        # before the first exchange, no other totals are known: the whole limits may be used
         others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)
@@ -345,7 +344,7 @@ class NamespaceLimits:
     def start(self) -> None:
         """Plan the first refresh, after the index was read."""
         now = self._clock.monotonic()
-        # a random time, so that engines that open at the same time do not publish at the same time
+        # choose a random time, so that engines that open together do not publish together
         self.due_at = now + TOTALS_S * self._clock.random.random()
         self._note_size()
 

@@ -108,7 +108,9 @@ class Application:
         self._forgotten = forgotten
         self._namespace = namespace
         self._order = TimedOrder(rows)
+        """Eviction order of the catalogue: ``set_time`` sets the time of the uses that follow."""
         self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
+        """Changes the rows that queries show."""
         self._growth_bytes = 0
         """Bytes by which the present delta has made the namespace larger, as the capacity counts
         them. ``apply`` adds them to the total at its end."""
@@ -215,8 +217,7 @@ class Application:
         known.update(name[:ID_BYTES] for name in ended_blobs)
         held_packs = rows.existing(PACKS, pack_names)
         known.update(name[ID_BYTES:] for name in held_packs)
-        # add packs that requests name; a new replica has no requests, and needs no search for each
-        # pack
+        # add packs that requests name; skip the search if there are no requests, as at first
         if rows.count(LINKS):
             for name in pack_names:
                 if rows.has_prefix(LINKS, name):

@@ -43,10 +43,12 @@ class ReplicaFolder:
         self._seal = seal
         self._forgotten = forgotten
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        """Temporary directory of the replicas; None: ``root`` was given."""
         if root is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="persistkv-")
             root = Path(self._temporary.name)
         self._folder = root.joinpath(*parts)
+        """Directory of all replicas of the namespace."""
         self._lock = -1
         """Descriptor of the locked file ``<number>.lock`` of the opened replica; -1: none. The lock
         ends with the process."""

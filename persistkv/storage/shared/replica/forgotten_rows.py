@@ -62,8 +62,7 @@ class ForgottenRows(NamedTuple):
             head = table_head(encoded_table)
             if head is None:
                 continue
-            # a forgotten tenant may have content that is not covered: under a new data key, or used
-            # later
+            # a forgotten tenant may have newer content: under a new data key, or used later
             if not forgotten.covers(head.tenant, head.data_key, use.time):
                 continue
             table = pack_table(name, pack_row)

@@ -79,6 +79,7 @@ class _Goal(NamedTuple):
     """Goal of an eviction: few enough bytes, and nothing that was last used before the horizon."""
 
     bound: Bound
+    """The bytes and the horizon to reach."""
     num_bytes: Callable[[], int]
     """Returns the bytes after the removals so far."""
     candidates: Callable[[], Candidates]
@@ -91,8 +92,7 @@ class _Goal(NamedTuple):
         next_candidate = next(self.candidates(), None)
         if next_candidate is None:
             return True
-        # Only the first candidate decides: later candidates were used later, or have a higher
-        # priority.
+        # The first candidate decides: the next were used later, or have a higher priority.
         _, row = next_candidate
         return row.time >= self.bound.horizon
 
@@ -112,14 +112,14 @@ class _WholeBytes:
         self._removed = transaction.removed
         """List to which the transaction appends."""
         self._num_bytes = read_bytes(rows)
+        """Bytes after the removals that were counted (``_counted``)."""
         self._counted = 0
         """Number of the removed packs whose bytes are subtracted already."""
 
     def __call__(self) -> int:
         """Return the bytes after the removals so far."""
         rows = self._rows
-        # this runs after each eviction: subtract only the packs that were removed since the last
-        # call
+        # subtract only the packs that were removed since the last call, which is one eviction ago
         newly_removed = self._removed[self._counted :]
         for pack_name in newly_removed:
             # a name is the namespace and the pack id

@@ -110,6 +110,7 @@ class PackBlob(NamedTuple):
     nonce: bytes
     """Random part of the blob's name, behind the pack id."""
     table: PackTable
+    """Table of the pack."""
 
 
 class KeysPlace(NamedTuple):
@@ -118,6 +119,7 @@ class KeysPlace(NamedTuple):
     nonce: bytes
     """Random part of the name of their blob."""
     offset: int
+    """Bytes before the sealed record in that blob."""
     length: int
     """Bytes of the sealed record in that blob."""
     data_key: bytes
@@ -404,7 +406,7 @@ class Replica:
             # missing now
             missing: dict[bytes, NewPack] = {}
             for pack in transaction.missing(batch.packs):
-                # only the first one, because a batch may have a pack twice
+                # keep only the first one, because a batch may have a pack twice
                 missing.setdefault(pack.pack_id, pack)
             pins = self._held_pins(rows, batch)
             removals = _removals(rows, transaction)
@@ -567,12 +569,11 @@ class Replica:
         removals = self.tombstones(content, self._forgotten.time)
         packs = removals.removed
         requests = removals.dropped
-        # in several transactions, because commits wait while one runs
+        # remove the content in several transactions, because commits wait while one runs
         for start in range(0, max(len(packs), len(requests)), _FORGOTTEN_AT_ONCE):
             end = start + _FORGOTTEN_AT_ONCE
             part = Delta(removed=packs[start:end], dropped=requests[start:end])
-            # the removal need not be in an object: other replicas refuse the content by the same
-            # records
+            # write no object: other replicas refuse the content by the same records
             self.apply([(NO_OBJECT, part)])
         self._num_applied_records = num_records
 
@@ -652,7 +653,8 @@ def _steps(
     included, because the eviction order has no sizes.
 
     :param moments: when each pack that is not pinned was last used, ascending (``_moments``).
-    :param num_bytes: of all packs, pinned ones included, whose number is ``packs``.
+    :param num_bytes: bytes of all packs, pinned ones included.
+    :param packs: number of these packs.
     """
     # make steps with about the same number of packs each
     num_steps = min(points, len(moments))

@@ -36,6 +36,7 @@ class Version(NamedTuple):
     none."""
 
     written: int = 0
+    """Version of the newest write."""
     content_digest: bytes = bytes(16)
     """Digest of the written content: of two equal versions, the one with the greater digest
     counts."""
@@ -81,6 +82,7 @@ class KeysRow(NamedTuple):
     nonce: bytes
     """Random part of the name of their blob."""
     offset: int
+    """Bytes before the sealed record in that blob."""
     length: int
     """Bytes of the sealed record in that blob."""
     counted: int

@@ -32,6 +32,7 @@ from persistkv.storage.shared.format import (
     Delta,
     ManifestEntry,
     Names,
+    PackEntry,
     Pin,
     Tombstone,
     UseEntry,
@@ -108,9 +109,8 @@ class Inbox:
         start = self._start()
         upload = self._packs.upload(plan.missing, batch.manifests, batch.memory)
         # A sweep deletes old uploads that nothing names, so a commit that has taken too long must
-        # not name them. With the start's own time as ``written``, this call checks only the clocks
-        # of the machine; ``_publish`` checks the medium's clock, too.
-        self._check_age(start, written=start.medium)
+        # not name them. ``_publish`` checks the medium's clock, too.
+        self._check_age(start)
         # a tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
         # take the time from the replies to the uploads if it was unknown at the start
@@ -137,17 +137,21 @@ class Inbox:
             wall=clock.wall(),
         )
 
-    def _check_age(self, start: _Start, written: float) -> None:
+    def _check_age(self, start: _Start, written: float | None = None) -> None:
         """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
         wrong in some replies, and the monotonic one stops while the machine is suspended.
 
-        :param written: time of a request of the commit, on the medium's clock.
+        :param written: time of a request of the commit, on the medium's clock; None: compare only
+            the machine's clocks.
         """
         clock = self._clock
-        on_medium_s = written - start.medium
         monotonic_s = clock.monotonic() - start.monotonic
         wall_s = clock.wall() - start.wall
-        if max(on_medium_s, monotonic_s, wall_s) > _MOST_COMMIT_S:
+        age_s = max(monotonic_s, wall_s)
+        if written is not None:
+            on_medium_s = written - start.medium
+            age_s = max(age_s, on_medium_s)
+        if age_s > _MOST_COMMIT_S:
             raise StoreError("the commit took more than 12 hours and does not count")
 
     def _delta(
@@ -162,9 +166,11 @@ class Inbox:
         :param used: packs that it uses, besides those that its requests name.
         """
         now = self._medium.entry_time()
-        packs = [msgspec.structs.replace(entry, time=now) for entry in upload.entries]
+        packs: list[PackEntry] = []
+        for entry in upload.entries:
+            packs.append(msgspec.structs.replace(entry, time=now))
         uses = _uses_at(now, used, batch.manifests)
-        content = Delta(packs, uses)
+        content = Delta(packs=packs, uses=uses)
         requests = self._requests(batch.manifests, upload.places, plan.pins, now)
         # end the packs and requests that the batch removes
         removals = self._replica.tombstones(plan.removals, now)

@@ -323,12 +323,9 @@ class PackBlobs:
             if filled[index]:
                 continue
             span = spans[index]
-            blob = held.get(span.pack_id)
-            if blob is None:
-                continue
             length = sum(buffer.nbytes for buffer in span.buffers)
-            end = span.offset + length
-            if end > blob.table.payload_length:
+            blob = held.get(span.pack_id)
+            if blob is None or span.offset + length > blob.table.payload_length:
                 continue
             if not length:
                 filled[index] = True

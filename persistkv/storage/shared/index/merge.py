@@ -464,8 +464,8 @@ class Merger:
         """
         # choose a higher level than those of the included segments: readers begin with the highest
         # level, and skip the objects that are included in it
-        levels = [self._names.level(name) for name in segment.includes]
-        level = 1 + max(levels, default=0)
+        included_levels = [self._names.level(name) for name in segment.includes]
+        level = 1 + max(included_levels, default=0)
         name = self._new_name(level)
         body = self._objects.body(name, segment)
         # If the process was paused, other engines may have merged the same commits, and may be
@@ -600,8 +600,8 @@ class Merger:
         if len(included) < least_objects:
             return
         self._purge_tombstones()
-        levels = [self._names.level(name) for name in included]
-        level = max(BASE_LEVEL, 1 + max(levels))
+        included_levels = [self._names.level(name) for name in included]
+        level = max(BASE_LEVEL, 1 + max(included_levels))
         written: list[str] = []
         # close the dump even if a part is not written: an open dump holds a transaction, for which
         # the replica's ``close`` waits

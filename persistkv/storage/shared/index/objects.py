@@ -66,14 +66,14 @@ class IndexObjects:
     def _unless_destroyed(
         self,
         data_key: bytes,
-        use: Callable[[], bytes],
+        call: Callable[[], bytes],
     ) -> bytes | None:
         """Return the result of a call that seals or opens with a data key; None: the key is
         destroyed, so the content counts as forgotten."""
         if not self._medium.keys.holds(data_key):
             return None
         try:
-            return use()
+            return call()
         except CorruptPackError:
             # ask again: if the key was destroyed since, the content counts as forgotten; otherwise
             # the record is damaged

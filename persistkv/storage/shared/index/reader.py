@@ -313,8 +313,8 @@ class IndexReader:
         contained = self._replica.contained
         needless: list[str] = []
         for _, delta in objects:
-            is_base = bool(delta.parts)
-            if is_base and contained.keys() >= set(delta.includes):
+            has_parts = bool(delta.parts)
+            if has_parts and contained.keys() >= set(delta.includes):
                 needless += delta.parts
         return needless
 

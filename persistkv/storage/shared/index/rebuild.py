@@ -98,13 +98,13 @@ class Rebuilder:
             del blobs[name]
             self.skipped["deleted packs"] += 1
         infos = list(blobs.values())
-        total = sum(info.size for info in infos)
-        done = 0
+        all_bytes = sum(info.size for info in infos)
+        examined_bytes = 0
         tables = self._medium.maintenance.each(self._table_of, infos)
         # ``each`` keeps the order of the blobs
         for name, (info, table) in zip(blobs, tables, strict=True):
-            done += info.size
-            self._progress(done, total)
+            examined_bytes += info.size
+            self._progress(examined_bytes, all_bytes)
             if table is None:
                 self.skipped["blobs without a readable table"] += 1
                 continue

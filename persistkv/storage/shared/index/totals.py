@@ -293,16 +293,9 @@ class TotalsBoard:
         """Return a namespace that no engine uses, and that has content to evict or to expire; None:
         there is none."""
         now = self._medium.time.now()
-        everything = [published.totals for published in self._published.values()]
-        tenant_horizons = _tenant_horizons(everything, policy)
-        horizon = -math.inf
-        if policy.capacity is not None:
-            # content above a quota is evicted in any case, so it does not count for the capacity
-            within_quotas = [totals.without(tenant_horizons) for totals in everything]
-            horizon = _horizon_with_free_part(within_quotas, policy.capacity)
-        if policy.ttl_s is not None:
-            expiry = now - policy.ttl_s
-            horizon = max(horizon, expiry)
+        all_totals = [published.totals for published in self._published.values()]
+        tenant_horizons = _tenant_horizons(all_totals, policy)
+        horizon = _store_horizon(all_totals, tenant_horizons, policy, now)
         for name, published in self._published.items():
             # an engine of the namespace would have published newer totals
             is_abandoned = now - published.written > _ABANDONED_S
@@ -523,6 +516,29 @@ def _bound(
     free = max(0, limit - used)
     share = free // num_sharing
     return Bound(limit=limit, num_bytes=kept + share, horizon=horizon, share=share)
+
+
+def _store_horizon(
+    all_totals: Sequence[Totals],
+    tenant_horizons: Mapping[bytes, float],
+    policy: Policy,
+    now: float,
+) -> float:
+    """Return the time before which content of any namespace is evicted or expires; minus infinity:
+    none is.
+
+    :param tenant_horizons: see ``Totals.without``.
+    :param now: present time on the medium's clock.
+    """
+    horizon = -math.inf
+    if policy.capacity is not None:
+        # content above a quota is evicted in any case, so it does not count for the capacity
+        within_quotas = [totals.without(tenant_horizons) for totals in all_totals]
+        horizon = _horizon_with_free_part(within_quotas, policy.capacity)
+    if policy.ttl_s is not None:
+        expiry = now - policy.ttl_s
+        horizon = max(horizon, expiry)
+    return horizon
 
 
 def _horizon_with_free_part(all_totals: Sequence[Totals], limit: int) -> float:

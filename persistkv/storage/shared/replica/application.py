@@ -109,11 +109,20 @@ class Application:
         self._namespace = namespace
         self._order = TimedOrder(rows)
         """Eviction order of the catalogue: ``set_time`` sets the time of the uses that follow."""
-        self._catalogue = CatalogTransaction(rows, None, namespace, order=self._order)
+        self._catalogue = self._new_transaction()
         """Changes the rows that queries show."""
         self._growth_bytes = 0
         """Bytes by which the present delta has made the namespace larger, as the capacity counts
         them. ``apply`` adds them to the total at its end."""
+
+    def _new_transaction(self) -> CatalogTransaction:
+        """Return a transaction on the rows of the catalogue."""
+        return CatalogTransaction(
+            self._rows,
+            payloads=None,
+            namespace=self._namespace,
+            order=self._order,
+        )
 
     def apply(self, delta: Delta) -> None:
         """Apply the content of one object."""
@@ -179,9 +188,7 @@ class Application:
         self._growth_bytes += additions.counted
         # begin another transaction: the old one has read totals without these packs, and would
         # overwrite the new totals
-        self._catalogue = CatalogTransaction(
-            self._rows, None, self._namespace, order=self._order
-        )
+        self._catalogue = self._new_transaction()
         return others
 
     def _split_new(
@@ -493,9 +500,10 @@ class _Additions:
         """Add a pack; return False, and add nothing, if its table is not one of this pack, or its
         tenant is forgotten."""
         head = table_head(entry.body)
-        if head is None or head.namespace != namespace:
+        if head is None:
             return False
-        if head.pack_id != entry.pack_id:
+        is_of_pack = head.namespace == namespace and head.pack_id == entry.pack_id
+        if not is_of_pack:
             return False
         if self._forgotten.covers(head.tenant, head.data_key, entry.time):
             return False

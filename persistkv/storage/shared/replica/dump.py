@@ -80,14 +80,14 @@ def _of(kind: type[T], entries: Sequence[Entry]) -> list[T]:
 def _entries(rows: TableRows, namespace: bytes) -> Iterator[Entry]:
     """Iterate over the whole content."""
     yield from _pack_entries(rows, namespace)
-    for key, row in rows.range(TOMBSTONES, b""):
+    for key, row in rows.range(TOMBSTONES, start=b""):
         name = bytes(key)
         (time,) = TIME.unpack(row)
         yield Tombstone(name, time)
     for digest, version in read_versions(rows):
         yield from _request_entries(rows, namespace, digest, version)
     # ``EARLY`` has the uses of packs that have not arrived, or that no blob holds at present
-    for key, row in rows.range(EARLY, b""):
+    for key, row in rows.range(EARLY, start=b""):
         pack_id = bytes(key)
         (time,) = TIME.unpack(row)
         yield UseEntry(time, pack_id)
@@ -150,7 +150,7 @@ def _manifest_entry(
 def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     """Iterate over all blobs of packs, each with the time of the pack's last use; 0 if the row of
     the use is missing or damaged."""
-    for blob_name, row in rows.range(BLOBS, b""):
+    for blob_name, row in rows.range(BLOBS, start=b""):
         pack_id = bytes(blob_name[:ID_BYTES])
         nonce = bytes(blob_name[ID_BYTES:])
         name = namespace + pack_id

@@ -226,7 +226,7 @@ class Replica:
         """Return the names of contained objects, and which object includes each."""
         contained: dict[str, str] = {}
         with self.rows() as rows:
-            for key, row in rows.range(CONTAINED, b""):
+            for key, row in rows.range(CONTAINED, start=b""):
                 name = bytes(key).decode()
                 contained[name] = decode_includer(row)
         return contained
@@ -346,7 +346,7 @@ class Replica:
             # count all packs and bytes, pinned ones included, for the average size
             packs = read_state(rows, self.namespace).packs
             total = read_bytes(rows)
-            order = rows.range(ORDER, b"")
+            order = rows.range(ORDER, start=b"")
             moments = _moments(key for key, _ in order)
         return _steps(moments, points, total, packs)
 
@@ -672,7 +672,7 @@ def _steps(
 def _purge_times(rows: TableRows, table: str, before: float) -> None:
     """Delete the rows with times earlier than ``before``. The values of the table are times."""
     old: list[bytes] = []
-    for key, row in rows.range(table, b""):
+    for key, row in rows.range(table, start=b""):
         (time,) = TIME.unpack(row)
         if time < before:
             old.append(bytes(key))

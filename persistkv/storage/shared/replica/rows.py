@@ -190,7 +190,7 @@ def write_version(rows: TableRows, digest: bytes, version: Version) -> None:
 
 def read_versions(rows: TableRows) -> Iterator[tuple[bytes, Version]]:
     """Iterate over the digests of all requests, with their states."""
-    for digest, row in rows.range(VERSIONS, b""):
+    for digest, row in rows.range(VERSIONS, start=b""):
         fields = _VERSION.unpack(row)
         yield bytes(digest), Version._make(fields)
 

@@ -343,8 +343,7 @@ class SharedBackend(Backend):
             return
         with self._lock:
             for namespace_id in self._opened.begin_anew():
-                # the store may have been replaced by a new one, which lacks an identity that is
-                # known from the old one
+                # write the identity again, because the new store may lack it
                 namespace = self._identities.known(namespace_id)
                 if namespace is not None:
                     self._identities.add(namespace, writes=not self._read_only)
@@ -679,7 +678,7 @@ class SharedBackend(Backend):
             thread = self._thread
             if thread is not None and thread is not threading.current_thread():
                 thread.join(_CLOSE_S)
-            # a thread that is alive waits for a medium that hangs, and uses the namespaces
+            # a thread that is alive hangs in a call of the medium, and may still use the namespaces
             if thread is None or not thread.is_alive():
                 self._opened.close()
         finally:

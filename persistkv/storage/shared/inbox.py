@@ -98,7 +98,7 @@ class Inbox:
         """Upload the packs of a batch, write its commit to the inbox, and apply it to the replica
         (``Backend.commit``). A batch that only uses packs is not written now."""
         plan = self._replica.plan(batch)
-        # the replica has changed since: the caller must read the changes first
+        # the replica has changes that the caller has not seen: it must read them first
         if batch.seen is not None and plan.cursor != batch.seen:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
@@ -205,7 +205,7 @@ class Inbox:
             versions[digest] = version
             manifest = _manifest_entry(write, place, digest, version, now)
             manifests.append(manifest)
-        # pins after manifests, because a pin needs a later version than the write of its manifest
+        # add pins after manifests: the version of a pin is greater than that of the write
         pin_entries: list[Pin] = []
         for digest, pinned in pins:
             versions[digest] += 1

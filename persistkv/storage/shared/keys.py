@@ -197,7 +197,7 @@ class StoreKeys:
             listed_blobs = self._add_listed()
             known = self._known()
         found: dict[bytes, BlobInfo] = {}
-        # destroyed keys are left out, because a handle never knows them
+        # destroyed keys are not among them, because a handle drops these
         for data_key in known.of_tenants():
             info = listed_blobs.get(data_key.id)
             if data_key.tenant == tenant and info is not None:
@@ -231,7 +231,7 @@ class StoreKeys:
     def _listed(self) -> dict[bytes, BlobInfo]:
         """Return the blobs of all data keys of tenants by the ids of the keys."""
         found: dict[bytes, BlobInfo] = {}
-        # stable, because the forgetting of a tenant must find all of its keys
+        # make a stable list, because the forgetting of a tenant must find all of its keys
         for info in self._medium.listed(self._names.tenants, stable=True):
             key_id = self._names.parse_tenant(info.name)
             if key_id is not None:

@@ -199,7 +199,7 @@ class PackBlobs:
         time."""
         medium = self._medium
         payload: list[Buffer] = list(pack.stream())
-        # part of the blob's name: no name is used twice, even if the same pack is uploaded again
+        # make the blob's name new, even if the same pack is uploaded again
         nonce = self._new_nonce()
         blob = self._names.pack(pack.pack_id + nonce)
         # The table follows the payload, so that a rebuild can find the pack without the index.

@@ -71,9 +71,9 @@ class MergeSchedule:
         self._found_others_at = -math.inf
         """Time of the last merge that found commits of other engines."""
         self._is_incomplete = False
-        """Whether the last merge left commits."""
+        """Whether the last merge left commits or evictions."""
         self._failures = 0
-        """Failed merges in a row."""
+        """Failed merges in a row; a merge that has begun counts until ``end_merge``."""
         self._planned_at = math.inf
         """Time of a planned merge of old commits; infinity: none is planned."""
         self._planned_since = math.inf
@@ -87,7 +87,7 @@ class MergeSchedule:
     def begin_merge(self, now: float) -> None:
         """Record that this engine begins to merge. Without ``end_merge``, the merge has failed."""
         self._merged_at = now
-        # counts as failed until ``end_merge`` says otherwise
+        # count the merge as failed until ``end_merge`` is called
         self._failures += 1
         self._planned_at = math.inf
         self._stopped_at = math.inf
@@ -97,7 +97,7 @@ class MergeSchedule:
 
         :param found: whether there were commits.
         :param found_others: whether there were commits of other engines.
-        :param incomplete: whether commits are left.
+        :param incomplete: whether commits or evictions are left.
         """
         self._failures = 0
         self._is_incomplete = incomplete
@@ -158,7 +158,7 @@ class MergeSchedule:
             self._planned_at = now + _OLD_PAUSE_S * self._random()
             self._planned_since = now
         if anyway:
-            # infinity: no merge of another engine is later, so none cancels the plan
+            # no merge of another engine is later than infinity, so none cancels the plan
             self._planned_since = math.inf
 
     def due_at(self, now: float, oldest_own: float | None) -> float:
@@ -170,7 +170,7 @@ class MergeSchedule:
         # begin with the planned merges: of old commits, and in place of an engine that has stopped
         due = min(self._planned_at, self._stopped_at)
         if self._is_incomplete:
-            # commits are left over from the last merge: the next one is due at once
+            # work is left over from the last merge: the next one is due at once
             due = min(due, self._merged_at)
         if oldest_own is not None:
             own_due = self._own_due_at(oldest_own)

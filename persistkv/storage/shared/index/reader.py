@@ -377,7 +377,7 @@ class IndexReader:
         # copy, because another thread may add a commit meanwhile
         names = list(self._replica.contained)
         for name in names:
-            # the time of a name that was never shown begins now
+            # a name that was never shown counts as shown now
             shown_at = self._shown_at.setdefault(name, now)
             if now - shown_at > _FORGET_S:
                 old.append(name)

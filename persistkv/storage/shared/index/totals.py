@@ -562,7 +562,7 @@ def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     horizon = -math.inf
     for time, step_bytes in _steps(all_totals):
         evicted += step_bytes
-        # just after this time, so that content that was used at this time is evicted, too
+        # add the least possible time, so that content that was used at this time is evicted, too
         horizon = math.nextafter(time, math.inf)
         if evicted >= excess:
             break

@@ -311,7 +311,7 @@ class Application:
     def _use(self, pack_id: bytes, time: float) -> None:
         """Record a use of a pack, also if the pack arrives later."""
         self._order.set_time(time)
-        # False if the catalogue does not list the pack
+        # ``touch`` returns False if the catalogue does not list the pack
         is_held = self._order.touch(self._namespace + pack_id)
         if not is_held:
             write_later_time(self._rows, EARLY, pack_id, time)
@@ -352,7 +352,7 @@ class Application:
         """Write a request, unless a newer version of it is known. One that was dropped later is not
         shown."""
         packs = split_ids(entry.packs)
-        # record the uses even for an old version, because their order of arrival does not matter
+        # record the uses even of an old version: replicas must agree in any order of arrival
         for pack_id in packs:
             self._use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
@@ -549,7 +549,7 @@ class _Additions:
         if head.tenant != DEFAULT_TENANT:
             tenant = tenant_digest(head.tenant)
         order = self._order
-        # sets ``moment``, the number of this time in the order
+        # this sets ``moment``, the number of this time in the order
         order.set_time(time)
         return Use(
             moment=order.moment,

@@ -88,7 +88,8 @@ class ForgottenRows(NamedTuple):
         # each tenant has data keys of its own, so the head, which may not open, need not be read
         if data_key != PLAIN_KEY:
             return data_key in self.forgotten.keys
-        # without a key, the tenant and the time of the last use decide, which only the head has
+        # without a key, the tenant and the time of the request decide; only the head names the
+        # tenant
         head = self.rows.get(MANIFESTS, self.namespace + digest)
         manifest = decoded(decode_manifest, head)
         if manifest is None:

@@ -119,7 +119,7 @@ class _WholeBytes:
     def __call__(self) -> int:
         """Return the bytes after the removals so far."""
         rows = self._rows
-        # subtract only the packs that were removed since the last call, which is one eviction ago
+        # subtract only the packs that were removed since the last call, because this runs often
         newly_removed = self._removed[self._counted :]
         for pack_name in newly_removed:
             # a name is the namespace and the pack id

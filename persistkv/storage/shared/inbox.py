@@ -262,7 +262,7 @@ class Inbox:
 
         now = self._clock.monotonic()
         # keep the content, so that the next merge of this engine need not read it
-        self._merger.own[name] = OwnCommit(now, delta)
+        self._merger.own_commits[name] = OwnCommit(now, delta)
         self._merger.schedule.note_commit(now)
         self._published_at = now
         self._forget_published(uses, lost)

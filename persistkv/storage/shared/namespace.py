@@ -203,10 +203,10 @@ class SharedNamespace:
             # read the limits again, because a step that held the lock may have changed them
             limits = self._limits.current
             # do not merge if nothing can be evicted: all that is left may be pinned
-            if not self.merger.evicts(limits):
+            if not self.merger.would_evict(limits):
                 return
             # read ``latest`` first, because another engine may have evicted meanwhile
-            self.follower.look()
+            self.follower.read_latest()
             if self.merger.is_over(limits, tenants):
                 self.merger.merge(limits)
 

@@ -182,7 +182,7 @@ class Storm:
         found: list[Engine] = []
         for engine in self._town.engines:
             namespace = engine.backend._opened.find(NAMESPACE)
-            if namespace is not None and namespace.merger.own:
+            if namespace is not None and namespace.merger.own_commits:
                 found.append(engine)
         return found
 

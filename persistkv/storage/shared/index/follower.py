@@ -102,13 +102,13 @@ class Follower:
         if now >= self._list_at:
             self._list(now)
         if now >= self._follow_at:
-            self.look()
+            self.read_latest()
         elif self._merger is not None and self._merger.is_merge_due():
             # Read ``latest`` before the merge, because another engine may have merged the commits
             # already. Ignore an error of the medium: the merge fails, too, and is repeated after a
             # pause.
             with suppress(StoreError):
-                self.look()
+                self.read_latest()
 
     def _list(self, now: float) -> None:
         """Read the lists, and the objects in them."""
@@ -137,7 +137,7 @@ class Follower:
         now = self._clock.monotonic()
         merger.schedule.plan_merge(now, anyway=is_left)
 
-    def look(self) -> None:
+    def read_latest(self) -> None:
         """Read ``latest``, and the objects that it names.
 
         :raises StoreError: the medium failed.
@@ -150,7 +150,7 @@ class Follower:
         self._follow_at = now + pause_s * self._jitter()
         latest = self._reader.follow()
         if self._merger is not None:
-            self._merger.followed(latest)
+            self._merger.record_latest(latest)
         if latest is None:
             self._is_merged_regularly = False
             return

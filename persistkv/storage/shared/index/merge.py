@@ -87,6 +87,11 @@ class _SegmentPlan(NamedTuple):
     planned: float
     """Monotonic time at which the removals were chosen."""
 
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to merge or to evict."""
+        return bool(self.segment.includes) or not self.segment.is_empty
+
 
 class OwnCommit(NamedTuple):
     """A commit of this handle that no segment includes."""
@@ -117,7 +122,7 @@ class Merger:
         """Random name of this handle in ``latest``."""
         self.schedule = MergeSchedule(self._clock.random.random)
         """When this handle merges commits."""
-        self.own: dict[str, OwnCommit] = {}
+        self.own_commits: dict[str, OwnCommit] = {}
         """Own commits that no segment includes, by name."""
         self.last_writer = b""
         """Name of the writer of ``latest``."""
@@ -182,17 +187,17 @@ class Merger:
         acknowledged; None: there is no such commit."""
         self._drop_included()
         # copy, because another thread may add a commit meanwhile
-        waiting = list(self.own.values())
+        waiting = list(self.own_commits.values())
         times = [commit.acknowledged for commit in waiting]
         return min(times, default=None)
 
     def _drop_included(self) -> None:
         """Drop own commits that a segment includes."""
         # copy, because another thread may add a commit meanwhile
-        names = list(self.own)
+        names = list(self.own_commits)
         for name in names:
             if self._replica.is_included(name):
-                self.own.pop(name, None)
+                self.own_commits.pop(name, None)
 
     def _drop_merged(self, listed: set[str], began: float) -> None:
         """Drop own commits that a list of the inbox lacks: another engine has merged them.
@@ -204,13 +209,13 @@ class Merger:
         :param began: monotonic time before the list, which may lack later commits.
         """
         # copy, because another thread may add a commit meanwhile
-        commits = list(self.own.items())
+        commits = list(self.own_commits.items())
         for name, commit in commits:
             is_older_than_list = commit.acknowledged < began
             if is_older_than_list and name not in listed:
-                self.own.pop(name, None)
+                self.own_commits.pop(name, None)
 
-    def followed(self, latest: Latest | None) -> None:
+    def record_latest(self, latest: Latest | None) -> None:
         """Record the content of ``latest``. Write it again if it lacks an own segment: of two
         engines that merge at the same time, one overwrites the ``latest`` of the other. Plan a base
         if one is wanted.
@@ -257,10 +262,10 @@ class Merger:
 
     def check_limits(self, limits: Limits) -> None:
         """Plan a merge if content has expired or exceeds the limits, even if no commit waits."""
-        if self.evicts(limits):
+        if self.would_evict(limits):
             self.schedule.plan_merge(self._clock.monotonic())
 
-    def evicts(self, limits: Limits) -> bool:
+    def would_evict(self, limits: Limits) -> bool:
         """Return whether a merge now would evict anything; it never evicts pinned content."""
         now = self._expiry_time()
         removals = self._replica.plan_eviction(limits, now, at_most=1)
@@ -282,24 +287,18 @@ class Merger:
         batch = _bounded(new)
         deltas = self._read(batch)
         # the schedule keeps the pauses between merges short while other engines commit
-        found_others = any(name not in self.own for name in deltas)
+        found_others = any(name not in self.own_commits for name in deltas)
 
         plan = self._plan_segment(batch, deltas, limits)
-        removals = plan.removals
-        has_work = bool(plan.segment.includes) or not plan.segment.is_empty
-        if has_work:
+        if plan.has_work:
             self._publish(plan.segment, began, plan.planned)
             # the tombstones of these packs are durable now, so their blobs may be deleted later
-            self.deletions.add_packs(removals.packs)
-            if self.last_writer != self.writer:
-                # Another engine has merged last, perhaps at the same time. Read its segments now,
-                # because the ``latest`` that this engine writes next must name them, too.
-                self._reader.follow()
-            self._announce()
+            self.deletions.add_packs(plan.removals.packs)
+            self._announce_segment()
         # delete the commits only now: the segment that includes them is durable
         self._delete_included(commits)
 
-        num_removed = len(removals.packs) + len(removals.manifests)
+        num_removed = len(plan.removals.packs) + len(plan.removals.manifests)
         may_evict_more = num_removed >= _MOST_EVICTED
         has_more_commits = len(new) > len(batch)
         self.schedule.end_merge(
@@ -365,11 +364,11 @@ class Merger:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
         the replica. No time in the content of a commit may be later than the commit itself: every
         reader replaces later times."""
-        others = [info for info in infos if info.name not in self.own]
+        others = [info for info in infos if info.name not in self.own_commits]
         read = self._fetch_all(others)
         found: dict[str, Delta] = {}
         for info in infos:
-            own = self.own.get(info.name)
+            own = self.own_commits.get(info.name)
             if own is not None:
                 found[info.name] = own.delta.clamped(info.time)
             elif info.name in read:
@@ -499,6 +498,14 @@ class Merger:
         reader.remember([info])
         self._written = info.name
         self._written_at = self._clock.monotonic()
+
+    def _announce_segment(self) -> None:
+        """Write ``latest`` after a merge, with the segments of other engines."""
+        if self.last_writer != self.writer:
+            # Another engine has merged last, perhaps at the same time. Read its segments now,
+            # because ``latest`` must name them, too.
+            self._reader.follow()
+        self._announce()
 
     def _announce(self) -> None:
         """Write ``latest`` after a merge or base of this engine."""

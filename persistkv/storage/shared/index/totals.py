@@ -177,13 +177,17 @@ class TotalsBoard:
         own = self._own.get(namespace)
         return own is not None and own.num_bytes > 0
 
-    def _read(self, own: bytes, own_totals: Totals) -> None:
-        """Read the totals of all namespaces except ``own``, which has just published its own."""
+    def _read(self, own_namespace: bytes, own_totals: Totals) -> None:
+        """Read the totals of all namespaces.
+
+        :param own_namespace: namespace whose totals are known: this handle has just published them.
+        """
         found: dict[bytes, PublishedTotals] = {}
+        # namespaces whose totals must be read → time of the blob
         changed: dict[bytes, float] = {}
         for namespace, written in self._list():
             known = self._published.get(namespace)
-            if namespace == own:
+            if namespace == own_namespace:
                 found[namespace] = PublishedTotals(written, own_totals)
             elif known is not None and known.written == written:
                 # the totals are unchanged since they were read

@@ -86,7 +86,7 @@ from persistkv.storage.shared.replica.rows import (
 )
 from persistkv.tenants import DEFAULT_TENANT, tenant_digest
 
-# place of a request's keys, for ``_content_digest``: blob of the keys, offset, length, 0
+# place of a request's keys, for ``_content_digest``: blob of the keys, offset, length, and always 0
 _PLACE = struct.Struct("<16sQQQ")
 
 logger = logging.getLogger(__name__)

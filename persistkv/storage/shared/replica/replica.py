@@ -536,9 +536,9 @@ class Replica:
     def content_of(self, forgotten: ForgottenTenants) -> Removals:
         """Return the packs and requests of forgotten tenants in the replica."""
         found = Removals()
-        # nonces of the blobs with the keys of forgotten requests, and of those with the keys of all
-        # other requests. One blob has the keys of all requests of a commit.
+        # nonces of the blobs with keys of forgotten requests
         key_blobs: set[bytes] = set()
+        # nonces of the blobs with keys of other requests, perhaps of the same commit
         kept_key_blobs: set[bytes] = set()
         with self.rows() as rows:
             search = ForgottenRows(rows, self.namespace, forgotten)

@@ -384,13 +384,18 @@ class Names:
     """
 
     def __init__(self, namespace: bytes, keyring_id: str = PLAIN_NAME) -> None:
-        # Prefixes of names end with a slash; the other values are whole names.
         self.base = f"{namespace.hex()}-{keyring_id}/"
+        """Prefix of all names."""
         self.inbox = f"{self.base}inbox/"
+        """Prefix of commits."""
         self.index = f"{self.base}index/"
+        """Prefix of segments and of parts of bases."""
         self.packs = f"{self.base}packs/"
+        """Prefix of packs."""
         self.keys = f"{self.base}keys/"
+        """Prefix of blobs with the keys of requests."""
         self.latest = f"{self.base}latest"
+        """Name of the blob with ``Latest``."""
         self.swept = f"{self.base}swept"
         """Name of the blob that records when the last sweep began."""
 
@@ -460,14 +465,20 @@ class StoreNames:
 
     def __init__(self, keyring_id: str = PLAIN_NAME) -> None:
         base = keyring_id
-        # prefixes of names end with a slash; the other value is a whole name
         self.policy = f"{base}/policy"
+        """Name of the recorded policy, which marks the store."""
         self.identities = f"{base}/identities/"
+        """Prefix of the identities of namespaces."""
         self.totals = f"{base}/totals/"
+        """Prefix of the totals of namespaces."""
         self.tenants = f"{base}/tenants/"
+        """Prefix of the data keys of tenants."""
         self.forgotten = f"{base}/forgotten/"
+        """Prefix of the records of forgotten tenants."""
         self.statuses = f"{base}/status/"
+        """Prefix of the statuses of engines."""
         self._notes = f"{base}/notes/"
+        """Prefix of the notes about namespaces."""
 
     def identity(self, namespace: bytes) -> str:
         return f"{self.identities}{namespace.hex()}"

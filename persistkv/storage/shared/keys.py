@@ -69,7 +69,7 @@ _RELOAD_S = 60.0
 class StoreKeys:
     """The data keys of a shared store, as one handle knows them. Thread-safe.
 
-    :param key: the user's; None: the store has none.
+    :param key: the user's store key; None: the store has none.
     """
 
     def __init__(self, medium: Medium, key: StoreKey | None) -> None:
@@ -130,8 +130,8 @@ class StoreKeys:
             return True
 
     def make(self, tenants: Iterable[str]) -> None:
-        """Make the data keys of these tenants, unless another engine has made them: durable before
-        the first packs that they seal.
+        """Make the data keys of these tenants, unless another engine has made them. A key is
+        durable before it seals anything.
 
         :raises StoreError: the medium failed.
         """

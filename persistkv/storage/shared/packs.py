@@ -42,6 +42,7 @@ _MOST_BLOBS = 4
 _MOST_GAP_BYTES = 256 << 10  # 256 KiB
 
 Take = Callable[[int, memoryview], None]
+"""Called with an index and the bytes that were read for it."""
 
 
 class UploadBudget:
@@ -51,6 +52,7 @@ class UploadBudget:
 
     def __init__(self, num_bytes: int) -> None:
         self._free = self._all = num_bytes
+        """Bytes that are not reserved, and the whole limit."""
         self._changed = threading.Condition()
         """Guards ``_free``; notified when memory is released."""
 
@@ -252,6 +254,9 @@ class PackBlobs:
         """Read frames of a pack into ``buffer``, one after another, and pass each to ``take``.
         Frames that cannot be read are left out.
 
+        :param buffer: memory for one frame, at least as large as the largest.
+        :param take: called with the index of a frame and its stored bytes, which the next frame
+            overwrites.
         :raises StoreError: the medium failed. Errors of ``take`` end the read unchanged.
         """
         spans: list[ReadSpan] = []

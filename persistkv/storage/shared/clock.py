@@ -47,8 +47,8 @@ class _ReplyTime(NamedTuple):
 class ServerTime:
     """The medium's clock, as its replies have shown it. Thread-safe.
 
-    Media round their times to a second. The estimate therefore moves backwards only by more than
-    that: then the medium's own clock did, or a reply was late.
+    Media round their times to a second. The estimate therefore moves backwards only by more than a
+    second: the medium's own clock has moved backwards, or a reply was late.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -255,7 +255,8 @@ class Merger:
         """Return whether ``latest`` lacks the last object that this handle has written. The object
         counts only for 15 s (``_ANNOUNCED_S``), and only while no other object includes it."""
         age_s = self._clock.monotonic() - self._written_at
-        if age_s > _ANNOUNCED_S or not self._replica.is_unincluded(self._written):
+        is_recent = age_s <= _ANNOUNCED_S
+        if not is_recent or not self._replica.is_unincluded(self._written):
             return False
         named = [name for name, _ in latest.recent]
         return self._written not in named

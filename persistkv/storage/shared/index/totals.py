@@ -77,34 +77,35 @@ class Totals(ArrayStruct, frozen=True):
             tenants[tenant] = totals.later(seconds)
         return Totals(self.num_bytes, ages, tenants)
 
-    def without(self, horizons: Mapping[bytes, float]) -> Totals:
+    def without(self, tenant_horizons: Mapping[bytes, float]) -> Totals:
         """Return totals without the content that quotas of tenants will evict.
 
-        :param horizons: for each tenant above its quota, by the digest of its name: the time before
-            which its content is evicted.
+        :param tenant_horizons: for each tenant above its quota, by the digest of its name: the time
+            before which its content is evicted.
         """
-        # the steps of ages are coarse, so the difference may be negative
-        evicted = self._evicted(horizons, math.inf)
+        # count evicted content of any age; the steps of ages are coarse, so the rest may be
+        # negative
+        evicted = self._evicted(tenant_horizons, time=math.inf)
         num_bytes = max(0, self.num_bytes - evicted)
         ages: list[tuple[float, int]] = []
         for step_time, bytes_until in self.ages:
-            evicted_until = self._evicted(horizons, step_time)
+            evicted_until = self._evicted(tenant_horizons, step_time)
             rest = max(0, bytes_until - evicted_until)
             ages.append((step_time, rest))
         return Totals(num_bytes, ages)
 
-    def exceeds(self, horizon: float, horizons: Mapping[bytes, float]) -> bool:
+    def exceeds(self, horizon: float, tenant_horizons: Mapping[bytes, float]) -> bool:
         """Return whether there is content to evict: it was last used before ``horizon``, or before
         the horizon of its tenant (``without``)."""
-        within_quotas = self.without(horizons)
+        within_quotas = self.without(tenant_horizons)
         has_excess = within_quotas.num_bytes < self.num_bytes
         return has_excess or self.used_until(horizon) > 0
 
-    def _evicted(self, horizons: Mapping[bytes, float], time: float) -> int:
+    def _evicted(self, tenant_horizons: Mapping[bytes, float], time: float) -> int:
         """Return how many bytes were last used at ``time`` or earlier, and before the horizon of
         their tenant (``without``)."""
         num_bytes = 0
-        for tenant, horizon in horizons.items():
+        for tenant, horizon in tenant_horizons.items():
             totals = self.tenants.get(tenant, _NOTHING)
             earlier = min(time, horizon)
             num_bytes += totals.used_until(earlier)
@@ -531,7 +532,7 @@ def _store_horizon(
     """Return the time before which content of any namespace is evicted or expires; minus infinity:
     none is.
 
-    :param tenant_horizons: see ``Totals.without``.
+    :param tenant_horizons: as in ``Totals.without``.
     :param now: present time on the medium's clock.
     """
     horizon = -math.inf

@@ -28,7 +28,6 @@ from contextlib import (
     AbstractContextManager,
     ExitStack,
     contextmanager,
-    nullcontext,
     suppress,
 )
 from dataclasses import dataclass, field
@@ -175,14 +174,11 @@ class Environment:
                 f"{self.path} was opened by process {self.process}; open it again after a fork"
             )
         guard = self._guard if write else None
-        locked: AbstractContextManager[None] = nullcontext()
-        if guard is not None:
-            # check before the writer lock is held: ``recover`` writes to the files at the path,
-            # which may be those of another store
-            self._check_current()
-            # ``held`` calls ``recover`` if the last commit failed or its process was killed
-            locked = guard.lock.held(recover=guard.recover)
-        with self._suspect_on_error(), locked, files.translated(self.path):
+        with (
+            self._suspect_on_error(),
+            self._writer_lock(guard),
+            files.translated(self.path),
+        ):
             # read the keys again: another process may have made keys that seal rows, or destroyed
             # some
             if self.database.seal.encrypts:
@@ -200,13 +196,30 @@ class Environment:
                         with running:
                             yield self.database.rows(begun)
                         return
-                # LMDB must be remapped or reopened first: outside of the ``with`` block, because
-                # that waits until no thread holds the map lock shared
+                # Remap or reopen LMDB, and try again. This is outside of the ``with`` block,
+                # because the repair waits until no thread holds the map lock shared.
                 repair = begun
                 repair()
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
         )
+
+    @contextmanager
+    def _writer_lock(self, guard: Guard | None) -> Iterator[None]:
+        """Hold the writer lock within the ``with`` statement, after the recovery of a commit that
+        was interrupted.
+
+        :param guard: None: the transaction only reads, and needs no lock.
+        """
+        if guard is None:
+            yield
+            return
+        # check before the writer lock is held: ``recover`` writes to the files at the path, which
+        # may be those of another store
+        self._check_current()
+        # ``held`` calls ``recover`` if the last commit failed or its process was killed
+        with guard.lock.held(recover=guard.recover):
+            yield
 
     @contextmanager
     def _committed(
@@ -578,14 +591,8 @@ class Environments:
                 f"than {patience_s:g} s"
             )
         try:
+            self._close_unusable(slot, read_only=read_only)
             shared = slot.environment
-            # Close an environment that cannot be shared before the next one is opened, because LMDB
-            # opens a file only once per process. Handles that still use it find it closed, and
-            # acquire the next one (``LmdbBackend._follow``).
-            if shared is not None and not shared.serves(read_only=read_only):
-                shared.close()
-                shared = None
-                slot.environment = None
             if shared is None:
                 shared = Environment(path, policy, keys, read_only=read_only)
                 slot.environment = shared
@@ -598,6 +605,19 @@ class Environments:
             return shared
         finally:
             slot.lock.release()
+
+    def _close_unusable(self, slot: _Slot, *, read_only: bool) -> None:
+        """Close the environment in a slot, if there is one, unless a new handle can share it. The
+        caller holds the slot's lock.
+
+        It must be closed before the next one is opened, because LMDB opens a file only once per
+        process. Handles that still use it find it closed, and acquire the next one
+        (``LmdbBackend._follow``).
+        """
+        shared = slot.environment
+        if shared is not None and not shared.serves(read_only=read_only):
+            shared.close()
+            slot.environment = None
 
     def release(self, environment: Environment) -> None:
         """Release one use of an environment that ``acquire`` returned; the release of the last use

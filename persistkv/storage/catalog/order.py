@@ -430,26 +430,27 @@ class EvictionOrder:
             priority; None: all.
         """
         if low is None:
-            return self._listed(ORDER, b"")
+            return self._listed(ORDER)
         # keys begin with the byte 0 for low priority, with the byte 1 for normal priority
         priority_byte = b"\0" if low else b"\1"
-        return self._listed(ORDER, b"", priority_byte)
+        return self._listed(ORDER, priority_byte=priority_byte)
 
     def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
-        return self._listed(TENANT_ORDER, tenant)
+        return self._listed(TENANT_ORDER, tenant=tenant)
 
     def _listed(
         self,
         table: str,
-        tenant: bytes,
+        *,
+        tenant: bytes = b"",
         priority_byte: bytes = b"",
     ) -> Iterator[tuple[bytes, Use | Chain]]:
         """Iterate over the names and rows that a table lists, and delete damaged entries.
 
-        :param tenant: beginning of the table's keys: in ``TENANT_ORDER`` a tenant, in ``ORDER``
-            nothing.
-        :param priority_byte: priority of the wanted entries, which follows in a key; empty: any.
+        :param tenant: ``Use.tenant``, with which keys of ``TENANT_ORDER`` begin; empty for
+            ``ORDER``.
+        :param priority_byte: priority of the wanted entries, the next byte of a key; empty: any.
         """
         prefix = tenant + priority_byte
         start = prefix

@@ -187,18 +187,23 @@ class Quotas:
         """Write the rows that have changed. Call this last in a transaction."""
         for digest, totals in self._found.items():
             before = self._before[digest]
-            if totals == before:
-                continue
-            has_content = totals.packs > 0 or totals.stored_bytes > 0
-            if has_content or totals.quota is not None:
-                self._rows.put(TENANTS, digest, totals.encode())
-            else:
-                self._rows.delete(TENANTS, digest)
-            # keep the list of the tenants that are above their quotas up to date
-            if totals.is_above():
-                self._rows.put(META, _ABOVE + digest, b"")
-            elif before.is_above():
-                self._rows.delete(META, _ABOVE + digest)
+            if totals != before:
+                self._write(digest, totals, was_above=before.is_above())
+
+    def _write(self, digest: bytes, totals: TenantTotals, *, was_above: bool) -> None:
+        """Write the row of a tenant, or delete the row of one without content and quota.
+
+        :param was_above: whether ``META`` lists the tenant as above its quota.
+        """
+        has_content = totals.packs > 0 or totals.stored_bytes > 0
+        if has_content or totals.quota is not None:
+            self._rows.put(TENANTS, digest, totals.encode())
+        else:
+            self._rows.delete(TENANTS, digest)
+        if totals.is_above():
+            self._rows.put(META, _ABOVE + digest, b"")
+        elif was_above:
+            self._rows.delete(META, _ABOVE + digest)
 
     def at(self, digest: bytes) -> TenantTotals | None:
         """Return the totals of a tenant by its digest; None if it has no row, or a damaged one."""

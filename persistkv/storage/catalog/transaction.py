@@ -185,11 +185,11 @@ class CatalogTransaction:
         if batch.packs or batch.manifests or batch.touches:
             self._order.is_moment = True
         for pack_id in batch.deletions:
-            self._delete(self._namespace + pack_id)
+            self._delete_with_manifests(self._namespace + pack_id)
         for pack_id in batch.bad:
             # Keep the packs that follow it in manifests: they can be loaded again as soon as an
             # engine has stored the blocks of this pack again.
-            self._delete(self._namespace + pack_id, keep_later=True)
+            self._delete_with_manifests(self._namespace + pack_id, keep_later=True)
         for manifest_id in batch.manifest_deletions:
             self.drop_manifest(manifest_row(self._namespace, manifest_id))
         self.touch(batch.touches)
@@ -200,7 +200,7 @@ class CatalogTransaction:
         # announcement, because each pack counts when it is written, and would count twice.
         self.quotas.expect({})
         for pack in batch.packs:
-            self._add(pack)
+            self._add_pack(pack)
         for write in batch.manifests:
             self._put_manifest(write)
         for manifest_id, pinned in batch.pins:
@@ -285,7 +285,7 @@ class CatalogTransaction:
             if not num_left:
                 return EvictionEnd.LIMIT_REACHED
             num_left -= 1
-            self._remove(name, row)
+            self._evict_one(name, row)
             if is_enough():
                 return EvictionEnd.GOAL_MET
         return EvictionEnd.NOTHING_LEFT
@@ -377,7 +377,7 @@ class CatalogTransaction:
                 naming.append(manifest)
             if len(naming) > at_most:
                 break
-        self._drop_all(naming[:at_most], name, keep_later=keep_later)
+        self._drop_manifests(naming[:at_most], name, keep_later=keep_later)
         return len(naming) > at_most
 
     def finish(self) -> None:
@@ -388,26 +388,26 @@ class CatalogTransaction:
         """
         self._order.finish()
         self.quotas.finish()
-        for name, state in self._states.items():
-            if state.encode() != self._before[name]:
-                self._finish_namespace(name, state)
+        for namespace, state in self._states.items():
+            if state.encode() != self._before[namespace]:
+                self._finish_namespace(namespace, state)
 
-    def _finish_namespace(self, name: bytes, state: NamespaceState) -> None:
+    def _finish_namespace(self, namespace: bytes, state: NamespaceState) -> None:
         """Write the totals of a namespace that has changed, and shorten its log. Unless the driver
         keeps the rows of namespaces itself (``_opened`` is None), begin it with its first content,
         and end it without content."""
         if self._opened is not None:
-            if self._is_empty(name, state):
-                self._end(name, state)
+            if self._is_empty(namespace, state):
+                self._end_namespace(namespace, state)
                 return
             if state.generation == NO_GENERATION:
-                self._begin(name, state, self._opened)
-        self._rows.put(STATES, name, state.encode())
-        self._shorten_log(name, state)
+                self._begin_namespace(namespace, state, self._opened)
+        self._rows.put(STATES, namespace, state.encode())
+        self._shorten_log(namespace, state)
 
     # Packs
 
-    def _add(self, pack: NewPack) -> None:
+    def _add_pack(self, pack: NewPack) -> None:
         """Write a pack, or touch it if it is held. A pack whose table is damaged counts as not
         held, and is written again."""
         name = self._namespace + pack.pack_id
@@ -442,24 +442,24 @@ class CatalogTransaction:
             naming = self._read_naming(name)
             self._order.add_pack(name, UNKNOWN_DEPTH, naming.pins, tenant)
 
-    def _remove(self, name: bytes, row: Use | Chain) -> None:
+    def _evict_one(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
         if isinstance(row, Chain):
             self.drop_manifest(name)
         else:
-            self._delete(name)
+            self._delete_with_manifests(name)
 
-    def _delete(self, name: bytes, *, keep_later: bool = False) -> None:
+    def _delete_with_manifests(self, name: bytes, *, keep_later: bool = False) -> None:
         """Delete a pack and the manifests that name it. Unless ``keep_later``, also delete packs
         that follow it in these manifests and that no other manifest names: they are of no use
         without it.
         """
         # a list, because the deletions change the table
         naming = list(manifests_of(self._rows, name))
-        self._drop_all(naming, name, keep_later=keep_later)
+        self._drop_manifests(naming, name, keep_later=keep_later)
         self._delete_pack(name)
 
-    def _drop_all(
+    def _drop_manifests(
         self,
         manifests: list[bytes],
         pack: bytes,
@@ -626,9 +626,9 @@ class CatalogTransaction:
             self._before[namespace] = state.encode()
         return self._states[namespace]
 
-    def _begin(
+    def _begin_namespace(
         self,
-        name: bytes,
+        namespace: bytes,
         state: NamespaceState,
         opened: Mapping[bytes, Namespace],
     ) -> None:
@@ -637,28 +637,29 @@ class CatalogTransaction:
 
         :raises StoreError: it is not in ``opened``.
         """
-        if name not in opened:
+        if namespace not in opened:
             raise StoreError(
-                f"the store holds no namespace {name.hex()}, and it was not opened"
+                f"the store holds no namespace {namespace.hex()}, and it was not opened"
             )
-        self._rows.put(NAMESPACES, name, encode_namespace(opened[name]))
+        identity_row = encode_namespace(opened[namespace])
+        self._rows.put(NAMESPACES, namespace, identity_row)
         state.generation = os.urandom(GENERATION_BYTES)
 
-    def _is_empty(self, name: bytes, state: NamespaceState) -> bool:
+    def _is_empty(self, namespace: bytes, state: NamespaceState) -> bool:
         """Return whether a namespace has neither packs nor manifests, not even damaged ones, which
         the totals do not count."""
         if state.packs or state.requests:
             return False
-        has_rows = self._rows.has_prefix(PACKS, name)
-        return not has_rows and not self._rows.has_prefix(MANIFESTS, name)
+        has_packs = self._rows.has_prefix(PACKS, namespace)
+        return not has_packs and not self._rows.has_prefix(MANIFESTS, namespace)
 
-    def _end(self, name: bytes, state: NamespaceState) -> None:
+    def _end_namespace(self, namespace: bytes, state: NamespaceState) -> None:
         """Delete the rows of a namespace without content, its notes included."""
         for table, prefix in (
-            (NAMESPACES, name),
-            (STATES, name),
-            (LOG, name),
-            (META, NOTE + name),
+            (NAMESPACES, namespace),
+            (STATES, namespace),
+            (LOG, namespace),
+            (META, NOTE + namespace),
         ):
             rows = self._rows.starting_with(table, prefix)
             # a list, because rows must not change during the iteration
@@ -668,7 +669,7 @@ class CatalogTransaction:
         # the cursor becomes that of a namespace which the store does not hold
         state.generation = NO_GENERATION
         state.sequence = 0
-        self.ended.append(name)
+        self.ended.append(namespace)
 
     def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> int:
         """Add an entry to the change log of a pack's namespace; return its sequence number.
@@ -688,15 +689,15 @@ class CatalogTransaction:
         """Delete the entries of a change log before its last ``LOG_ENTRIES`` ones."""
         oldest = max(0, state.sequence - LOG_ENTRIES + 1)
         oldest_key = LOG_KEY.pack(namespace, oldest)
-        expired: list[bytes] = []
+        expired_keys: list[bytes] = []
         # the loop ends at the first entry to keep: usually, it visits as many expired entries as
         # this transaction has added
         for key, _ in self._rows.starting_with(LOG, namespace):
-            name = bytes(key)
-            if name >= oldest_key:
+            log_key = bytes(key)
+            if log_key >= oldest_key:
                 break
-            expired.append(name)
-        for key in expired:
+            expired_keys.append(log_key)
+        for key in expired_keys:
             self._rows.delete(LOG, key)
 
     def _recount(self, namespace: bytes) -> None:

@@ -612,8 +612,8 @@ def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
     """Return a record that a data key seals."""
     # use a new salt for each write: the nonce is constant, and a name may get another body
     salt = os.urandom(SALT_BYTES)
-    of_record = derive(key.secret, salt, _RECORD_PURPOSE)
-    sealed = seal_record(of_record, name, body)
+    sealing_key = derive(key.secret, salt, _RECORD_PURPOSE)
+    sealed = seal_record(sealing_key, name, body)
     return _RECORD.pack(key.id, salt) + sealed
 
 

@@ -122,9 +122,11 @@ class _OpenFailures:
 
         :param attempt: number of the failed attempt, from 0.
         """
-        if self.last is None or isinstance(self.last, ProcessIdInUseError):
+        has_died = self.last is None
+        if has_died or isinstance(self.last, ProcessIdInUseError):
             return True
-        return attempt == 0 and isinstance(self.last, CorruptStoreError)
+        is_first = attempt == 0
+        return is_first and isinstance(self.last, CorruptStoreError)
 
     def report(self, error: PersistKVError) -> None:
         """Log an error: once for each kind, since each further attempt may find it."""
@@ -138,7 +140,7 @@ class _OpenFailures:
             error,
         )
 
-    def end(self) -> None:
+    def report_opened(self) -> None:
         """Log that the store is open, if an error was logged."""
         if self.reported is not None:
             self.reported = None
@@ -258,11 +260,7 @@ class StoreClient:
         try:
             error = self._try_to_open(timeout_s, may_continue=may_continue)
             if error is not None:
-                # ``poll`` tries again if the cause may pass, and a host can start again
-                is_retried = (
-                    isinstance(error, _TEMPORARY) and self.supervisor.may_restart
-                )
-                if required or not is_retried:
+                if required or not self._is_retried(error):
                     raise error
                 self._open_failures.report(error)
         except BaseException:
@@ -272,6 +270,11 @@ class StoreClient:
             raise
         # start the idle thread only now, because the calling thread has checked the host until here
         self.idle.start()
+
+    def _is_retried(self, error: PersistKVError) -> bool:
+        """Return whether ``poll`` tries again to open the store after this error: the cause may
+        pass, and a host can start again."""
+        return isinstance(error, _TEMPORARY) and self.supervisor.may_restart
 
     def _try_to_open(
         self,
@@ -575,7 +578,7 @@ class StoreClient:
     def _attend_lost_host(self) -> None:
         """Fail the jobs of a lost host once it has exited: until then, it may use rows. In a later
         call, start another host if the backoff is over."""
-        if self.supervisor.has_exited():
+        if self.supervisor.detect_exit():
             self.counters.lost_jobs += self._in_flight.fail_all()
             self._answers.fail_probe()
         elif self.supervisor.maybe_restart():
@@ -644,13 +647,7 @@ class StoreClient:
                 messages = supervisor.connection.receive()
             if messages:
                 supervisor.watchdog.restart_timer()
-            for message in messages:
-                if protocol.table_of(message) is not None and self.state not in RUNNING:
-                    # an earlier message had the host killed: map no table of a lost host
-                    discard(message)
-                    continue
-                handle = self._HANDLERS[type(message)]
-                handle(self, message)
+            self._handle(messages)
         except (ValueError, TypeError, PersistKVError) as error:
             logger.error("the host sent a malformed message: %s", error)
             self._mark_lost()
@@ -666,6 +663,17 @@ class StoreClient:
         if is_lost:
             self._mark_lost()
         return bool(messages)
+
+    def _handle(self, messages: Sequence[Any]) -> None:
+        """Pass each message to the handler of its class."""
+        for message in messages:
+            has_table = protocol.table_of(message) is not None
+            # an earlier message had the host killed: map no table of a lost host
+            if has_table and self.state not in RUNNING:
+                discard(message)
+                continue
+            handle = self._HANDLERS[type(message)]
+            handle(self, message)
 
     def _job_done(self, message: protocol.JobDone) -> None:
         self._in_flight.answer_job(message)
@@ -713,7 +721,7 @@ class StoreClient:
         """Use the store, which the host has opened."""
         self._map(opened.table)
         self.supervisor.opened()
-        self._open_failures.end()
+        self._open_failures.report_opened()
         self.wants_all = opened.wants_all
         if self.wants_all and self._others_load:
             # send no keys, which means that any block may have been loaded elsewhere: this host has

@@ -56,6 +56,15 @@ class _SentJob(NamedTuple):
     """``time.monotonic`` time at which a load should have ended; infinite: none."""
 
 
+def _stored_bytes(job: _SentJob, num_failed: int) -> int:
+    """Estimate the raw bytes of a store job without those of its failed keys. The estimate is in
+    proportion to the keys, because the sizes of single blocks are not known here."""
+    num_keys = len(job.keys)
+    if not num_keys:
+        return 0
+    return job.num_bytes * (num_keys - num_failed) // num_keys
+
+
 class InFlight:
     """Jobs that the host has not answered yet, and results that the engine has not taken yet."""
 
@@ -142,11 +151,7 @@ class InFlight:
             num_bytes = answer.num_bytes
         else:
             self.queued_bytes -= job.num_bytes
-            # Estimate in proportion to the keys: the sizes of single blocks differ between groups,
-            # and are not known here.
-            num_keys = len(job.keys)
-            num_stored = num_keys - len(failed)
-            num_bytes = job.num_bytes * num_stored // max(1, num_keys)
+            num_bytes = _stored_bytes(job, num_failed=len(failed))
         outcome = JobOutcome(
             answer.job_id,
             failed,

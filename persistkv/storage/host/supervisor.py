@@ -525,7 +525,7 @@ class Supervisor:
         self.mark_lost()
 
     def mark_lost(self) -> None:
-        """Kill the host and close the connection. The host may use rows until ``has_exited``
+        """Kill the host and close the connection. The host may use rows until ``detect_exit``
         returns True."""
         self.host.kill()
         self.connection.close()
@@ -537,7 +537,7 @@ class Supervisor:
                 self._backoff_s = _FIRST_BACKOFF_S
         self._opened_at = None
 
-    def has_exited(self) -> bool:
+    def detect_exit(self) -> bool:
         """Return True once, at the first call that finds a killed host dead; otherwise False."""
         is_dead = self.state is State.DYING and self.host.wait(0.0)
         if not is_dead:

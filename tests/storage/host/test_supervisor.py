@@ -185,7 +185,7 @@ def test_supervisor_restart_delay_is_reset_by_health_only(clock: Clock) -> None:
         mortal.opened()
         clock.now += open_s
         mortal.mark_lost()
-        assert mortal.has_exited()
+        assert mortal.detect_exit()
         clock.now += 0.9 * delay
         assert not mortal.maybe_restart()
         clock.now += 0.2 * delay

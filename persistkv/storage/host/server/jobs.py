@@ -192,7 +192,7 @@ class Jobs:
         except (ValueError, CorruptPackError) as error:
             # log the error as text, because a record with it would keep the rows mapped
             logger.error("store job %d is refused: %s", message.job_id, str(error))
-            self._answer(job, None)
+            self._answer(job, failed=None)
             return
         # wait in another task while a commit reads the rows, so that the next job begins
         if accepted.writes:
@@ -260,7 +260,7 @@ class Jobs:
         # pass through this state although nothing is read, because only it may be followed by an
         # answer
         self._move(job, JobState.READING)
-        self._answer(job, None, is_late=True)
+        self._answer(job, failed=None, is_late=True)
 
     async def _read(self, job: _Job, deadline: float | None) -> None:
         """Fill the rows of a load job, and answer it; drop it if the engine has ended."""
@@ -275,7 +275,7 @@ class Jobs:
             outcome = await self._store.read(keys, block_ids, deadline)
         except (ValueError, CorruptPackError) as error:
             logger.error("load job %d is refused: %s", message.job_id, str(error))
-            self._answer(job, None)
+            self._answer(job, failed=None)
             return
         if outcome.failed:
             # Send the report before the answer, so that the engine stores the failed blocks again.

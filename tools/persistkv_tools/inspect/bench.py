@@ -52,13 +52,16 @@ _Times = defaultdict[str, list[float]]
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Speed of one operation: medians over the rounds. Fields: docs/json.md."""
+    """Speed of one operation: medians over the rounds."""
 
     name: str
+    """``store`` or ``load``."""
     seconds: float
     bytes_per_s: float
     limit_seconds: float | None
+    """Seconds that the plain medium takes for the same bytes; None: it cannot be used directly."""
     ratio: float | None
+    """``limit_seconds`` divided by ``seconds``."""
     verdict: str
 
 

@@ -123,6 +123,7 @@ class Period(msgspec.Struct):
     s."""
 
     start: float
+    """Seconds since the epoch."""
     requests: int = 0
     """Requests that were created in the interval, are still held, and have readable keys."""
     blocks: int = 0
@@ -151,10 +152,12 @@ class ReportData(msgspec.Struct, frozen=True):
 
     url: str
     made: float
+    """When the data was read: seconds since the epoch."""
     totals: StoreTotals
     periods: list[Period]
     """Intervals of the time charts, oldest first; empty if the store holds no requests."""
     largest: list[RequestView]
+    """The largest requests by raw bytes, largest first."""
     tree: PrefixTree | None
     """Prefix tree of the largest request's namespace; None if the store holds no requests."""
     engines: list[EngineView]

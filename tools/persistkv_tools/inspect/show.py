@@ -62,23 +62,32 @@ class _BlockPlace(NamedTuple):
 
 
 class KeyView(msgspec.Struct, frozen=True):
-    """One block of a request. Fields of this and the next structs: docs/json.md."""
+    """One block of a request."""
 
     depth: int
+    """Number of blocks before this one."""
     key: str
+    """First digits of the block's key."""
     pack: str | None
+    """Id of a pack that holds the block; None: no pack holds it."""
     offset: int | None
+    """Where the block's frame starts: bytes from the start of the pack's payload."""
 
 
 class GroupView(msgspec.Struct, frozen=True):
     """Blocks of a request in one KV cache group."""
 
     group: int
+    """Index of the group."""
     blocks: int
     missing: int
+    """Part of ``blocks`` that no pack holds."""
     raw_bytes: int
+    """Bytes of the held blocks, before the codec."""
     stored_bytes: int
+    """Estimated bytes of the held blocks at rest."""
     keys: list[KeyView]
+    """The first blocks of the request in this group."""
 
 
 class PackView(msgspec.Struct, frozen=True):

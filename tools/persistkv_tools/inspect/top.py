@@ -38,14 +38,18 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 class EngineView(EngineStatus, frozen=True, kw_only=True):
-    """Last published status of one engine of a store. Fields of this and the next class:
-    docs/json.md."""
+    """Last published status of one engine of a store."""
 
     model: str
+    """Name of the model of the engine's namespace; empty: unknown."""
     live: bool
+    """Whether the status is recent, at most five of its intervals old."""
     updated: float
+    """When the engine published the status: seconds since the epoch."""
     hit_rate: float | None
+    """See the function ``hit_rate``."""
     rates: Rates | None
+    """None: only one status of the engine has been read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,11 @@ class Snapshot(BackendStats):
 
     url: str
     time: float
+    """Seconds since the epoch."""
     fill: float | None
+    """``disk_bytes`` divided by ``capacity``; None: the capacity is unlimited."""
     engines: list[EngineView]
+    """Engines that have published a status, live ones first."""
     savings: list[SavedTotals]
 
 

@@ -35,21 +35,29 @@ _NAMESPACE_ID = re.compile("[0-9a-f]{32}")
 
 
 class DifferenceView(msgspec.Struct, frozen=True):
-    """One identity field whose values differ. Fields of this and the next struct: docs/json.md."""
+    """One identity field whose values differ."""
 
     field: str
+    """Names of the nested fields, joined by dots."""
     ours: Any
+    """Value of the namespace or model that is explained; None: it lacks the field."""
     theirs: Any
+    """Value of the namespace that it is compared with; None: it lacks the field."""
 
 
 class ComparisonView(msgspec.Struct, frozen=True):
     """Comparison of one namespace of the store with a model or another namespace."""
 
     ours: str
+    """Id of the namespace, or directory of the model, that is explained."""
     theirs: str
+    """Id of the namespace that it is compared with."""
     matches: bool
+    """Whether all compared fields are equal."""
     compared: int
+    """Number of compared fields."""
     not_compared: list[str]
+    """Fields that only loading the model shows; empty between namespaces."""
     differences: list[DifferenceView]
 
 
@@ -57,12 +65,18 @@ class LoadView(msgspec.Struct, frozen=True):
     """Use of the blocks that the store held for a request of an engine."""
 
     engine: str
+    """Id of the engine."""
     host: str
     request: str
+    """The engine's id of the request."""
     reason: str
+    """``loaded``, or why the engine computed the blocks; see ``_EXPLANATIONS``."""
     load_s: float | None
+    """Seconds that the load took, or was expected to take if it was not begun; None: unknown."""
     compute_s: float | None
+    """Seconds that the computation was expected to take; None: unknown."""
     time: float
+    """When the engine decided, or the load ended: seconds since the epoch."""
 
 
 def why(
@@ -179,9 +193,9 @@ _EXPLANATIONS = {
         "engine's option tenant requires, or its options are invalid"
     ),
 }
-"""What became of the blocks of a request, by reason."""
+"""Explanations of the reasons of a ``LoadView``."""
 _COMPUTED = "computed ({reason}): a load was expected to take {load_time}, computing {compute_time}"
-"""The same for all other reasons."""
+"""Explanation of all other reasons."""
 
 
 def _explain(load: LoadView) -> str:

@@ -103,8 +103,11 @@ class PruneRules(NamedTuple):
     selection: Selection | None = None
     requests: Sequence[FoundRequest] = ()
     keep_bytes: int | None = None
+    """Size of all packs to reach; None: delete all chosen requests."""
     keep_last: int = 0
+    """Number of requests to keep."""
     keep_daily: int = 0
+    """Number of days of which a request is kept."""
     orphans: bool = False
     shared_packs: bool = False
     quarantined: bool = False

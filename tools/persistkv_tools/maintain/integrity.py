@@ -315,6 +315,7 @@ def _portions(
 class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
+    :param spaces: packs of all namespaces to check.
     :param state: progress of the run, updated after each portion.
     :param on_bytes: called with the number of bytes of each piece after its check; may sleep to
         limit the pace.

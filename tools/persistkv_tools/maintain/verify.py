@@ -99,7 +99,9 @@ class Summary(Tally, kw_only=True):
     """Number of live engines of the store. If above 0 and no --rate is given, reading is limited to
     5 % of the time."""
     problems: int
+    """Number of defects in ``findings``; a finding may count several."""
     by_problem: dict[str, int]
+    """Number of defects of each kind."""
     deleted_packs: int = 0
     """Number of bad packs that --repair deleted."""
     shortened_requests: int = 0
@@ -126,6 +128,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     namespace: str
     request: str
     blocks: int
+    """Blocks of the request before the repair."""
     kept_blocks: int
     """Blocks before the first bad pack. 0: the request is to be deleted."""
 

@@ -71,15 +71,14 @@ def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> 
     :param may_retry: exit with ``RETRY`` (75) if another process uses the store with this process's
         PID, so that the caller can run the command in another process.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     if sys.stdout is None:  # the caller closed standard output (>&-)
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
-    # handle the option here, because it is accepted before and after the command
     debug = _DEBUG in given
-    given = [argument for argument in given if argument != _DEBUG]
     _log_to_stderr(logging.DEBUG if debug else logging.WARNING)
     try:
-        _run(given)
+        # the option is handled here, because it is accepted before and after the command
+        _run([argument for argument in given if argument != _DEBUG])
         render.OUTPUT.flush()
     except KeyboardInterrupt:
         # without this handler, Python would print a traceback and end by SIGINT

@@ -54,7 +54,7 @@ def _beginning_with(prefix: str, names: Sequence[str]) -> list[str]:
 
 def _options(name: str, command: Command) -> list[str]:
     """Return the long options of a command, sorted."""
-    # find them in the help, because argparse has no public list of them
+    # find the options in the help, because argparse has no public list of them
     shown = command.parser(name).format_help()
     return sorted(set(re.findall(r"--[a-z][a-z-]+", shown)))
 

@@ -58,7 +58,7 @@ def main() -> NoReturn:
     lower_priority(sys.argv[1:])
     # a caller may leave SIGCHLD ignored, and the kernel would discard the child's exit code
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    # block the signals before the fork, so that those that arrive early are pending until ``_wait``
+    # block the signals before the fork, so that an early one stays pending until ``_wait`` takes it
     blocked = {*_PASSED_ON, signal.SIGCHLD}
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     parent = os.getpid()
@@ -116,7 +116,7 @@ def _run(*, may_retry: bool) -> NoReturn:
     try:
         run(may_retry=may_retry)
     except SystemExit as end:
-        # if it is a text and no code, the interpreter prints it, and exits with 1
+        # the interpreter prints a text that was given instead of a code, and exits with 1
         if not isinstance(end.code, int):
             raise
         # ``os._exit`` does not wait for threads, and does not flush

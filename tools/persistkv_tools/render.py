@@ -114,7 +114,7 @@ def or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
     return "-" if value is None else format_value(value)
 
 
-def format_labels(labels: dict[str, str]) -> str:
+def format_labels(labels: Mapping[str, str]) -> str:
     return " ".join(f"{name}={value}" for name, value in sorted(labels.items()))
 
 
@@ -203,7 +203,7 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
         name, _, cell = word.partition("=")
         header = name.replace("_", " ")
         cell = cell or name
-        # the function of this name, or else the field
+        # use the function of this name, or else the field
         made[header] = derived.get(cell, cell)
     return made
 

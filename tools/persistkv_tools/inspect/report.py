@@ -326,7 +326,7 @@ def _listed(
 
 def _histogram(header: str, bins: list[Bin]) -> str:
     """Return a table of the requests in each bin, with bars relative to the fullest bin."""
-    # at least 1, because all bins of an empty store are 0, and it is a divisor
+    # at least 1, because ``largest`` is a divisor, and all bins of an empty store are 0
     largest = max(1, *(found.requests for found in bins))
     rows = []
     for found in bins:

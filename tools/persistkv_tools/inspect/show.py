@@ -389,7 +389,7 @@ def _places(
     def add_places(tables: Iterable[PackTable]) -> None:
         """Add the wanted blocks of these packs to ``places``; the first pack of a block counts."""
         for table in tables:
-            # skip packs that hold no wanted block, which are most, before their frames are read
+            # most packs hold no wanted block: skip them before their frames are read
             if wanted.isdisjoint(table.keys.unpack()):
                 continue
             for placed in table.placed_frames():

@@ -108,15 +108,15 @@ def why(
         adopted = adoptions(backend)
         spaces = chosen_namespaces(backend, None)
         chosen = chosen_namespaces(backend, namespace or None)
-        if against is None:
+        # a list of comparisons for each namespace or model that is explained
+        if against is not None:
+            candidates = _compare_against(against, chosen, backend)
+        else:
             # Among all namespaces, each pair is compared once, at its newer one. A chosen namespace
             # is compared with all others.
             only_older = not namespace
             candidates = _compare_within(chosen, spaces, only_older=only_older)
-        else:
-            candidates = _compare_against(against, chosen, backend)
-    # ``candidates`` has a list of comparisons for each namespace or model that is explained. Keep
-    # the one with the fewest differences, which are the likely reason for misses.
+    # keep the comparison with the fewest differences, which are the likely reason for misses
     comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
         report = {

@@ -221,7 +221,7 @@ class _Usage:
         if orphans:
             all_packs = self.held_packs.tables.keys()
             self.packs_to_delete |= all_packs - used_by_others - used_by_chosen
-        # a shared pack to delete is also used by requests that were not chosen: delete them, too
+        # requests that lose a shared pack are deleted, too, even if they were not chosen
         users = self._users_of(self.packs_to_delete)
         self.requests_to_delete = self.chosen.union(users)
 
@@ -401,7 +401,7 @@ class Prune:
         :raises StoreError: the store is open read-only, or a commit failed; ``done`` counts the
             commits before it.
         """
-        # opened for writing only if there is something to delete
+        # open the store for writing only if there is something to delete
         backend = self._writable() if self.deletes else self._backend
         for usage in self._usages:
             if usage.requests_to_delete or usage.packs_to_delete:

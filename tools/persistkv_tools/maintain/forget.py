@@ -72,7 +72,7 @@ def forget(
 def _new_file(path: str) -> Path:
     """Return the path of the receipt to write; raise ConfigurationError if the file exists."""
     target = Path(path)
-    # it may be an older receipt, which must not be lost
+    # an existing file may be an older receipt, which must not be lost
     if target.exists():
         raise ConfigurationError(_RECEIPT, path, "a file that does not exist")
     return target

@@ -275,7 +275,7 @@ def packs_left(
     left = []
     for space in spaces:
         for pack_id in sorted(space.tables):
-            # an interrupted run has read the packs of this order up to ``state.after``
+            # in this order, an interrupted run has read the packs up to ``state.after``
             is_left = (space.namespace + pack_id).hex() > state.after
             if is_left and state.draws(pack_id):
                 left.append(PackToRead(space, space.tables[pack_id]))
@@ -551,14 +551,12 @@ def _suspects(
     for batch in batched(requests, _MANIFESTS_AT_ONCE):
         counts = held.missing([keys or () for _, keys in batch])
         for (name, keys), num_missing in zip(batch, counts, strict=True):
-            if keys is None:
-                problem = Problem.MANIFEST_KEYS
-                detail = "its keys cannot be read"
-                found[name] = _request_defect(space, name, problem, detail)
-            elif num_missing:
-                problem = Problem.MISSING_BLOCKS
-                detail = f"no pack holds {num_missing} of its blocks"
-                found[name] = _request_defect(space, name, problem, detail)
+            is_readable = keys is not None
+            if num_missing or not is_readable:
+                defect = _request_defect(
+                    space, name, num_missing, is_readable=is_readable
+                )
+                found[name] = defect
         # no payload was read, but the limits of the pace may require a sleep
         on_bytes(0)
     return found
@@ -567,9 +565,17 @@ def _suspects(
 def _request_defect(
     space: NamespacePacks,
     request: str,
-    problem: Problem,
-    detail: str,
+    num_missing: int,
+    *,
+    is_readable: bool,
 ) -> Defect:
+    """Return the finding for a request with unreadable keys, or with ``num_missing`` blocks that
+    are not held."""
+    problem = Problem.MANIFEST_KEYS
+    detail = "its keys cannot be read"
+    if is_readable:
+        problem = Problem.MISSING_BLOCKS
+        detail = f"no pack holds {num_missing} of its blocks"
     return Defect(
         problem=problem,
         detail=detail,

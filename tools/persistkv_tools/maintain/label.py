@@ -63,9 +63,15 @@ def label(
     if json:
         rows = [{**_name(found), "labels": labels} for found, labels in changed]
         render.print_json({"url": url, "requests": rows})
-        return
+    else:
+        _print_labels(changed)
+
+
+def _print_labels(changed: Iterable[tuple[FoundRequest, Mapping[str, str]]]) -> None:
+    """Print the requests with their new labels."""
     for found, labels in changed:
-        render.say(f"{_text(found)}: {render.format_labels(labels) or 'no labels'}")
+        text = render.format_labels(labels) or "no labels"
+        render.say(f"{_text(found)}: {text}")
 
 
 def _check_changes(to_set: Mapping[str, str], to_remove: Sequence[str]) -> None:

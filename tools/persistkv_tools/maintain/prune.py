@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from persistkv.config import parse_size
 from persistkv.errors import MissingOptionError, StoreError
 from persistkv.storage.inspection.handle import StoreHandle, open_store
+from persistkv.storage.inspection.requests import RequestView
 from persistkv.storage.inspection.selection import Selection
 from persistkv.storage.stats import BackendStats, FreeSpace
 from persistkv_tools import render
@@ -270,10 +272,7 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
         )
     requests = render.count(len(plan.requests), "request")
     render.say(f"to delete: {requests}, {_amount(plan.goes)}")
-    pins = sum(bool(view.pinned) for view in plan.requests)
-    if pins:
-        verb = "is" if pins == 1 else "are"
-        render.say(f"of these, {render.count(pins, 'request')} {verb} pinned")
+    _print_pins(plan.requests)
     if plan.private_blocks_left:
         blocks = render.count(plan.private_blocks_left, "block")
         kept = f"{blocks} that only these requests use, in shared packs"
@@ -283,6 +282,14 @@ def _print_plan(plan: PrunePlan, damaged: Quarantine) -> None:
         render.say(f"to delete: {size} in files of damaged stores:")
     for directory in damaged.directories:
         render.say(f"  {directory}")
+
+
+def _print_pins(views: Iterable[RequestView]) -> None:
+    """Print how many of the requests to delete are pinned."""
+    pins = sum(bool(view.pinned) for view in views)
+    if pins:
+        verb = "is" if pins == 1 else "are"
+        render.say(f"of these, {render.count(pins, 'request')} {verb} pinned")
 
 
 def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:

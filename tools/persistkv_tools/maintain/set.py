@@ -277,18 +277,19 @@ def _print(
 
 def _say_evictions(found: Consequences, *, is_local: bool) -> None:
     """Print the evictions for a new capacity and new quotas, and their time."""
+    when = "at once"
+    when_by_quota = "at once"
+    if not is_local:
+        when = "by the next commit of an engine, or by persistkv prune --keep-size"
+        when_by_quota = "by an engine within a minute"
     if found.evicted_bytes:
         size = render.format_size(found.evicted_bytes)
-        when = "at once"
-        if not is_local:
-            when = "by the next commit of an engine, or by persistkv prune --keep-size"
         render.say(f"about {size} will be evicted {when}, least recently used first")
     for tenant, num_bytes in found.quota_bytes.items():
         size = render.format_size(num_bytes)
-        when = "at once" if is_local else "by an engine within a minute"
         render.say(
-            f"{size} of the tenant {tenant} will be evicted {when}, least recently used "
-            "first, except what is pinned"
+            f"{size} of the tenant {tenant} will be evicted {when_by_quota}, least recently "
+            "used first, except what is pinned"
         )
     if not is_local and (found.evicted_bytes or found.quota_bytes):
         render.say("its bytes are freed an hour later, or by the daily sweep")

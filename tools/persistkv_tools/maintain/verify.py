@@ -504,16 +504,8 @@ def _print_reads(summary: Summary, bytes_per_s: int | None) -> None:
         render.say(f"reads were limited to {bound}; {engines} used the store")
 
 
-def _print(summary: Summary, bytes_per_s: int | None) -> None:
-    """Print the findings, the amount read, and the repairs."""
-    if summary.findings:
-        render.show_table(
-            _FINDINGS,
-            summary.findings,
-            left="pack or request,namespace,detail",
-            most=_SHOWN,
-        )
-    _print_reads(summary, bytes_per_s)
+def _print_unchecked(summary: Summary) -> None:
+    """Print what could not be checked, or not to the end."""
     if summary.went_meanwhile:
         packs = render.count(summary.went_meanwhile, "pack")
         render.say(f"no problem: {packs} deleted or replaced while verify read")
@@ -524,6 +516,19 @@ def _print(summary: Summary, bytes_per_s: int | None) -> None:
         render.say(
             "unreadable catalogue rows could not be counted: other processes wrote continuously"
         )
+
+
+def _print(summary: Summary, bytes_per_s: int | None) -> None:
+    """Print the findings, the amount read, and the repairs."""
+    if summary.findings:
+        render.show_table(
+            _FINDINGS,
+            summary.findings,
+            left="pack or request,namespace,detail",
+            most=_SHOWN,
+        )
+    _print_reads(summary, bytes_per_s)
+    _print_unchecked(summary)
     if summary.deleted_packs or summary.shortened_requests:
         packs = render.count(summary.deleted_packs, "pack")
         render.say(f"deleted {packs}; engines compute the lost blocks again")

@@ -187,7 +187,7 @@ def _refuse_same_store(url: str, target: str) -> None:
     target_place = (target_url.scheme, target_url.location)
     if source_place != target_place:
         return
-    # different options for the key name different stores
+    # URLs that name different keys name different stores
     for name in KEY_OPTIONS:
         if source_url.options.get(name) != target_url.options.get(name):
             return
@@ -241,6 +241,11 @@ def _print_left_out(copied: Copied) -> None:
     if copied.requests_held or copied.packs_held:
         held = counts(copied.requests_held, copied.packs_held)
         render.say(f"not copied, because the store has them: {held}")
+    _print_losses(copied)
+
+
+def _print_losses(copied: Copied) -> None:
+    """Print the content that should have been copied and was not, and evictions by the copy."""
     if copied.evicted_packs:
         evicted = render.count(copied.evicted_packs, "pack")
         render.say(f"meanwhile, the store evicted {evicted}")

@@ -68,7 +68,7 @@ class TargetRoom(NamedTuple):
         if stats.capacity is None:
             return None
 
-        # the tables of packs list the keys of their blocks, and requests those that they name
+        # a key is stored in the table of its pack, and also in each request that names it
         named_blocks = sum(found.manifest.blocks for found in stored_requests(backend))
         num_keys = stats.blocks + named_blocks
         content_bytes = store_bytes(

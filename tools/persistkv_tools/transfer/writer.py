@@ -46,7 +46,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Co
         writer = _NamespaceWriter(target, source, copied, on_bytes)
         writers.append(writer)
         _write_source(plan, source, writer)
-    # check after all are written, because a later namespace may evict packs of an earlier one
+    # check at the end, because writes to a later namespace may evict packs of an earlier one
     for writer in writers:
         writer.check()
     return copied

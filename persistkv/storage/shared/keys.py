@@ -447,10 +447,7 @@ class StoreKeys:
         successors = self._successors(key.id)
         if not successors:
             return wrapped
-        ids_in_newer: set[bytes] = set()
-        for successor in successors:
-            wrapped_again = _joined(self._blobs(successor))
-            ids_in_newer.update(entry.id for entry in wrapped_again)
+        ids_in_newer = self._wrapped_ids(successors)
         # No newer store key wraps anything: the store was rotated back to this key, and a late
         # request has written its blob ``replaced`` again.
         if wrapped and not ids_in_newer:
@@ -462,6 +459,14 @@ class StoreKeys:
             return usable
         expected = f"the key {successors[-1]}, which has replaced it (rotate-key)"
         raise ConfigurationError("key", key.id, expected)
+
+    def _wrapped_ids(self, key_ids: Iterable[str]) -> set[bytes]:
+        """Return the ids of the data keys that any of these store keys wraps."""
+        found: set[bytes] = set()
+        for key_id in key_ids:
+            wrapped = _joined(self._blobs(key_id))
+            found.update(entry.id for entry in wrapped)
+        return found
 
     def _successors(self, key_id: str) -> list[str]:
         """Return the ids of the keys that have replaced this one, one after the other."""

@@ -365,6 +365,18 @@ class Merger:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
         the replica. No time in the content of a commit may be later than the commit itself: every
         reader replaces later times."""
+        found = self._contents(infos)
+        # apply commits of other engines; own commits were applied when they were written
+        contained = self._replica.contained
+        new: list[tuple[str, Delta]] = []
+        for name, delta in found.items():
+            if name not in contained:
+                new.append((name, delta))
+        self._reader.apply(new)
+        return found
+
+    def _contents(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
+        """Return the content of commits by name: own ones from memory, the rest from the medium."""
         others = [info for info in infos if info.name not in self.own_commits]
         read = self._fetch_all(others)
         found: dict[str, Delta] = {}
@@ -374,14 +386,6 @@ class Merger:
                 found[info.name] = own.delta.clamped(info.time)
             elif info.name in read:
                 found[info.name] = read[info.name].clamped(info.time)
-
-        # apply commits of other engines; own commits were applied when they were written
-        contained = self._replica.contained
-        new: list[tuple[str, Delta]] = []
-        for name, delta in found.items():
-            if name not in contained:
-                new.append((name, delta))
-        self._reader.apply(new)
         return found
 
     def _fetch_all(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:

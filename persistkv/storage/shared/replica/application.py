@@ -224,12 +224,16 @@ class Application:
         known.update(name[:ID_BYTES] for name in ended_blobs)
         held_packs = rows.existing(PACKS, pack_names)
         known.update(name[ID_BYTES:] for name in held_packs)
-        # add packs that requests name; skip the search if there are no requests, as at first
-        if rows.count(LINKS):
-            for name in pack_names:
-                if rows.has_prefix(LINKS, name):
-                    known.add(name[ID_BYTES:])
+        known.update(self._ids_in_requests(pack_names))
         return known
+
+    def _ids_in_requests(self, pack_names: Sequence[bytes]) -> set[bytes]:
+        """Return the ids of those packs that a request names."""
+        rows = self._rows
+        # a new replica has no requests, and needs no search for each pack
+        if not rows.count(LINKS):
+            return set()
+        return {name[ID_BYTES:] for name in pack_names if rows.has_prefix(LINKS, name)}
 
     def _add_blob(self, entry: PackEntry) -> None:
         """Add a blob of a pack that may have others. The catalogue shows the one with the smallest
@@ -509,11 +513,24 @@ class _Additions:
             return False
         counted = head.payload_length + len(entry.body) + OVERHEAD_BYTES
         self.counted += counted
+        # the rows contain the number of this change, which ``_count`` assigns
         self._count(head)
+        self._add_rows(namespace, entry, head, counted)
+        return True
 
+    def _add_rows(
+        self,
+        namespace: bytes,
+        entry: PackEntry,
+        head: TableHead,
+        counted: int,
+    ) -> None:
+        """Add the rows of a pack in each table.
+
+        :param counted: bytes that the blob counts for in the capacity.
+        """
         new = self._new
         name = namespace + entry.pack_id
-        # number of this change, which ``_count`` has just assigned
         sequence = SEQUENCE.pack(self._state.sequence)
         pack_row = sequence + entry.body
         new[PACKS].append((name, pack_row))
@@ -527,7 +544,6 @@ class _Additions:
         if use.tenant:
             tenant_key = use.tenant + order_key
             new[TENANT_ORDER].append((tenant_key, b""))
-        return True
 
     def _count(self, head: TableHead) -> None:
         """Add a pack to the totals of the namespace and of its tenant."""

@@ -45,29 +45,34 @@ class ForgottenRows(NamedTuple):
 
     def packs(self) -> Iterator[PackTable]:
         """Yield the tables of the forgotten packs."""
-        rows = self.rows
-        forgotten = self.forgotten
-        for key, row in rows.range(USES, self.namespace):
+        for key, row in self.rows.range(USES, self.namespace):
             use = Use.decode(row)
             if use is None:
                 continue
             # First compare the tenant, by the digest of its name, which needs no read of the table.
             # The row of a pack of the default tenant has no digest.
             owner = use.tenant or _DEFAULT_TENANT
-            if owner not in forgotten.tenants:
+            if owner not in self.forgotten.tenants:
                 continue
-            name = bytes(key)
-            pack_row = bytes(rows.get(PACKS, name) or b"")
-            encoded_table = pack_row[SEQUENCE.size :]
-            head = table_head(encoded_table)
-            if head is None:
-                continue
-            # a forgotten tenant may have newer content: under a new data key, or used later
-            if not forgotten.covers(head.tenant, head.data_key, use.time):
-                continue
-            table = pack_table(name, pack_row)
+            table = self._forgotten_table(bytes(key), use)
             if table is not None:
                 yield table
+
+    def _forgotten_table(self, name: bytes, use: Use) -> PackTable | None:
+        """Return the table of a pack of a forgotten tenant; None: the pack is newer than the
+        forgetting, or its row is damaged.
+
+        :param name: namespace and pack id.
+        """
+        pack_row = bytes(self.rows.get(PACKS, name) or b"")
+        encoded_table = pack_row[SEQUENCE.size :]
+        head = table_head(encoded_table)
+        if head is None:
+            return None
+        # newer content is under a new data key, or was used later
+        if not self.forgotten.covers(head.tenant, head.data_key, use.time):
+            return None
+        return pack_table(name, pack_row)
 
     def requests(self) -> Iterator[RequestRow]:
         """Yield all requests, forgotten or not."""

@@ -363,8 +363,7 @@ class Merger:
 
     def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
-        the replica. No time in the content of a commit may be later than the commit itself: every
-        reader replaces later times."""
+        the replica."""
         found = self._contents(infos)
         # apply commits of other engines; own commits were applied when they were written
         contained = self._replica.contained
@@ -376,7 +375,8 @@ class Merger:
         return found
 
     def _contents(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
-        """Return the content of commits by name: own ones from memory, the rest from the medium."""
+        """Return the content of commits by name: own ones from memory, the rest from the medium. No
+        time in it may be later than the commit itself: every reader replaces later times."""
         others = [info for info in infos if info.name not in self.own_commits]
         read = self._fetch_all(others)
         found: dict[str, Delta] = {}

@@ -247,6 +247,7 @@ class _PlainFile(PlainMedium):
     def __init__(self, path: Path) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC
         self._file = os.open(path, flags, 0o600)
+        """File descriptor."""
         self._end = 0
         """Length of the file in bytes."""
 

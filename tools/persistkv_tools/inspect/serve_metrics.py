@@ -216,6 +216,7 @@ class StoreCollector:
     def __init__(self, url: str) -> None:
         self._url = url
         self._store = without_options(url)
+        """Label ``store`` of all metrics."""
         # Needed because the server answers each scrape in a thread of its own. Reentrant, because
         # a scrape that fails closes the store while it holds the lock.
         self._lock = threading.RLock()

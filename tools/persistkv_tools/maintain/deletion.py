@@ -369,8 +369,12 @@ class Prune:
         namespaces: Iterable[Namespace],
         rules: PruneRules,
     ) -> None:
-        """Make the plan; see ``plan_prune``. ``writable`` returns the same store, open for
-        writing."""
+        """Make the plan.
+
+        :param writable: returns the same store, open for writing.
+        :param namespaces: namespaces from which requests and packs are deleted.
+        :param rules: what to delete and to keep; see ``plan_prune``.
+        """
         self._backend = backend
         self._writable = writable
         named = {(found.namespace.id, found.manifest.id) for found in rules.requests}

@@ -353,8 +353,8 @@ class Verifier:
         """Memory of each reading thread; see ``_memory``."""
 
     def begin(self) -> None:
-        """Prepare the next portion, unless one is in progress. With threads, start to read it; see
-        ``packs``."""
+        """Prepare the next portion, unless one is in progress. With threads, they start to read it
+        now, before ``packs`` is iterated."""
         if self._portion is None:
             self._portion = next(self._portions, None)
             if self._portion is not None:

@@ -121,7 +121,7 @@ COMMAND = Command(set_, (URL, _VALUES), _add_options)
 
 
 def _changed(policy: Policy, values: list[str]) -> Policy:
-    """Return the policy with the values of ``NAME=VALUE`` texts; raise ConfigurationError if one is
+    """Return the policy, changed by texts ``NAME=VALUE``; raise ConfigurationError if one is
     invalid."""
     for text in values:
         name, equals, value = text.partition("=")

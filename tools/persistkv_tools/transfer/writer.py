@@ -66,7 +66,13 @@ def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> N
 
 
 class _NamespaceWriter:
-    """Writes to one namespace of the target. Commits update ``copied``."""
+    """Writes to one namespace of the target.
+
+    :param backend: target, open for writing.
+    :param source: requests and packs to copy.
+    :param copied: outcome of the copy, which each commit updates.
+    :param on_bytes: called with the number of bytes of each read of the source.
+    """
 
     def __init__(
         self,

@@ -377,7 +377,7 @@ class Allocator:
         before = None
         after = None
         with self._rows.cursor(FREE) as cursor:
-            # move to the first free extent after it; False if all are before it
+            # move to the first free extent after ``extent``; False if there is none
             if cursor.set_range(extent.place):
                 after = _extent_at(cursor.item())
                 has_before = cursor.prev()

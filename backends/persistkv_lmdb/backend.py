@@ -395,8 +395,8 @@ class LmdbBackend(Backend):
         return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:
-        """Return the content of a note about a namespace; None: there is none, or it does not
-        open."""
+        """Return the content of a note about a namespace; None: there is no such note, or the keys
+        of the store do not open it."""
         key = note_row(namespace, name)
         with self.rows() as rows:
             found = rows.get(META, key)

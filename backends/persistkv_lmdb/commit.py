@@ -148,8 +148,9 @@ class BatchCommit:
         self._namespace = namespace
         self._batch = batch
         self._seen = batch.seen
-        """``CommitBatch.seen``; after a transaction of this commit, the position in the change log
-        after it, because own changes do not make the batch stale. None: it is not checked."""
+        """Position in the change log up to which the changes of the namespace are known: first
+        ``CommitBatch.seen``, then the position after the last transaction of this commit, whose
+        changes do not make the batch stale. None: the position is not checked."""
         self._interleaved = False
         """Whether other commits followed ``seen``, and the batch is written all the same; see
         ``CommitResult``."""
@@ -718,7 +719,7 @@ class BatchCommit:
 
     def _after_commit(self, commit: CatalogTransaction) -> None:
         """After a transaction was committed, remember its evicted packs and the namespace's
-        position in the change log, and delete the files of namespaces that it ended."""
+        position in the change log. Delete the files of namespaces that have lost all content."""
         self._evicted += commit.evicted
         self._environment.forget_namespaces(commit.ended)
         if self._seen is not None:

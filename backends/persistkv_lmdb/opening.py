@@ -113,9 +113,10 @@ class Guard:
         """Open the environment, after an integrity check if no other process has it open and a
         shutdown was unclean.
 
-        :param open_environment: also makes the names of new files durable. Must leave nothing open
-            if it raises. Called again after a damaged environment was quarantined. If this method
-            fails after ``open_environment`` has returned, the caller must close the environment.
+        :param open_environment: opens or creates the environment, and makes the names of new files
+            durable. It must leave nothing open if it raises, and is called again after a damaged
+            environment was quarantined. If this method fails after ``open_environment`` has
+            returned, the caller must close the environment.
         :raises StoreBusyError: another process holds a lock for too long.
         :raises StoreUnavailableError: a damaged environment cannot be renamed, or the guard cannot
             be written.
@@ -249,8 +250,8 @@ class Guard:
         before = self._read()  # None: persistkv has never opened a store here
         exists = (self._directory / files.DATA_FILE).exists()
         if exists and before is None:
-            # Another program's environment, or the guard file was removed. ``open_environment``
-            # refuses the first; in both cases nothing may be renamed.
+            # This is another program's environment, which ``open_environment`` refuses, or a store
+            # whose guard file was removed. In both cases, nothing may be renamed.
             open_environment()
             return
         was_unclean = before in (_State.OPEN, _State.SUSPECT)

@@ -285,8 +285,9 @@ class SegmentFiles:
         # wait for a write that is running.
         self._writes.append(write)
         self._pool.begin(write, run)
-        # If a thread is idle, wait until it runs the write: it might otherwise wait up to 5 ms for
-        # the GIL. If no thread is idle, the write stays queued.
+        # If a thread is idle, wait until it runs the write: otherwise, this thread would keep the
+        # GIL, for which the other one might wait up to 5 ms. If no thread is idle, the write stays
+        # queued.
         if num_running < _WRITES_AT_ONCE:
             begun.wait()
 

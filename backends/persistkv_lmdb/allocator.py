@@ -248,7 +248,7 @@ class Allocator:
             self._join(extent)
             self.free += extent.pages
 
-    def retire(self, name: bytes) -> None:
+    def free_pack(self, name: bytes) -> None:
         """Make the extents of the pack ``name`` free, if it has any."""
         extents = read_extents(self._rows, name)
         if extents is None:
@@ -307,7 +307,7 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, prefix=b""))
 
-    def adopt(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
+    def record_files(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
         """Record existing segment files in a new catalogue.
 
         :param segments: for each file, the extent of all its pages.
@@ -478,7 +478,7 @@ class ExtentPayloads:
         if self._inline is not None:
             self._inline.delete(name)
         else:
-            self.allocator.retire(name)
+            self.allocator.free_pack(name)
 
     def shrink(self, limit: int) -> bool:
         """Return disk space of free pages to the file system, until all segments together take at

@@ -721,7 +721,7 @@ class BatchCommit:
         """After a transaction was committed, remember its evicted packs and the namespace's
         position in the change log. Delete the files of namespaces that have lost all content."""
         self._evicted += commit.evicted
-        self._environment.forget_namespaces(commit.ended)
+        self._environment.delete_files_of(commit.ended)
         if self._seen is not None:
             self._seen = commit.cursor
 
@@ -859,7 +859,7 @@ def _evict_excess(environment: Environment) -> bool:
             end = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
         can_shrink_more = room.payloads.shrink(room.payloads.limit)
         commit.finish()
-    environment.forget_namespaces(commit.ended)
+    environment.delete_files_of(commit.ended)
     return end is EvictionEnd.LIMIT_REACHED or can_shrink_more
 
 

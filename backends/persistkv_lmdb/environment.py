@@ -86,7 +86,7 @@ _NO_DAMAGE = (
 """Errors that do not mean possible damage: after any other one, the store is checked at its next
 opening."""
 # seconds to wait for the writer lock when a namespace has ended
-_FORGET_PATIENCE_S = 0.2
+_DELETION_PATIENCE_S = 0.2
 # Number of commits whose sizes are remembered. With varying sizes, one commit in so many exceeds
 # all remembered ones, and must reserve space in a transaction of its own.
 _COMMITS = 16
@@ -449,20 +449,20 @@ class Environment:
         """Return the path of the file in which an engine saves its index of a namespace."""
         return self.path / f"{files.INDEX_PREFIX}{namespace.hex()}"
 
-    def forget_namespaces(self, namespaces: Sequence[bytes]) -> None:
+    def delete_files_of(self, namespaces: Sequence[bytes]) -> None:
         """Delete the files of namespaces that have lost their last content, unless they have begun
         again. Errors are ignored, because these files alone are harmless.
         """
         if not namespaces or self._guard is None:
             return
-        with suppress(StoreError, OSError), self._guard.lock.held(_FORGET_PATIENCE_S):
+        with suppress(StoreError, OSError), self._guard.lock.held(_DELETION_PATIENCE_S):
             # with the writer lock held, no namespace can begin again until its files are deleted
             ended: list[bytes] = []
             with self.transaction() as rows:
                 for name in namespaces:
                     if rows.get(STATES, name) is None:
                         ended.append(name)
-            self.recovery.forget(ended)
+            self.recovery.delete_identities(ended)
             for name in ended:
                 self.index_file(name).unlink(missing_ok=True)
 
@@ -489,10 +489,10 @@ class Environment:
         if self._guard is not None:
             self._guard.close()
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the lock files in a forked child, without releasing the locks of its parent."""
         if self._guard is not None:
-            self._guard.forget()
+            self._guard.close_files()
 
     @contextmanager
     def _suspect_on_error(self) -> Iterator[None]:
@@ -567,7 +567,7 @@ class Environments:
         self._lock = threading.Lock()  # protects ``_slots``; never held during I/O
         self._slots: dict[tuple[int, int], _Slot] = {}
         """By device and inode of the store's directory, so that all paths to it share one."""
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._reset_after_fork)
 
     def acquire(
         self,
@@ -645,13 +645,13 @@ class Environments:
                     return slot
         return None
 
-    def _forget(self) -> None:
+    def _reset_after_fork(self) -> None:
         """Reset the registry in a forked child: another thread of the parent may have held a
         lock."""
         self._lock = threading.Lock()
         for slot in self._slots.values():
             if slot.environment is not None:
-                slot.environment.forget()
+                slot.environment.close_after_fork()
         self._slots = {}
 
 

@@ -529,7 +529,7 @@ class WriterLock:
     def close(self) -> None:
         """Close the file; idempotent. In a forked child, the parent keeps its lock."""
         if self._wait is not None:
-            self._wait.forget()
+            self._wait.close_after_fork()
         if self._fd >= 0:
             fd = self._fd
             self._fd = -1

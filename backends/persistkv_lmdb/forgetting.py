@@ -135,7 +135,7 @@ class LmdbForgetting:
             # erase the packs, so that a rebuild does not find them in the segments
             if table == PACKS:
                 environment.erase(rows, set(deleted))
-        environment.forget_namespaces(ended_namespaces)
+        environment.delete_files_of(ended_namespaces)
         return bool(deleted)
 
     def _delete(

@@ -84,7 +84,7 @@ class LockWait:
             self._granted = None
             return granted
 
-    def forget(self) -> None:
+    def close_after_fork(self) -> None:
         """Close the descriptor in a forked child, where no thread waits. In the parent this does
         nothing: its thread is blocked in ``flock`` and still needs the descriptor."""
         if self._process != os.getpid() and not self._is_over:

@@ -232,11 +232,11 @@ class Guard:
                 # leave the state SUSPECT as it is
                 if self._read() is _State.OPEN:
                     self._write(_State.CLEAN)
-        self.forget()
+        self.close_files()
 
-    def forget(self) -> None:
-        """Close both files without recording a clean shutdown, for a forked child, whose parent has
-        the store open; idempotent."""
+    def close_files(self) -> None:
+        """Close both files without recording a clean shutdown; idempotent. A forked child calls
+        only this, because its parent has the store open."""
         self.lock.close()
         if self._fd >= 0:
             fd = self._fd

@@ -412,7 +412,7 @@ class _Rebuild:
             if hole_pages > 0:
                 holes.append(Extent(extent.segment, begin, hole_pages))
             begins[extent.segment] = extent.end
-        allocator.adopt(segments, holes)
+        allocator.record_files(segments, holes)
         allocator.finish()
         return allocator.total * PAGE_BYTES
 

@@ -108,7 +108,7 @@ class RecoveryFiles:
             sync_directory(self._directory)
             self._described[namespace] = generation
 
-    def forget(self, namespaces: Iterable[bytes]) -> None:
+    def delete_identities(self, namespaces: Iterable[bytes]) -> None:
         """Delete the identities of namespaces without content. An error is ignored: an identity
         alone is harmless."""
         for namespace in namespaces:

@@ -108,7 +108,7 @@ class Breaker:
 
     def admit(self) -> bool:
         """Return whether a request may be made now. Each admitted request must end with ``record``
-        or ``forget``."""
+        or ``record_unknown``."""
         with self._lock:
             if self._state == "closed":
                 return True
@@ -146,7 +146,7 @@ class Breaker:
                 )
                 self._open()
 
-    def forget(self) -> None:
+    def record_unknown(self) -> None:
         """Record that an admitted request has ended without a good or bad answer."""
         with self._lock:
             # this request may have been the probe: let the next request be one
@@ -425,7 +425,7 @@ class Bucket:
             record(well=error.healthy)
             raise
         except BaseException:  # an error of the sink's owner, or an interrupt
-            self.breaker.forget()
+            self.breaker.record_unknown()
             raise
         record(well=True)
         return result

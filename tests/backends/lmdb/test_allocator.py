@@ -208,9 +208,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         name = number.to_bytes(32, "big")
 
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> None:
-            space.retire(name)
+            space.free_pack(name)
             free = space.free
-            space.retire(name)
+            space.free_pack(name)
             assert space.free == free
 
         self.change(work)

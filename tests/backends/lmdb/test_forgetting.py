@@ -601,7 +601,7 @@ def test_content_of_tenant_is_refused_until_forget_ends(
         store_one(engine, "anna", 1)
         store_one(engine, "berta", 2)
         environment = operator.environment  # type: ignore[attr-defined]
-        after_deletion = environment.forget_namespaces
+        after_deletion = environment.delete_files_of
         calls: list[str] = []
 
         def store_others(ended: list[bytes]) -> None:
@@ -617,7 +617,7 @@ def test_content_of_tenant_is_refused_until_forget_ends(
             # another operator, and a tenant whose name is not in the keys
             operator.forget("carla")
 
-        monkeypatch.setattr(environment, "forget_namespaces", store_others)
+        monkeypatch.setattr(environment, "delete_files_of", store_others)
         done = operator.forget("anna")
         assert calls
         assert (done.packs, done.requests, len(done.key_ids)) == (1, 1, has_key)
@@ -640,7 +640,7 @@ def forget_until_killed(url: str, ready: Connection) -> None:
             ready.send("deleting")
             time.sleep(600)
 
-        environment.forget_namespaces = wait
+        environment.delete_files_of = wait
         backend.forget("anna")
 
 

@@ -150,7 +150,7 @@ def test_describe_of_a_namespace_that_began_again_writes_its_identity(
     path = tmp_path / "segments" / f"{namespace.hex()}.identity"
     files.describe(namespace, ROW, GENERATION)
     assert path.read_bytes() == ROW
-    files.forget([namespace])
+    files.delete_identities([namespace])
     assert not path.exists()
     files.describe(namespace, ROW, b"another ")
     assert path.read_bytes() == ROW

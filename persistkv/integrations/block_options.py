@@ -38,8 +38,16 @@ class BlockStoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_block: int = 1,
         events: bool = False,
     ) -> BlockStore:
-        """Open a block store of one KV cache group; parameters and errors as of
-        ``BlockStore.open``."""
+        """Open a block store of one KV cache group.
+
+        :param block_bytes: bytes of one block.
+        :param tenant_of: returns the tenant of a key.
+        :param tokens_per_block: tokens of one block, for the lists of stored contexts.
+        :param events: whether ``BlockStore.take_events`` reports keys.
+        :raises ConfigurationError: the URL or an option is invalid, or the size does not fit the
+            identity.
+        :raises StoreError: the store cannot be opened.
+        """
         return BlockStore.open(
             self.url,
             identity,

@@ -24,18 +24,18 @@ _JSON_TYPES = (bool, int, float, str, type(None))
 _NESTED = "_config"
 """End of the names of fields that are configurations themselves, such as ``text_config``."""
 _QUANTIZATION = "quantization_config"
-"""The exception: it is no part of the model, and is kept whole, with its own dtypes."""
+"""A field with this end that is no part of the model: it is kept whole, with its own dtypes."""
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a configuration and its nested ones to JSON values, without fields proven not to
-    affect KV bytes."""
+    """Convert a configuration and its nested ones to JSON values, without the fields that do not
+    affect KV bytes (``_IRRELEVANT``)."""
     fields = {}
     for name, item in config.items():
         if name in _IRRELEVANT:
             continue
         is_nested = name.endswith(_NESTED) and name != _QUANTIZATION
-        # None or empty: the model lacks this part
+        # a nested configuration is None or empty if the model lacks this part
         if is_nested and item:
             fields[name] = plain_config(item)
         else:
@@ -56,6 +56,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         items = map(plain, value)
+        # a set has no order: sort, so that equal sets have equal identities
         return sorted(items, key=json.dumps)
     # JSON has neither infinity nor NaN
     if isinstance(value, float) and not math.isfinite(value):

@@ -22,9 +22,9 @@ from persistkv.tiering.load_cost import LoadChooser, LoadRun, LoadTimes, Prefill
 from persistkv.tiering.probing import PROBE_S, ProbeTimer
 
 _STALLED_S = 1.0
-"""A load that brings nothing in so many seconds hangs; a shorter one found nothing."""
+"""A load that ends without bytes after so many seconds has hung; a shorter one found nothing."""
 _LATE = 3.0
-"""A load that runs for so many times its expected time hangs."""
+"""A load in progress counts as hung once it takes so many times its expected time."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class _RunningLoad:
 
     began: float
     late_at: float
-    """Time from which on it counts as hung."""
+    """Time from which on the load counts as hung."""
     is_reported: bool = False
-    """Whether it was reported to ``LoadTimes`` as hung, while it was still in progress."""
+    """Whether the load was reported to ``LoadTimes`` as hung while it was in progress."""
 
 
 class PrefixLoads:
-    """Decides about the loads of the stores on one medium. Thread-safe."""
+    """Decides whether prefixes are loaded from the stores on one medium. Thread-safe."""
 
     def __init__(
         self,
@@ -60,10 +60,11 @@ class PrefixLoads:
         self._stalled_s = min(timeout_s, _STALLED_S)
         """Seconds after which a load that has brought nothing counts as hung."""
         self._chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
+        """Compares the time of a load with that of computing its tokens."""
         self._times = LoadTimes()
         """Expected times of loads, from those that were observed here."""
         self._probes = ProbeTimer(clock)
-        """When to read a block of a declined prefix."""
+        """Tells when a probe is due: the read of one block of a declined prefix."""
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -132,7 +133,7 @@ class PrefixLoads:
                 has_hung = not loaded_bytes and seconds >= self._stalled_s
                 self._times.end(number, loaded_bytes, seconds, is_late=has_hung)
             elif loaded_bytes:
-                # ``LoadTimes`` has ended the load when it hung: its bytes are a sample of their own
+                # the report that the load hangs has ended it in ``LoadTimes``: add it as a sample
                 self._times.observe(loaded_bytes, seconds)
             # a load shows more than a probe, so the next probe can wait
             if loaded_bytes:
@@ -151,10 +152,11 @@ class PrefixLoads:
             self._times.end(number, loaded_bytes=0, seconds=seconds, is_late=True)
 
     def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
-        """Read a block of a declined prefix in the background, if it is time for that. Ignored
-        after ``close``.
+        """Read a block of a declined prefix in the background, if a probe is due. Ignored after
+        ``close``.
 
-        :param key: the block, which ``store`` holds.
+        :param key: key of the block, which ``store`` holds.
+        :param num_bytes: bytes of the block.
         """
         if self._prober is None:
             return
@@ -166,11 +168,11 @@ class PrefixLoads:
             self._prober.submit(self._read, store, [key], num_bytes)
 
     def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
-        """Read a page for a probe, and discard it: the time shows whether the store is fast
+        """Read a block for a probe, and discard it: the time shows whether the store is fast
         again."""
         begin = self._clock()
         is_read = False
-        # go on if the store was closed, or if there is no memory: the prober's thread must continue
+        # ignore a closed store and missing memory: the prober's thread must not end
         with suppress(PersistKVError, MemoryError):
             memory = bytearray(num_bytes)
             (is_read,) = store.get(keys, [memory], timeout_s=PROBE_S)

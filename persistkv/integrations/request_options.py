@@ -31,8 +31,8 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     priority: Priority = "normal"
     """``Retention.priority``."""
     tenant: str | None = None
-    """Name of the tenant whose request it is, 1 to 128 characters: no block of it is served to a
-    request of another one. None: the default tenant, or none if the tier requires one."""
+    """Name of the tenant whose request it is, 1 to 128 characters: its blocks are not served to
+    requests of other tenants. None: the default tenant, or none if the tier requires a name."""
     weights: str | None = None
     """Name of the weights that the request expects, for vLLM engines whose weights change while
     they run: a new name ends the use of the store for the earlier weights. None: those at the start
@@ -53,7 +53,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @classmethod
     def parse(cls, parameters: object) -> RequestOptions:
         """Return the options in ``kv_transfer_params``, as a caller gave it; the defaults if it is
-        None or has none.
+        None or lacks ``persistkv``.
 
         :raises ConfigurationError: they are invalid.
         """
@@ -64,7 +64,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f'a mapping such as {{"{REQUEST_PARAMETER}": {{"store": false}}}}'
             )
             raise ConfigurationError("kv_transfer_params", parameters, expected)
-        # absent options count as ``true``, which means the defaults
+        # absent options mean the same as ``true``: the defaults
         given = parameters.get(REQUEST_PARAMETER, True)
         if isinstance(given, bool):
             return cls(store=given, load=given)

@@ -6,11 +6,10 @@
 | ``ObjectKey`` | key: hash, rank, object group, salt |
 | ``cache_salt`` | tenant |
 | event descriptors | completion queues |
-| lock of a looked-up key | lease in this process, and a use for the order of eviction |
+| lock of a looked-up key | lease in this process, and a recorded use, which delays eviction |
 
 Submits and queries do not wait: a store that is not open yet is opened by a thread of the adapter.
-The capacity of the store bounds it, so LMCache's own eviction stays off (``max_capacity_bytes`` is
-0).
+The store evicts by its own capacity, so LMCache's eviction stays off (``max_capacity_bytes`` is 0).
 """
 
 from __future__ import annotations
@@ -59,18 +58,20 @@ logger = logging.getLogger(__name__)
 
 
 class _Lookup(NamedTuple):
-    """A lookup task that was not queried with success yet."""
+    """A lookup task whose result LMCache has not taken yet."""
 
     keys: ObjectKeys
+    """Keys in the order of LMCache's call."""
     parts: Collection[Part]
+    """Parts of the task: one for each store that may hold some of the keys."""
 
 
 class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
     """Keeps LMCache's objects in a store of persistkv.
 
-    The constructor fingerprints the weights of the models, and opens what the store holds of them,
-    within ``delete_timeout_s``. A store that fails costs misses, and tasks that fail; tasks wait
-    for one that is being opened.
+    The constructor fingerprints the weights of the models, and opens the namespaces that the store
+    holds of them, within ``delete_timeout_s``. While a store fails, lookups miss and tasks fail;
+    while it is being opened, its tasks wait.
 
     :raises ConfigurationError: an option is missing or invalid, or a directory has no weights.
     """
@@ -101,12 +102,13 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lookup_tasks = TaskQueue()
         self._load_tasks = TaskQueue()
         self._sizes: dict[int, int] = {}
-        """By store task: bytes of its objects."""
+        """Bytes of the objects of each store task, by its number, until its result is taken."""
         self._looked_up: dict[int, _Lookup] = {}
-        """By lookup task: its keys and parts, until the result is queried."""
+        """Lookup tasks by their numbers, until their results are taken."""
         self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
         self._opener = ThreadPool(1, "persistkv-opener")
-        """Opens stores, which may hang: one thread, as ``LayoutStores`` requires."""
+        """Opens stores in a thread, because an opening may hang; in one thread only, because
+        ``LayoutStores`` does not allow two openings at a time."""
         self._announcer = Announcer(
             self._stores,
             partial(_announce, self._notify_keys_stored),
@@ -114,13 +116,13 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             self.options.delete_timeout_s,
         )
         self._unknown: set[str] = set()
-        """Models without an entry in the options that were logged."""
+        """Names of models without an entry in the options; each was logged once."""
         self._open_stored()
         self._announcer.start()
 
     def _open_stored(self) -> None:
-        """Open what the store holds; return when it is open, after ``delete_timeout_s`` at the
-        latest."""
+        """Open the namespaces that the store holds of the models; return when they are open, after
+        ``delete_timeout_s`` at the latest."""
         timeout_s = self.options.delete_timeout_s
         opening = self._opener.submit(self._stores.open_stored)
         try:
@@ -195,7 +197,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
         """Return LMCache's ``Bitmap`` of the keys that are hits, and lock these; None while the
-        task runs. Called with success once for each task."""
+        task runs. The result is removed: LMCache takes it once."""
         results = self._lookup_tasks.take_one(task_id)
         if results is None:
             return None

@@ -36,6 +36,7 @@ class Announcer:
         list_timeout_s: float,
     ) -> None:
         """:param stored: receives the keys that were stored, before those of ``removed``.
+        :param removed: receives the keys that were removed.
         :param list_timeout_s: time limit for the list of one store, in seconds.
         """
         self._stores = stores
@@ -65,7 +66,7 @@ class Announcer:
         self._is_woken.set()
 
     def stop(self) -> None:
-        """End the thread; wait for the list that it reads, if any, for its time limit at most."""
+        """End the thread; if it reads the list of a store, wait for that, within the time limit."""
         self._is_stopped = True
         self._is_woken.set()
         self._thread.join()
@@ -89,11 +90,13 @@ class Announcer:
     def add_listener(self, register: Callable[[], None], stored: Announce) -> None:
         """Register a listener; it may hear twice of a key that is stored now. Failures are logged.
 
-        :param register: called when the listener is to hear of all further changes.
+        :param register: registers the listener with LMCache: it hears of all changes after this
+            call.
         :param stored: receives the keys that the open stores hold.
         """
         with self._turn:
-            # announce earlier events now, which are for the other listeners only
+            # announce earlier changes before the registration: this listener gets the present
+            # content instead
             self._announce_changes()
             register()
             for place, store in self._stores.items():
@@ -123,7 +126,7 @@ class Announcer:
             changes = _changes(store)
         else:
             changes = _content(store, self._list_timeout_s)
-            # added only now, so that a list that fails is tried again at the next call
+            # add the place after the list was read, so that the next call retries a failed list
             self._announced.add(place)
         for keys in batched(changes.stored, _KEYS_PER_CALL):
             self._stored(place, keys)
@@ -147,9 +150,9 @@ def _changes(store: BlockStore) -> _Changes:
 
 
 def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
-    """Return the content of a store as changes of an empty one. Events that are taken
-    later are the changes after these."""
-    # take and drop earlier events, because the list below contains their keys
+    """Return the content of a store as changes of an empty one. Events that are taken later tell
+    only of further changes."""
+    # drop the events until now, because the list below contains their keys
     _changes(store)
     listed = _held(store, list_timeout_s)
     meanwhile = _changes(store)

@@ -48,7 +48,7 @@ class Content:
         self._stores = stores
         self._list_timeout_s = list_timeout_s
         self._last_usage: dict[Place, Mapping[str, int]] = {}
-        """Bytes of each salt at the last call of ``usage``."""
+        """For each store, the bytes of each salt in its last answer."""
 
     def page(self, model_name: str | None, page_size: int, cursor: str | None) -> Any:
         """Return a page of the stored keys as LMCache's ``KeyListPage``, in ascending order.
@@ -102,7 +102,7 @@ class Content:
             except PersistKVError as error:
                 logger.warning("the usage of a namespace may have changed: %s", error)
             last_usage = self._last_usage.get(place, {})
-            # this adds up the bytes of a salt in several stores
+            # ``Counter.update`` adds, so a salt in several stores has the sum of its bytes
             bytes_by_salt.update(last_usage)
         return AdapterUsage(
             total_bytes_used=bytes_by_salt.total(),

@@ -35,7 +35,7 @@ class ObjectLayout(NamedTuple):
         metadata = memory.metadata
         shapes = metadata.shapes
         dtypes = metadata.dtypes
-        # an object of one array has no lists
+        # LMCache may leave out these lists for an object of one array
         if not shapes:
             shapes = [memory.get_shape()]
         if not dtypes:
@@ -106,5 +106,6 @@ def salt_of(encoded: bytes) -> str:
 
 def _salt_start(encoded: bytes) -> int:
     """Return the offset of the salt in an encoded key: after the head and the hash."""
+    # the first byte of the head is the length of the hash
     hash_bytes = encoded[0]
     return _HEAD.size + hash_bytes

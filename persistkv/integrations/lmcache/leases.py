@@ -15,20 +15,22 @@ class _Lease:
     count: int
     """Number of locks that were not released."""
     expires_at: float
-    """Monotonic time at which all of them expire."""
+    """Monotonic time at which all locks of the key expire."""
 
 
 class Leases:
     """Keys that must not be deleted. Thread-safe."""
 
     def __init__(self, lease_s: float) -> None:
+        """:param lease_s: seconds from the last lock of a key to the expiry of all its locks."""
         self._lease_s = lease_s
         self._leases: dict[Hashable, _Lease] = {}
+        """By key. Expired leases are kept until ``expire`` is called."""
         self._lock = threading.Lock()
 
     def acquire(self, keys: Iterable[Hashable]) -> None:
-        """Lock keys; those that are locked get another lock. All locks of a key expire with the
-        last one."""
+        """Lock keys; locked keys get one more lock. All locks of a key expire together, ``lease_s``
+        after the last one was acquired."""
         expires_at = time.monotonic() + self._lease_s
         with self._lock:
             for key in keys:
@@ -40,7 +42,7 @@ class Leases:
                 lease.expires_at = expires_at
 
     def release(self, keys: Iterable[Hashable]) -> None:
-        """Unlock keys, once; keys that are not locked are ignored."""
+        """Release one lock of each key; keys without locks are ignored."""
         with self._lock:
             for key in keys:
                 lease = self._leases.get(key)

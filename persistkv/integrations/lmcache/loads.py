@@ -13,7 +13,7 @@ from persistkv.integrations.prefix_loads import PrefixLoads
 
 
 class _Found(NamedTuple):
-    """A key that a lookup has found in the store of a part."""
+    """A key that a lookup has found, with a part of the lookup that has asked for it."""
 
     part: Part
     key_index: int
@@ -26,10 +26,10 @@ class _Found(NamedTuple):
 
 
 class _LoadTask(NamedTuple):
-    """A load task that was not queried with success yet."""
+    """A load task whose result LMCache has not taken yet."""
 
     number: int
-    """Its number in ``PrefixLoads``."""
+    """Number of the load in ``PrefixLoads``."""
     sizes: Sequence[int]
     """Bytes of each object."""
 
@@ -46,7 +46,7 @@ class ObjectLoads:
         self._stores = stores
         self._loads = PrefixLoads(prefill_tokens_per_s)
         self._tasks: dict[int, _LoadTask] = {}
-        """Loads in progress by LMCache's task."""
+        """By the number of LMCache's task."""
 
     def hits(
         self,
@@ -69,7 +69,7 @@ class ObjectLoads:
         for position, held in found.items():
             chunk_hashes.add(keys[position].chunk_hash)
             num_bytes += held.layout.num_bytes
-        # any object, because each has the tokens of one chunk, whatever its layout
+        # take the layout of any object, because each object has the tokens of one chunk
         any_held = next(iter(found.values()))
         num_tokens = len(chunk_hashes) * _tokens_of(any_held.layout)
         # without a known number of tokens, nothing can be compared: load the objects
@@ -79,8 +79,8 @@ class ObjectLoads:
         return [False] * len(results)
 
     def _probe(self, held: _Found) -> None:
-        """Read an object of a declined lookup, if it is time for that, to notice when the store is
-        fast again."""
+        """Read an object of a declined lookup, if a probe is due, to notice when the store is fast
+        again."""
         store = self._stores.get(held.part.place)
         if store is not None:
             key = held.part.keys[held.key_index]
@@ -112,12 +112,12 @@ class ObjectLoads:
 
 
 def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found]:
-    """Return the held keys of a lookup by their position."""
+    """Return the held keys of a lookup, by their positions in it."""
     found: dict[int, _Found] = {}
     for part in parts:
         for index, position in enumerate(part.positions):
-            # a key without a known layout is in the parts of several stores: the first store that
-            # has it counts
+            # A key without a known layout is in the parts of several stores, and the result does
+            # not tell which store holds it: the first one counts.
             if results[position]:
                 found.setdefault(position, _Found(part, index))
     return found

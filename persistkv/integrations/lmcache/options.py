@@ -33,8 +33,8 @@ class LMCacheOptions(BlockStoreOptions, frozen=True, kw_only=True):
     delete_timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Time limit of a deletion, of a list, and of the opening at the start."""
     tenant: UnnamedTenant = "default"
-    """Tenant of objects without a ``cache_salt``, which is the name of the tenant for the others:
-    ``default``, or ``required``: such objects are neither stored nor found."""
+    """Tenant of objects without a ``cache_salt``. ``default``: the default tenant. ``required``:
+    these objects are neither stored nor found. Any other object's salt is its tenant's name."""
 
     def __post_init__(self) -> None:
         needed = {

@@ -61,7 +61,7 @@ class FindPart(Part):
     """Keys to look up."""
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
-        # touch, so that other blocks are evicted first until these are loaded
+        # record a use of the blocks, so that the store evicts them after others
         return store.submit_contains(queue, self.keys, touch=True)
 
 
@@ -88,8 +88,11 @@ def parts_of_objects(
     objects: MemoryObjects,
     rules: SaltRules,
 ) -> Collection[P]:
-    """Return a part for each model and layout of objects, without the keys that ``rules`` refuses:
-    these fail."""
+    """Return a part for each model and layout of objects. Keys that ``rules`` refuses are in no
+    part, so they fail.
+
+    :param kind: class of the parts, ``PutPart`` or ``GetPart``.
+    """
     parts: dict[Place, P] = {}
     for position, key in enumerate(keys):
         if not rules.accepts(key):
@@ -109,8 +112,8 @@ def parts_of_lookup(
     stores: LayoutStores,
     rules: SaltRules,
 ) -> Collection[FindPart]:
-    """Return a part for each store that may hold some of the keys, without those that ``rules``
-    refuses: these are misses.
+    """Return a part for each store that may hold some of the keys. Keys that ``rules`` refuses are
+    in no part, so they are misses.
 
     :param descriptions: for each object group, LMCache's ``MemoryLayoutDesc``.
     """

@@ -21,10 +21,12 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 30.0
 """Seconds until a store that did not open is tried again."""
 _MOST_LAYOUTS = 64
-"""Open layouts: each has threads of its own. Compressed objects, each of another size, reach it."""
+"""Maximum number of open layouts, because each has threads of its own. Compressed objects reach it,
+if each has another size."""
 _ENGINE = "lmcache"
 _RANK = "in keys"
-"""Rank in the identity: that of each object is part of its key, so ranks share a namespace."""
+"""Rank in the identity, the same for all workers: they share a namespace, because each key contains
+the rank of its object."""
 
 
 class Place(NamedTuple):
@@ -52,7 +54,7 @@ class LayoutStores:
         self._weights = weights
         self._release = release
         self._open: dict[Place, BlockStore] = {}
-        """Read without the lock: each reader makes one call, or copies it first."""
+        """Open stores. Read without the lock: each reader makes one call, or copies it first."""
         self._failed_at: dict[Place, float] = {}
         """Monotonic time of the last attempt to open each store that does not open."""
         self._lock = threading.Lock()
@@ -121,7 +123,7 @@ class LayoutStores:
 
     def _add(self, place: Place, store: BlockStore) -> bool:
         """Keep an open store; return False if ``close`` was called meanwhile."""
-        # do not hold the lock while the store opens: ``close`` must not wait for a medium that
+        # take the lock only now that the store is open: ``close`` must not wait for a medium that
         # hangs
         with self._lock:
             if self._is_closed:
@@ -152,8 +154,8 @@ class LayoutStores:
         )
 
     def open_stored(self) -> None:
-        """Open what the store holds of the adapter's models, so that usage and lists are complete
-        after a restart. Failures of the store are logged.
+        """Open the namespaces that the store holds of the adapter's models, so that usage and lists
+        are complete after a restart. Failures of the store are logged.
 
         :raises ConfigurationError: the URL is invalid.
         """

@@ -30,6 +30,7 @@ class _Started(NamedTuple):
     """A call that has not ended."""
 
     task: int
+    """Number of the task."""
     positions: Sequence[int]
     """Position of each of its keys in the task."""
 
@@ -43,14 +44,16 @@ class TaskQueue:
 
     def __init__(self) -> None:
         self._completions = CompletionQueue()
+        """Results of ended calls. Its descriptor is that of this queue."""
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
         """In progress, by id."""
         self._started: dict[int, _Started] = {}
-        """Calls by their number in the queue."""
+        """Calls in progress, by their numbers in ``_completions``."""
         self._done: dict[int, list[bool]] = {}
         """Results of tasks that have ended, by id, until they are taken."""
         self._next = 0
+        """Number of the next task."""
 
     def fileno(self) -> int:
         """Return the eventfd that is readable when parts of tasks have ended."""
@@ -110,8 +113,8 @@ class TaskQueue:
     def _collect(self) -> None:
         """Add the results of ended calls to their tasks. A task is done when its last call has
         ended."""
-        # Do not clear the descriptor, because LMCache does it: it could miss the end of another
-        # task.
+        # Leave the clearing of the descriptor to LMCache: cleared here, it would not show the end
+        # of a part that LMCache has not seen yet.
         for ended in self._completions.take(clear=False):
             call = self._started.pop(ended.job_id)
             task = self._tasks[call.task]

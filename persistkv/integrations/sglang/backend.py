@@ -4,11 +4,11 @@
 |---|---|
 | page of a pool | block, in the namespace of its pool |
 | page hash, with tokens, LoRA adapter and salt | key, with the option ``tenant`` |
-| ``prefix_keys`` | depth: prefixes outlive what depends on them |
-| pages in tensors (without interface v1) | a namespace of their own: another order of bytes |
+| ``prefix_keys`` | depth: deeper pages are evicted before the prefixes that they depend on |
+| pages in tensors (without interface v1) | a namespace of their own, for their own order of bytes |
 
-SGLang's storage threads call, and each call holds one of them. Calls that read or write therefore
-have a deadline, and pass through memory of the store: nothing is written to a page after a call.
+SGLang calls in its storage threads, and each call occupies one. Calls that read or write therefore
+have a deadline, and copy through memory of the store: nothing is written to a page after a call.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from persistkv.storage.blocks.identity import weights_of
 class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     """Keeps pages of SGLang's host pools in a store of persistkv.
 
-    The constructor fingerprints the weights. A store that does not open, fails or hangs costs
-    misses; it is tried again every 30 s.
+    The constructor fingerprints the weights. While the store does not open, fails or hangs, pages
+    are misses; it is tried again every 30 s.
 
     :raises ConfigurationError: an option is missing or invalid, or the directory has no weights.
     """
@@ -63,6 +63,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         self._pools: dict[str, PoolStore] = {}
         """By SGLang's name of the pool; filled when the pools are registered."""
         self._transfers = Transfers()
+        """Calls of all pools, for ``get_stats``."""
 
     # Pools
 
@@ -90,7 +91,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         name."""
         memory = PageMemory.of(pool)
 
-        # the store calls it once it knows whether pages have regions or are copied
+        # ``PoolStore`` calls it once it knows whether pages have regions or are copied
         def identity_of(sizes: Sequence[int]) -> BlockIdentity:
             return pool_identity(
                 self._config,
@@ -169,7 +170,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
                 lengths = self._restorable(name, found_keys, transfer)
                 hits[name] = max(lengths, default=0)
                 restorable &= lengths
-        # SGLang takes a pool that is not named for one without hits
+        # leave out pools without hits: SGLang counts 0 for a pool that is not named
         nonzero_hits = {name: pages for name, pages in hits.items() if pages}
         return PoolTransferResult(
             kv_hit_pages=max(restorable, default=0),
@@ -297,7 +298,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         stored = store.write_tensors(keys, values, depth=None)
         return all(stored)
 
-    # The rest
+    # Deletion, statistics and end
 
     def clear(self) -> None:
         """Delete all pages of this identity: those of other models, ranks and releases remain.

@@ -14,15 +14,15 @@ def leading(held: Sequence[bool]) -> int:
 
 
 def all_pages(held: Sequence[bool]) -> set[int]:
-    """Return the prefix lengths of which every page is held."""
+    """Return the lengths of the prefixes of which every page is held."""
     return set(range(1, leading(held) + 1))
 
 
 def trailing_pages(held: Sequence[bool], count: int) -> set[int]:
-    """Return the prefix lengths of which the last ``count`` pages are held; of a shorter prefix,
-    all pages."""
+    """Return the lengths of the prefixes whose last ``count`` pages are held, or all pages if the
+    prefix has fewer."""
     lengths = set()
-    run = 0  # number of held pages before the end of the prefix
+    run = 0  # number of held pages in a row up to the end of the prefix
     for length, is_held in enumerate(held, 1):
         run = run + 1 if is_held else 0
         if run >= min(count, length):

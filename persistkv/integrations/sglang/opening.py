@@ -26,7 +26,7 @@ class StoreOpener:
     def __init__(self, open_store: Callable[[], BlockStore], timeout_s: float) -> None:
         """Open the store; return when it is open or has failed, after ``timeout_s`` at the latest.
 
-        :param open_store: may hang.
+        :param open_store: opens the store; may hang.
         :raises ConfigurationError: an option is invalid.
         """
         self._open_store = open_store
@@ -50,8 +50,8 @@ class StoreOpener:
             pass  # the attempt has logged the error
 
     def get(self) -> BlockStore | None:
-        """Return the store; None if it is not open. Does not wait: another attempt begins when it
-        is time."""
+        """Return the store; None if it is not open. Does not wait. If the last attempt has failed
+        long enough ago, the next one begins."""
         with self._lock:
             if self._store is None and self._may_try_again():
                 self._attempt = self._begin()
@@ -64,7 +64,7 @@ class StoreOpener:
         return time.monotonic() >= self._retry_at
 
     def close(self) -> None:
-        """Close the store: one that is being opened, when it is open. Idempotent."""
+        """Close the store; if it is being opened, the thread of the attempt does it. Idempotent."""
         with self._lock:
             self._is_closed = True
             store = self._store

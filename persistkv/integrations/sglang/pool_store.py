@@ -28,7 +28,7 @@ StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 
 _KEYS_PER_DELETION = 4096  # maximum number of keys in one call of a ``clear``
 _CLEAR_CALLS = 12
-"""Time limit of a ``clear``, as a multiple of that of a call: a person waits for it."""
+"""Time limit of a ``clear``, as a multiple of ``timeout_s``: it deletes all pages of a tenant."""
 _PAGES_PER_READ = 128  # maximum number of pages in one of SGLang's calls
 _SEPARATOR = b"\0"
 """Before the tenant's name in a key; neither hashes nor names contain it."""
@@ -51,10 +51,11 @@ class PoolStore:
         *,
         may_use_regions: bool,
     ) -> None:
-        """Open the store, within ``timeout_s``. One that is not open then is opened or tried again
-        later.
+        """Open the store; return after ``timeout_s`` at the latest. If it is not open by then, its
+        opening continues or is tried again later.
 
-        :param identity_of: returns the identity of pages with regions of these sizes.
+        :param transfers: counts the pages that are read and written.
+        :param identity_of: returns the identity of pages with regions of these sizes, in bytes.
         :param may_use_regions: whether the pages may be read and written in their pool.
         :raises ConfigurationError: the identity is incomplete, or an option is invalid.
         """
@@ -83,7 +84,7 @@ class PoolStore:
         are."""
         try:
             return self.memory.region_sizes()
-        # the kind of the error depends on the pool and its layout
+        # catch any error, because its kind depends on the pool and its layout
         except Exception as error:
             logger.info("pages of a pool are copied: %s", error)
             return None

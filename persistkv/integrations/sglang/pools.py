@@ -52,7 +52,7 @@ class PageMemory(NamedTuple):
             )
         if not num_pages:
             return []
-        # the regions of all pages in one list, page by page
+        # SGLang returns the regions of all pages in one list, page by page
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         per_page, spare_regions = divmod(len(addresses), num_pages)
         if spare_regions:
@@ -142,7 +142,7 @@ def pool_identity(
         raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
     start_layer = plain_number(getattr(pool, "start_layer", None))
     end_layer = plain_number(getattr(pool, "end_layer", None))
-    # a pool may lack some of the fields: ``more`` tells by name which numbers these are
+    # a pool may lack some fields, so ``more`` also contains the numbers with their names
     shape = (memory.page_size, *geometry.values())
     return BlockIdentity(
         model_name=config.model_name or "",
@@ -165,7 +165,7 @@ def pool_identity(
 
 
 def plain_number(value: Any) -> int | None:
-    """Return an integer attribute of a pool, also one of NumPy; None if it is none."""
+    """Convert an attribute of a pool, such as an integer of NumPy; None if it is no integer."""
     try:
         return operator.index(value)
     except TypeError:
@@ -180,7 +180,8 @@ def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
     pool_dtype = dtype_name(getattr(pool, "dtype", ""))
     named_dtype = options.kv_cache_dtype
     if named_dtype:
-        # use both, because the user names one type for all pools, and those of a model may differ
+        # use both names, because the pools of a model may differ, and the user names one type for
+        # all of them
         return f"{pool_dtype} {named_dtype}" if pool_dtype else named_dtype
     if pool_dtype in ("", _OPAQUE):
         raise MissingOptionError(
@@ -199,7 +200,7 @@ def _rank(config: Any, name: str) -> str:
         f"cp {config.attn_cp_rank} of {config.attn_cp_size}",
         f"dcp {config.dcp_rank} of {config.dcp_size}",
     ]
-    # with MLA, all ranks have the same pages, and one of them stores them
+    # with MLA, all tensor-parallel ranks have the same pages, and one rank stores them for all
     if config.is_mla_model and name not in _SHARDED_POOLS:
         parts.append("tp replicated")
     else:

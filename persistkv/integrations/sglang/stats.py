@@ -5,19 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-_MOST_CALLS = 4096  # that wait to be reported
+_MOST_CALLS = 4096  # maximum number of calls that wait to be reported
 _GB = 1e9
 _SHORTEST_S = 1e-9  # a clock may show 0 for a short call
 
 
 class _Calls:
-    """Calls of one kind."""
+    """Calls of one kind, reads or writes, since the last report."""
 
     def __init__(self) -> None:
         self.pages: list[int] = []
         """Pages of each call."""
         self.bandwidths: list[float] = []
-        """Of each call, in GB/s."""
+        """Bandwidth of each call in GB/s."""
 
     def add(self, pages: int, num_bytes: int, seconds: float) -> None:
         """Add a call, unless it transferred nothing or too many calls wait."""

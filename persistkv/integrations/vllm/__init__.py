@@ -22,6 +22,7 @@ _HOMES = {
     "PersistKVSpec": "spec",
     "PersistKVTier": "tier",
 }
+"""Exported name → module of this package that defines it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -84,7 +84,7 @@ def find_scheduler() -> Any:
 
 def has_no_kv(scheduler: Any) -> bool:
     """Return whether no request of vLLM's ``Scheduler`` holds blocks in the device's memory; False
-    if it is None."""
+    if ``scheduler`` is None."""
     manager = getattr(scheduler, "kv_cache_manager", None)
     return getattr(manager, "usage", None) == 0
 
@@ -98,8 +98,8 @@ def find_worker() -> Any:
 
 
 def _on_stack(kind: type, *attributes: str) -> Any:
-    """Search for an object of this type in the callers' local variables, and in these attributes of
-    their ``self``."""
+    """Return an object of this type from the callers' local variables, or from these attributes of
+    their ``self``; None if there is none."""
     # Search the callers, the nearest first: vLLM's constructors do not pass these objects on, and
     # offer no other way to get them.
     frame = inspect.currentframe()
@@ -169,7 +169,7 @@ def _canonical_layout(offloading: Any) -> SharedLayout | None:
     if not parallel.is_parallelism_agnostic:
         return None
     num_bytes = _worker_bytes(offloading)
-    # count all workers, unless all have the same bytes, which a row then has once
+    # a row has the bytes of each worker; if all workers have the same bytes, it has them once
     if not getattr(offloading, "replicated_layout", False):
         num_bytes *= parallel.world_size
     return SharedLayout("canonical", num_bytes)
@@ -179,15 +179,16 @@ def _direct_layout(spec: Any) -> SharedLayout | None:
     """Return the layout of rows that consist of the workers' bytes; None if it depends on the
     parallel sizes.
 
-    vLLM's declaration that it is independent covers only the bytes of one block and one layer: vLLM
-    0.32 declares it for ``LBHNC`` (layers before heads), although with several layers a row of two
-    workers differs from that of one worker. Rows are therefore shared only if they contain one GPU
-    block, heads come before layers, and there is no gap between the workers' parts.
+    vLLM's ``is_parallelism_agnostic`` promises this for the bytes of one block and one layer only:
+    it is set for ``LBHNC`` (layers before heads) in vLLM 0.32, although with several layers a row
+    of two workers differs from that of one worker. Rows are therefore shared only if they contain
+    one GPU block, heads come before layers, and there is no gap between the workers' parts.
     """
     offloading = spec.config
     parallel = offloading.parallel
     worker_bytes = _worker_bytes(offloading)
-    # all workers have the same bytes, which a row has once: no order or gap can differ
+    # all workers have the same bytes, and a row has them once: it contains no order of workers and
+    # no gap
     if getattr(spec, "replicated_layout", False):
         return SharedLayout("direct", worker_bytes)
     if not parallel.is_parallelism_agnostic or offloading.cache.blocks_per_chunk != 1:
@@ -202,7 +203,7 @@ def _direct_layout(spec: Any) -> SharedLayout | None:
 
 
 def _worker_bytes(offloading: Any) -> int:
-    """Return the bytes of one worker in a row, which has the GPU blocks of one chunk."""
+    """Return the bytes of one worker in a row: those of its GPU blocks of one chunk."""
     num_bytes: int = offloading.worker_kv_bytes_per_block
     return num_bytes * int(offloading.cache.blocks_per_chunk)
 
@@ -239,13 +240,15 @@ def engine_identity(
     :param facts: see ``engine_facts``.
     :param shared: see ``shared_layout``; None makes the parallel sizes part of the identity.
     :param weights: a name that identifies the weights; None fingerprints their files.
+    :param adapters: a name for the set of LoRA adapters; needed only if they are enabled.
     :raises ConfigurationError: the weights cannot be fingerprinted, or adapters are enabled and not
         named.
     """
     model = config.model_config
     cache = config.cache_config
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
-    # rows that are the same for all parallel sizes are found by engines with other sizes, too
+    # leave the parallel sizes out if rows do not depend on them: engines with other sizes then find
+    # the same rows
     if shared is None:
         block["worker_bytes"] = offloading.worker_kv_bytes_per_block
         sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
@@ -297,7 +300,7 @@ def _attention(config: Any) -> dict[str, Any]:
     window = getattr(config.cache_config, "sliding_window", None)
     is_disabled = getattr(config.model_config, "disable_sliding_window", False)
     return {
-        # this is an enumeration or a text
+        # ``backend`` is an enumeration or a text
         "backend": getattr(backend, "name", plain(backend)),
         "sliding_window": plain(window),
         "window_disabled": bool(is_disabled),
@@ -326,7 +329,7 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
     of their files."""
     if name is not None:
         return f"named:{name}"
-    # this is an enumeration in some releases, and a text in others
+    # the format is an enumeration in some releases, and a text in others
     given_format = load.load_format
     load_format = str(getattr(given_format, "value", given_format))
     # the weights are random, and the seed determines them

@@ -36,7 +36,7 @@ _FEWEST_TOKENS = 64
 _LONGEST_STEP_S = 30.0  # seconds: a longer step includes a pause of the engine
 # minimum ratio of the time of a step to the expected time that shows a pause
 _PAUSE_RATIO = 5.0
-# number of such steps in a row that show a slower engine instead of pauses
+# number of steps in a row with at least this ratio that show a slower engine instead of pauses
 _SLOW_STEPS = 4
 
 # start of the name of a class of KV cache specs, and its field with the window
@@ -49,8 +49,8 @@ _WINDOW_FIELDS = (
 class StepMeter:
     """Measures the engine's prefills from the chunks that its steps have computed.
 
-    A step lasts from the end of its schedule to the end of the next schedule. vLLM stores its
-    chunks after that, so a measurement takes three ends of schedules:
+    A step lasts from the end of its schedule to the end of the next schedule. vLLM stores the
+    chunks of a step after the step has ended, so a measurement takes three ends of schedules:
 
     1. The step begins.
     2. It ends: its time is known (``_step_s``).
@@ -77,7 +77,7 @@ class StepMeter:
         """Seconds of the step that ended last; None: not known, because the engine may have waited
         for requests in it."""
         self._computed: dict[str, range] = {}
-        """By request: the tokens of that step whose chunks were stored so far."""
+        """Tokens of the step that ended last whose chunks were stored so far, by request."""
         self._num_slow_steps = 0
         """Number of steps in a row that took as long as if they included a pause."""
 
@@ -139,8 +139,8 @@ class StepMeter:
 
 
 class WaitingChunks:
-    """Chunks of one KV cache group of a request that waits for its lookups, from the first one that
-    is to be loaded on.
+    """Chunks of one KV cache group of a request that waits for its lookups, from the first chunk to
+    load on.
 
     :param request: vLLM's ``Request``.
     :param tenant: tenant whose request it is; None: it names none.
@@ -175,7 +175,8 @@ class WaitingChunks:
         """Indices of the chunks after the first one that may be loaded with it."""
 
     def key_at(self, number: int) -> OffloadKey:
-        """Return the key under which stores have a chunk; 0 is the first one to load."""
+        """Return the key under which stores have a chunk, by its number: the first one to load has
+        0."""
         return self._key_of(self._first + number)
 
     def _key_of(self, chunk: int) -> OffloadKey:
@@ -188,8 +189,8 @@ class WaitingChunks:
         return tenant_key(self._tenant, key)
 
     def num_held(self, tier: PersistentTier) -> int:
-        """Return how many chunks in a row a tier holds. It holds the first one, as the caller
-        knows."""
+        """Return how many chunks in a row a tier holds, from the first one on. The caller knows
+        that the tier holds the first one."""
 
         def is_missing(chunk: int) -> bool:
             return not tier.holds(self._key_of(chunk))
@@ -200,8 +201,8 @@ class WaitingChunks:
         return 1 + num_following
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
-        """Return the keys of at most ``most`` chunks in a row that a tier holds. It holds the first
-        one, as the caller knows."""
+        """Return the keys of at most ``most`` chunks in a row that a tier holds, from the first one
+        on. The caller knows that the tier holds the first one."""
         keys = [self.key_at(0)]
         for chunk in self._following[: most - 1]:
             key = self._key_of(chunk)

@@ -97,7 +97,7 @@ class MetricsReader:
         """Counters that the tier increments."""
         self._labels = (store,)
         self._last: dict[str, float] = {}
-        """By name, the totals that were read last: vLLM's counters take increases."""
+        """By name, the totals that were read last: vLLM's counters take increases of them."""
         self._levels: dict[str, float] = {}
         """By name, the present values that were read last."""
         self._counted: tuple[float, ...] = ()

@@ -25,7 +25,7 @@ _LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC")
 """Supported values of ``kv_cache_layout``: orders of layers (L), blocks (B), heads (H), tokens (N)
 and numbers (C) in which one block is contiguous in each tensor."""
 _CPU_LAYOUTS = ("LBHNC",)
-"""The one of them in which the attention of vLLM's CPU platform keeps its keys and values."""
+"""The value of ``_LAYOUTS`` in which vLLM's CPU platform keeps its keys and values."""
 _CONSTANT_SCALES = (0, 1)
 """Values of ``kv_quant_mode`` without scales that depend on the content: not quantized, and one
 constant scale per tensor."""
@@ -46,12 +46,14 @@ def number_layout(
     state-space model or speculative drafts.
 
     :param engine: vLLM's ``VllmConfig``.
+    :param spec: vLLM's ``OffloadingSpec``.
     :param kv_cache: vLLM's ``KVCacheConfig``; None: unknown.
+    :param device: vLLM's device type, such as ``cpu``.
     """
     offloading = spec.config
     if kv_cache is None or not _has_fixed_numbers(engine, offloading, device):
         return None
-    # "replicated" means that all workers have the same bytes, which a row has once
+    # in a replicated layout, all workers have the same bytes, and a row has them once
     is_replicated = getattr(offloading, "replicated_layout", False)
     num_workers = 1 if is_replicated else offloading.parallel.world_size
     worker_stride = getattr(spec, "cpu_page_size_per_worker", 0)
@@ -96,7 +98,7 @@ def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
     layouts = _CPU_LAYOUTS if device == "cpu" else _LAYOUTS
     if getattr(offloading, "kv_cache_layout", None) not in layouts:
         return False
-    # this layout has another order of bytes than ``kv_cache_layout``
+    # the canonical layout has another order of bytes than ``kv_cache_layout``
     if getattr(offloading, "canonical_layout", False):
         return False
     # pipeline and context parallelism divide layers and tokens among workers, not heads alone
@@ -202,7 +204,7 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
     """Return the value for each group index that a key may have; for a group that is not offloaded,
     the first one."""
     first = next(iter(groups.values()))
-    # keys name groups by index, and vLLM may leave some out
+    # keys name groups by index, and vLLM may offload only some groups
     num_indices = max(groups) + 1
     return tuple(groups.get(index, first) for index in range(num_indices))
 
@@ -210,22 +212,22 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
 def _is_plain(spec: Any, tokens: int, device: str) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and
     head, unpadded."""
-    # a spec without these is that of a state-space model, or of a later release
+    # a spec without these numbers is that of a state-space model, or of a later release
     for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
         if not isinstance(getattr(spec, name, None), int):
             return False
-    # the block of a key would not be one block of the KV cache
+    # with another size, the block of a key is not one block of the KV cache
     if spec.block_size != tokens:
         return False
-    # the block has opaque bytes instead of a key and a value
+    # with this attribute, the block has opaque bytes instead of a key and a value
     if getattr(spec, "state_content_bytes", None) is not None:
         return False
-    # the block has one state for several tokens
+    # with another number, the block has one state for several tokens
     if getattr(spec, "tokens_per_state", 1) != 1:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
         return False
-    # in the other modes, a block also contains scales
+    # in any other mode, a block also contains scales
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
     # on a CPU, the values follow the keys, and begin after as many bytes as keys have

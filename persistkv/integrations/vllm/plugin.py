@@ -26,7 +26,7 @@ def register() -> None:
     with suppress(ValueError):
         OffloadingSpecFactory.register_spec("PersistKVSpec", _PACKAGE, "PersistKVSpec")
     _watch_workers()
-    # show the records of this package, which vLLM's configuration of logs leaves out
+    # show this package's log records, because vLLM configures only its own loggers
     use_vllm_logging("persistkv")
     remove_leftovers()
 
@@ -37,7 +37,7 @@ def _watch_workers() -> None:
     from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
     get_worker = TieringOffloadingSpec.get_worker
-    # an earlier call in this process has replaced it
+    # an earlier call in this process has replaced the method
     if hasattr(get_worker, "persistkv"):
         return
 

@@ -2,7 +2,7 @@
 engines left.
 
 1. vLLM does not pass the descriptors of its region, so its files are found by their mappings. From
-   0.33 on a region may consist of several, and they may be unlinked.
+   0.33 on, a region may consist of several files, and these may be unlinked.
 2. Only a file of this user that no process maps is removed.
 3. Processes of other containers may share /dev/shm and be invisible here. If this is possible, a
    file is removed only if it has not been modified for ten minutes: an engine maps its region while
@@ -30,6 +30,7 @@ WEIGHTS_PREFIX = "persistkv_weights_"
 """Start of the names of the files of ``WeightsWord``, which exist until the engine has attached
 them."""
 _PATTERNS = ("vllm_offload_*.mmap", f"{WEIGHTS_PREFIX}*")
+"""Names of the files that killed engines may leave."""
 _SAFE_AGE_S = 600  # seconds: an older file is mapped if an engine uses it
 # inode number of the first PID namespace, which the kernel fixes
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
@@ -82,7 +83,7 @@ class _Part(NamedTuple):
     """A part of the rows that is mapped from one file, from the file's start on."""
 
     first: _Mapping
-    """The first of the file's mappings: the kernel may split one in several."""
+    """The first mapping of the file: the kernel may split one mapping into several."""
     num_bytes: int
 
     def continues_in(self, mapping: _Mapping) -> bool:
@@ -103,7 +104,7 @@ def open_region(rows: memoryview) -> tuple[int, ...]:
         is_last = part is parts[-1]
         fd = _open(part, may_be_longer=is_last)
         if fd is None:
-            # the files do not hold these rows: the host process would map other bytes
+            # a part is missing: the host process would map other bytes than these rows
             close_region(fds)
             return ()
         fds.append(fd)
@@ -118,8 +119,8 @@ def close_region(fds: Iterable[int]) -> None:
 def _open(part: _Part, *, may_be_longer: bool) -> int | None:
     """Open the file of a part. None: that is not possible, or the file has another size.
 
-    :param may_be_longer: whether the file may have more bytes than the part. Those of the last file
-        may have been rounded up, and no other part follows.
+    :param may_be_longer: whether the file may have more bytes than the part. The size of the last
+        file may have been rounded up; no other part follows it.
     """
     wanted = part.first.file
     # the paths to try: an unlinked file can only be opened through a descriptor of this process
@@ -133,7 +134,7 @@ def _open(part: _Part, *, may_be_longer: bool) -> int | None:
         except OSError:
             continue
         status = os.fstat(fd)
-        # compare, because another file may have the path by now
+        # compare the files, because another one may have the path by now
         is_wanted = _file_id(status) == wanted
         if may_be_longer:
             has_size = status.st_size >= part.num_bytes
@@ -231,7 +232,8 @@ def _used_files() -> set[FileId]:
     """Return the files that this user's processes map or have open."""
     used: set[FileId] = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
-        # the process has ended, or is another user's, which cannot use a file of this user
+        # OSError means that the process has ended, or is another user's: such a process cannot use
+        # this user's files
         with suppress(OSError):
             for mapping in _mappings(process):
                 used.add(mapping.file)

@@ -91,9 +91,9 @@ def request_options(
 
     Hints take precedence over ``kv_transfer_params``. An invalid hint, or an invalid option
     ``prefetch`` of the parameters, is ignored with a warning. If another parameter is invalid, or
-    an invalid hint names a tenant, log a warning and refuse the request. Defaults could store what
-    the request excludes, or as another tenant's, and a request must not fail because of its
-    options.
+    an invalid hint names a tenant, log a warning and refuse the request: it neither uses nor fills
+    the store. With the default options instead, it could store what the client has excluded, or
+    under another tenant. It does not fail, because vLLM can compute it without the store.
 
     :param parameters: the request's ``kv_transfer_params``.
     :param actions: the ``KvHintAction`` objects of the request; those for other components are
@@ -102,7 +102,7 @@ def request_options(
     # parse the prefetch on its own, because an invalid one must not refuse the request
     separated = _separate_prefetch(parameters)
     prefetches = _parse_prefetch(req_id, separated.prefetch)
-    options = _UNUSED  # the parameters are invalid, so hints are only checked
+    options = _UNUSED  # kept if the parameters are invalid: hints are then only checked
     is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
@@ -211,7 +211,7 @@ def _with_hint(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOp
     merged = {**own, **payload}
     hint_labels = payload.get("labels", {})
     merged["labels"] = {**options.labels, **hint_labels}
-    # a hint cannot make a tenant's request one of the default tenant
+    # keep the tenant: a hint must not move a tenant's request to the default tenant
     if merged["tenant"] is None:
         merged["tenant"] = options.tenant
     return RequestOptions.parse({REQUEST_PARAMETER: merged})
@@ -231,7 +231,7 @@ class RequestLoads:
         """Whether another store of the engine is expected to load the request's chunks faster."""
         self.first_unmeasured: int | None = None
         """Index of the first token of the request whose computation was not counted for the
-        engine's speed: at first the one after the tokens that the engine has found or loaded. None:
+        engine's speed; at first, the number of tokens that the engine has found or loaded. None:
         the request was not scheduled yet."""
         self._position = position
         self._is_restored: dict[OffloadKey, bool] = {}
@@ -316,8 +316,8 @@ class LiveRequest(RequestDescription):
         """vLLM's ``ReqContext`` with which the request began. The tier recognizes the request by
         this object without parsing its options again."""
         self.is_refused = False
-        """Whether its options are invalid, as in ``GivenOptions``. ``options`` are then not the
-        given ones: they neither use nor fill the store."""
+        """Whether the given options are invalid (``GivenOptions.is_refused``). ``options`` then
+        neither use nor fill the store."""
         self.req_id = req_id
         self._position = position
         self._group_tokens = group_tokens

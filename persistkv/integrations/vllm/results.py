@@ -24,19 +24,19 @@ class _LoadJob(NamedTuple):
 
 class JobResults:
     """Results of one tier's jobs: those that the store reports, and those of store jobs that were
-    not submitted to it. Counts them in the metrics, and makes chunks that failed to load misses for
-    their request."""
+    not submitted to it. Adds the reported ones to the metrics, and makes chunks that failed to load
+    misses for their request."""
 
     def __init__(self, metrics: MetricsReader) -> None:
         self._metrics = metrics
         self._loads: dict[int, _LoadJob] = {}
-        """Loads in flight by job id; any other job is a store."""
+        """Loads in flight by job id. A job that is not in it is a store."""
         self._passed_over: list[JobResult] = []
-        """Results for the next ``translate`` of store jobs that were not submitted."""
+        """Results of store jobs that were not submitted, for the next ``translate``."""
 
     @property
     def has_passed_over(self) -> bool:
-        """Whether ``translate`` has results without the store's."""
+        """Whether ``translate`` has results to return even if the store reports none."""
         return bool(self._passed_over)
 
     def begin_load(
@@ -49,13 +49,16 @@ class JobResults:
         self._loads[job_id] = _LoadJob(request, keys)
 
     def pass_over(self, job_id: int) -> None:
-        """Add the result of a store job that the tier leaves out on purpose: success, without
+        """Add the result of a store job that the tier does not submit on purpose: success, with 0
         bytes."""
         result = JobResult(job_id, True, transfer_bytes=0)
         self._passed_over.append(result)
 
     def translate(self, results: Iterable[TierResult]) -> list[JobResult]:
-        """Return all results since the last call, with ``results``, which the store reports now."""
+        """Return all results since the last call.
+
+        :param results: those that the store reports now.
+        """
         finished = self._passed_over
         self._passed_over = []
         for result in results:
@@ -83,7 +86,7 @@ class JobResults:
         failed = _failed_keys(load, result)
         load.request.loads.end(load.keys, failed)
         is_complete = result.success and not failed
-        # vLLM takes None for all keys of the job
+        # None means to vLLM that all keys of the job were loaded
         successful_keys = None
         if not is_complete:
             successful_keys = [key for key in load.keys if key not in failed]
@@ -102,7 +105,7 @@ class JobResults:
 
 def _failed_keys(load: _LoadJob, result: TierResult) -> set[OffloadKey]:
     """Return the engine's keys of the chunks that a load has not brought."""
-    # the job has failed as a whole
+    # a job that has failed as a whole does not list its keys
     if not result.success:
         return set(load.keys)
     # the store reports its own keys, which are longer if the request names a tenant

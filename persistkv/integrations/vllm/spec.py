@@ -52,7 +52,7 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if getattr(self.config, "canonical_layout", False):
             mappings = _mappings(kv_caches)
         rows = self._rows(region, kv_caches, mappings)
-        # all rows are views of one storage, the region, which is mapped before the first copy
+        # map the whole region before the first copy: all rows are views of its storage
         storage = rows[0].untyped_storage()
         memory = memory_at(storage.data_ptr(), storage.nbytes())
         map_huge_pages(memory)
@@ -107,7 +107,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         pages = []
         for canonical in kv_caches.tensors:
             num_blocks = canonical.tensor.shape[0]
-            # one line of bytes for each block, which may be longer than its page
+            # one line of bytes for each block: the page, and padding if there is any
             blocks = canonical.tensor.view(num_blocks, -1)
             pages.append(blocks[:, : canonical.page_size_bytes])
         memory = KVMemory(
@@ -117,7 +117,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
             group_data_refs=kv_caches.group_data_refs,
         )
         self._engines: dict[Direction, CPUCopyEngine] = {}
-        """Empty after ``shutdown``."""
+        """The engine that copies in each direction; empty after ``shutdown``."""
         for direction in Direction:
             if mappings is None:
                 engine = CPUCopyEngine(memory, direction)
@@ -169,7 +169,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Release the rows; idempotent."""
-        # shut the engines down, which refer to the rows: these can be unmapped afterwards
+        # drop the engines first, because rows to which they refer cannot be unmapped
         if self._engines:
             self._engines.clear()
             self._release()
@@ -207,7 +207,7 @@ class _CanonicalCopyEngine(CPUCopyEngine):
             local_pages = local_pages[is_written]
             row_pages = row_pages[is_written]
         in_tensor = torch.from_numpy(local_pages)
-        # the pages of the rows are numbered row by row
+        # ``row_pages`` counts the pages of all rows, row by row
         row_numbers, places_in_row = np.divmod(row_pages, self.memory.block_size_factor)
         in_rows = (torch.from_numpy(row_numbers), torch.from_numpy(places_in_row))
         for run in mapping.runs:

@@ -18,7 +18,8 @@ class StepRequests:
     def __init__(self, wake: Callable[[], None]) -> None:
         """:param wake: has the engine ask its tiers for pending work."""
         self.is_waiting = False
-        """Whether the engine has still to take the step. Until then, the tier has pending work."""
+        """Whether a step was requested that the engine has not taken yet. Until it does, the tier
+        reports pending work."""
         self._wake = wake
         self._next_s = 0.0
         """Monotonic time before which requests are ignored."""
@@ -46,8 +47,8 @@ def find_wake() -> Callable[[], None]:
     """Return a function, for any thread, that has the engine which is being built take a step if a
     tier has pending work.
 
-    It does nothing where the engine runs in the process of its caller, and in releases that cannot
-    be woken: their metrics and events wait for the next request.
+    The function does nothing if the engine runs in the process of its caller, or if its release
+    cannot be woken: metrics and events then wait for the next request.
     """
     queue: Any = getattr(find_engine_core(), "input_queue", None)
     if queue is None:

@@ -13,9 +13,10 @@ from persistkv.integrations.vllm.weights.word import WeightsWord
 logger = logging.getLogger(__name__)
 
 _SAMPLES = 16  # number of elements of each parameter in a sample
-# a comparison before a copy follows the last one after 50 times its duration: 2 % of the time
+# pause between two comparisons before copies, as a multiple of the duration of the first one: they
+# take 2 % of the time
 _COST_FACTOR = 50
-_LONGEST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 1.0  # maximum seconds of this pause
 
 
 class WeightsProbe:
@@ -37,15 +38,15 @@ class WeightsProbe:
         self._epoch = word.epoch
         """Epoch at whose beginning ``_known`` was taken."""
         self._known = sample()
-        """Sample with which later ones are compared."""
+        """Sample of this epoch's weights, with which later samples are compared."""
         self._next_due = 0.0
         """Time from which on ``check_if_due`` compares even if the engine has not asked."""
 
     def check(self) -> None:
         """Compare, and publish the result."""
         begin = self._clock()
-        # read it first, because an answer must not cover questions that arrive during the
-        # comparison
+        # read ``asked`` before the sample, because the answer must not cover questions that arrive
+        # during the comparison
         asked = self._word.asked
         epoch = self._word.epoch
         sample = self._sample()
@@ -54,9 +55,9 @@ class WeightsProbe:
             self._epoch = epoch
             self._known = sample
         elif sample != self._known:
-            # one more than the epoch: 0 means that no change was ever published
+            # publish one more than the epoch, because 0 means that no change was ever published
             self._word.changed = epoch + 1
-        # write it after ``changed``: the engine trusts the weights once it sees the answer
+        # answer after ``changed`` is written: the engine trusts the weights once it sees the answer
         self._word.answered = asked
         end = self._clock()
         pause_s = _COST_FACTOR * (end - begin)
@@ -128,7 +129,7 @@ def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
             samples.setdefault(kind, []).append(picked)
     digest = hashlib.blake2b(digest_size=16)
     for samples_of_kind in samples.values():
-        # one copy from the device for all parameters of a kind
+        # join the samples of a kind, so that one copy from the device suffices for them
         joined = torch.cat(samples_of_kind).cpu()
         elements = joined.numpy()
         digest.update(elements.tobytes())
@@ -146,8 +147,9 @@ def _sample_of(tensor: Any) -> Any:
     integer = integers.get(element_bytes)
     if tensor.numel() == 0 or tensor.device.type == "meta" or integer is None:
         return None
-    # The sample ignores the strides of the tensor: it is taken from as many elements of the storage
-    # in a row. A tensor that repeats elements (stride 0) has fewer there.
+    # The sample ignores the strides of the tensor: it is taken from consecutive elements of the
+    # storage, as many as the tensor has. The storage of a tensor that repeats elements (stride 0)
+    # has fewer.
     num_elements = tensor.numel()
     if not tensor.is_contiguous():
         storage_elements = tensor.untyped_storage().nbytes() // element_bytes

@@ -75,8 +75,8 @@ class WeightsWatch:
     in its ``WeightsWord``. The number of a question is its *ticket*. An *epoch* is the time for
     which the weights have one name.
 
-    :param words: those of all workers; empty if they are not known. Then calls alone notice
-        changes, and an unknown method counts as a change.
+    :param words: the words of all workers; empty if any is missing. Changes are then noticed by
+        calls alone, and the call of an unknown method counts as a change.
     :param weights: name of the weights at the start; None: those of the checkpoint.
     :param is_only_source: whether all of vLLM's KV comes from its workers and these tiers.
     """
@@ -100,7 +100,7 @@ class WeightsWatch:
         self._asked = max((word.asked for word in words), default=0)
         """Ticket of the last comparison that was asked for."""
         self._suspected = 0
-        """Ticket of the comparison that must end before the weights are known again."""
+        """Ticket of the comparison that must end before ``is_sure`` can be true."""
         self._calls = 0
         """Number of calls in progress that may change the weights."""
         self.is_asleep = False
@@ -141,8 +141,8 @@ class WeightsWatch:
         happened since the last comparison after which they may be others."""
         if self._calls or not self.is_answered(self._suspected):
             return False
-        # Look after the answers, because a worker that finds a change publishes it before it
-        # answers. A look from before the answers says nothing about them.
+        # Read the change after the answers. A worker publishes a change before it answers, so only
+        # this order shows the changes that the answers have found.
         return self.change is None
 
     def ask(self) -> int:
@@ -178,8 +178,8 @@ class WeightsWatch:
         """Declare the name of the present weights. A new name begins an epoch, unless vLLM may hold
         KV of earlier weights: then an error is logged.
 
-        :returns: whether this is the name of the present weights now. A name that was left or
-            refused never is.
+        :returns: whether this is the name of the present weights now. It never is if it was the
+            name of earlier weights, or was refused.
         """
         if weights == self.weights:
             return True
@@ -195,8 +195,8 @@ class WeightsWatch:
         return True
 
     def _refuse_name(self, weights: str) -> None:
-        """Refuse a name for good, and log it. Before all KV of earlier weights is removed, the
-        weights may change once more, and this name would not be that of the latest."""
+        """Refuse a name for good, and log it: before vLLM has removed all KV of earlier weights,
+        the weights may change again, and the name would be that of outdated weights."""
         self._left.add(weights)
         other_sources = ""
         if not self._is_only_source:
@@ -273,8 +273,8 @@ class WeightsWatch:
         self._calls -= 1
         if call.wakes_weights:
             self.is_asleep = False
-        # ask again, because the comparison that was asked for before the call may have come too
-        # early
+        # ask again, because the comparison that was asked for before the call may have ended before
+        # the weights changed
         self.require_comparison()
 
 
@@ -379,6 +379,6 @@ def _attach_words(spec: Any) -> list[WeightsWord]:
             "not all workers report changes of their weights: calls of collective_rpc alone "
             "are noticed. Install persistkv in the environment of each worker, on this host"
         )
-        # use none, because the weights of any other worker may change
+        # use none of the words: the weights of a worker without one could change unnoticed
         return []
     return words

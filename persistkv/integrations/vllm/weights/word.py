@@ -38,7 +38,7 @@ class WeightsWord:
         path = _path(engine_id, rank, directory)
         with suppress(FileNotFoundError):
             path.unlink()
-        # open a new file only, so that neither another user's file nor a link is opened
+        # O_EXCL and O_NOFOLLOW: open neither another user's file nor a link
         file = os.open(
             path,
             os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW,

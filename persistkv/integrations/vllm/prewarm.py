@@ -86,6 +86,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         self._key_bytes = key_length()
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._store, num_chunks)
+        """Chooses the contexts to promote."""
         self._contexts = 0
         """Number of contexts so far; makes the ids of their requests unique."""
         self._context: ReqContext | None = None
@@ -143,10 +144,10 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         is_promoting = self._context is not None
         if is_promoting or self._passed_over:
             return True
-        # recently used contexts, which are promoted at the start, are left
+        # recently used contexts are left: they are promoted at the start
         if not self._prewarming.ended:
             return True
-        # contexts for later requests are left: not asked for yet, or not promoted yet
+        # contexts of prefetches may be left: not asked for yet, or not promoted yet
         return self._store.prefetch_waits or self._prewarming.waits
 
     # Methods of a tier that holds no chunks

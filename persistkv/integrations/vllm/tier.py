@@ -155,6 +155,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         engine = find_vllm_config()
         algorithm = engine.cache_config.prefix_caching_hash_algo
         self._context_keys = partial(_context_keys, offloading, algorithm)
+        """Returns vLLM's keys of a prompt's chunks, for prefetches."""
         self._key_bytes = key_length()
         """Length of vLLM's keys, which ``engine_key`` gets back from longer keys of a tenant."""
         self._region_fds: tuple[int, ...] = ()
@@ -208,7 +209,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             options = {**options, "strict_identity": False}
         tier = PersistentTier(config, rows, **options)
         client = tier.client
-        # called while the engine takes no steps
+        # the client calls it while the engine takes no steps
         client.idle.callback = partial(self._request_step, client, watch)
         return tier
 
@@ -230,7 +231,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> OffloadingConfig:
         """Return the configuration of the persistent tier: identity, layout and number of rows."""
         offloading = spec.config
-        # one warning suffices for all stores of the engine
+        # warn once for all stores of the engine
         if not self._stores:
             _check_primary_size(engine, offloading, rows)
         shared = shared_layout(spec)
@@ -299,7 +300,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return True
         end = request.position(key)
         engine_request = _find_request(request.req_id)
-        # a context that is prewarmed has neither, and is always loaded
+        # a prewarmed context has neither a position nor a request in vLLM, and is always loaded
         if end is None or engine_request is None:
             return True
         with self._isolation.guard("decide", "the chunks are loaded"):
@@ -318,7 +319,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads.are_elsewhere = decision is None
         if not loads.are_declined:
             return
-        # a probe of many chunks shows the bandwidth, one of a single chunk the latency
+        # look up the keys that a probe reads only if one is due, because the tier ignores them
+        # otherwise
         most = PROBED_KEYS if self._tier.is_probe_due else 1
         keys = chunks.held_by(self._tier, most)
         if decision is None:
@@ -340,7 +342,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             end = request.position(key)
             if end is not None:
                 stop = max(stop, end)
-        # the two are equal if vLLM offers chunks again, or chunks that it has found
+        # ``stop`` is ``start`` if vLLM offers chunks again, or chunks that it has found
         if stop > start:
             self._meter.add(request.req_id, start, stop)
             request.loads.first_unmeasured = stop
@@ -465,8 +467,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def _request(self, context: ReqContext) -> LiveRequest:
         """Return the record of a request; begin it at its first call.
 
-        Contexts are compared first as objects (``source``), because it is not cheap to parse the
-        options of one.
+        Compare the identities of the context objects first (``source``): parsing options is costly.
         """
         request = self._requests.get(context.req_id)
         if request is not None and request.source is context:
@@ -475,7 +476,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if request is not None:
             if request.is_of(given):
                 return request
-            # another tenant uses the id again: blocks of the two must not be mixed
+            # a new request has the id: end the earlier one, because the blocks of two tenants must
+            # not be mixed
             self._end_request(request)
         request = self._begin(context, given)
         self._requests[context.req_id] = request
@@ -544,7 +546,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request = self._requests.get(req_context.req_id)
         if request is None:
             return
-        # compare the objects first, because parsing the options of a context is costly
+        # compare identities first, because parsing the options of a context is costly
         is_same_context = request.source is req_context
         is_own = is_same_context or request.is_of(_options_of(req_context))
         # keep a newer request that has the same id: the earlier one has ended already
@@ -560,7 +562,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if restored:
             self._guard.on_restored(restored, request.context, request.epoch)
         if request.has_stored:
-            # the end of its context includes ``report_restored``
+            # the persistent tier also reports the restored blocks when a context ends
             self._guard.on_request_finished(request.end(), request.epoch)
         elif not self._guard.is_opening:
             self._tier.report_restored(request.context)
@@ -674,7 +676,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
 
 def _options_of(context: ReqContext) -> GivenOptions:
-    """Return the options in a request's parameters and hints; not cheap, because it parses them."""
+    """Return the options in a request's parameters and hints; costly, because it parses them."""
     hints = () if context.kv_hints is None else context.kv_hints.actions
     return request_options(context.req_id, context.kv_transfer_params, hints)
 
@@ -786,6 +788,7 @@ def key_length() -> int:
     """Return the length of the keys of the engine that is being built."""
     algorithm = find_vllm_config().cache_config.prefix_caching_hash_algo
     hash_function = get_hash_fn_by_name(algorithm)
+    # all keys have the same length, whatever is hashed and whichever group it is
     return len(ours.make_offload_key(hash_function(b""), 0))
 
 

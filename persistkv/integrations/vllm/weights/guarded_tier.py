@@ -17,7 +17,7 @@ from persistkv.tiering.persistent import PersistentTier
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 1.0  # seconds without a step after which earlier comparisons say nothing
+_IDLE_S = 1.0  # seconds without a step after which earlier comparisons no longer count
 
 
 class _GuardedLoad(NamedTuple):
@@ -31,8 +31,8 @@ class _GuardedLoad(NamedTuple):
 class GuardedTier:
     """A persistent tier that is given jobs only for KV of the weights in its identity.
 
-    When a request has named new weights, a thread shuts the tier down and opens one of another
-    identity. Meanwhile lookups miss and jobs fail, as they do between a change and that request.
+    From a change of the weights on, lookups miss and jobs fail. When a request names the new
+    weights, a thread shuts the tier down and opens one of their identity, which then serves.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class GuardedTier:
         """Whether ``tier`` is out of use. It begins with a change of the weights, and ends when a
         request has named the new weights and their tier is open."""
         self._opening: threading.Thread | None = None
-        """The thread that opens a tier; set until the engine's thread has seen its end."""
+        """The thread that opens a tier; set until the engine's thread has seen its end. None: no
+        tier is being opened."""
         self._opened: PersistentTier | None = None
-        """The tier that the thread has opened."""
+        """The tier that the thread has opened, until the engine's thread takes it."""
         self._others_loaded = False
         """Whether other stores of the engine have loaded blocks while this one was not in use."""
         self._called = clock()
@@ -69,11 +70,11 @@ class GuardedTier:
 
         # jobs that wait until the weights are known
         self._held: deque[JobMetadata | ReqContext] = deque()
-        """Stores, and ends of requests (contexts) among them."""
+        """Stores, and the ends of requests (contexts) that follow them, in their order."""
         self._loads: dict[int, _GuardedLoad] = {}
         """Load jobs that have not been reported to vLLM, by id."""
         self._loaded: list[JobResult] = []
-        """Results of those that have ended, and wait for their comparisons."""
+        """Results of load jobs that have ended, and wait for their comparisons."""
         self._finished: list[JobResult] = []
         """Results for the next ``get_finished_jobs``."""
         self.dropped_blocks = 0
@@ -92,7 +93,7 @@ class GuardedTier:
         # while the engine takes no steps, another process may write the parameters
         if has_been_idle:
             self.watch.require_comparison()
-        # look at the name before the change, because a new name ends the change
+        # handle a new name before a change, because a new epoch resets ``watch.change``
         is_named_anew = self._epoch != self.watch.epoch
         if is_named_anew or self._opening is not None:
             self._follow_name()
@@ -124,12 +125,13 @@ class GuardedTier:
 
     @property
     def is_opening(self) -> bool:
-        """Whether a thread uses ``tier``, to open that of new weights."""
+        """Whether a thread shuts ``tier`` down and opens that of new weights. No other thread may
+        use ``tier`` meanwhile."""
         return self._opening is not None
 
     @property
     def is_in_use(self) -> bool:
-        """Whether ``tier`` serves the present weights, as of the last call."""
+        """Whether ``tier`` serves the present weights, as of the last ``follow_weights``."""
         return not self._is_detached and not self.is_opening
 
     def _follow_name(self) -> None:
@@ -148,12 +150,12 @@ class GuardedTier:
             return
         self.tier = self._opened
         self._opened = None
-        # A request has named other weights since the opening began: this tier stays detached until
-        # that of the present name replaces it.
+        # If a request has named other weights since the opening began, the tier stays detached:
+        # that of the present name will replace it.
         if self._epoch != self.watch.epoch:
             return
         self._is_detached = False
-        # It does not know which blocks: it takes none for computed.
+        # the tier does not know which blocks were loaded, so it must take none for computed
         if self._others_loaded:
             self.tier.loaded_elsewhere([])
         logger.warning(
@@ -224,7 +226,7 @@ class GuardedTier:
         if weights is not None:
             # a new name begins an epoch
             is_expected = watch.name_weights(weights)
-        # vLLM computes the request whichever weights it expects, and caches its KV
+        # vLLM computes the request and caches its KV, whichever weights the request expects
         watch.on_request()
         if not is_expected:
             return None
@@ -234,11 +236,11 @@ class GuardedTier:
     def holds(self, key: OffloadKey, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
 
-        :param epoch: of the request, here and in the methods below, which refuse those of earlier
-            epochs.
+        :param epoch: epoch of the request that asks. This method and the ones below refuse requests
+            of earlier epochs.
         """
-        # A detached tier holds nothing. But ``tier`` is that of ``_epoch``, which follows the
-        # watch's epoch only once the old tier has no jobs.
+        # A detached tier needs no check, because it holds nothing. The epoch needs one: ``tier`` is
+        # that of ``_epoch``, which becomes the watch's epoch only once the old tier has no jobs.
         is_present = epoch == self._epoch == self.watch.epoch
         if self.is_opening or not is_present:
             return False
@@ -249,7 +251,7 @@ class GuardedTier:
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
             self._drop(job)
-        # hold it behind other held entries, too: the end of a request must not overtake its stores
+        # hold the job while anything is held: stores and ends of requests keep their order
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
         else:
@@ -268,7 +270,8 @@ class GuardedTier:
         self.tier.submit_load(job)
 
     def loaded_elsewhere(self, keys: Sequence[OffloadKey]) -> None:
-        """As in ``PersistentTier``. While the tier is not in use, the keys are not kept: the next
+        """Report that another store of the engine loads these blocks, so that the tier does not
+        take them for computed. While the tier is not in use, the keys are not kept, and the next
         tier takes no block for computed."""
         if self.is_in_use:
             self.tier.loaded_elsewhere(keys)
@@ -328,7 +331,7 @@ class GuardedTier:
 
     def _collect(self) -> None:
         """Take the results of the tier: those of loads wait for their comparisons."""
-        # a tier is opened only while there are no jobs, and its thread alone may use it
+        # while a tier is being opened, there are no jobs, and only the opening thread may use it
         if self.is_opening:
             return
         for result in self.tier.get_finished_jobs():
@@ -391,11 +394,11 @@ class GuardedTier:
         # Held stores are submitted or fail before the wait: after it, their rows must be free.
         self._advance()
         self._give_up_held()
-        # a tier is opened only while there are no jobs
+        # while a tier is being opened, there are no jobs
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
         # collect the results of the jobs that have ended
         self._advance()
-        # the comparisons of these loads would take a step of the engine
+        # fail the loads that still wait for a comparison, which would take a step of the engine
         for result in self._loaded:
             self._drop_load(result)
         self._loaded.clear()

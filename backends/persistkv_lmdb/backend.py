@@ -325,7 +325,7 @@ class LmdbBackend(Backend):
             self._shared = ENVIRONMENTS.acquire(
                 self._path, self._policy, self._keys, read_only=self._read_only
             )
-            self._shared.opened.update(replaced.opened)
+            self._shared.opened_namespaces.update(replaced.opened_namespaces)
             if not was_closed:
                 message = (
                     "%s: files of the store were removed or replaced while it was open; "
@@ -382,7 +382,7 @@ class LmdbBackend(Backend):
         namespace = recorded
         if namespace is None:
             # the namespace was opened before, and has had no content since
-            namespace = self.environment.opened.get(name)
+            namespace = self.environment.opened_namespaces.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
         # the row must exist, because the commit of the first content writes it
@@ -391,7 +391,7 @@ class LmdbBackend(Backend):
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
         # remember the namespace for the commit that adds its first content and writes its row
-        self.environment.opened[name] = namespace
+        self.environment.opened_namespaces[name] = namespace
         return namespace
 
     def note(self, namespace: bytes, name: str) -> bytes | None:

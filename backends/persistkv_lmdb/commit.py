@@ -492,7 +492,7 @@ class BatchCommit:
             if name not in payloads.published:
                 unused += extents
         num_taken = pages_of(self._reserved) - pages_of(unused)
-        self._environment.taken.append(num_taken * PAGE_BYTES)
+        self._environment.recent_commit_bytes.append(num_taken * PAGE_BYTES)
         payloads.allocator.reserve(writer, ())
         payloads.allocator.free_now(unused)
 
@@ -660,7 +660,7 @@ class BatchCommit:
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, without_growth=without_growth)
-        opened = self._environment.opened
+        opened = self._environment.opened_namespaces
         commit = CatalogTransaction(
             transaction, room.payloads, self._namespace, self._keep, opened=opened
         )
@@ -851,7 +851,10 @@ def _evict_excess(environment: Environment) -> bool:
         environment.release_reserved(transaction)
         room = Room(environment, transaction)
         commit = CatalogTransaction(
-            transaction, room.payloads, _NO_NAMESPACE, opened=environment.opened
+            transaction,
+            room.payloads,
+            _NO_NAMESPACE,
+            opened=environment.opened_namespaces,
         )
         # evict for the quotas first, which may make enough room
         end = commit.evict_above(_EVICTED_AT_ONCE)

@@ -117,14 +117,14 @@ class Environment:
         self.read_only = read_only
         self.handles = 0
         """Number of handles that use this object (``Environments``); the last one closes it."""
-        self.opened: dict[bytes, Namespace] = {}
+        self.opened_namespaces: dict[bytes, Namespace] = {}
         """Namespaces that the handles have opened, by id. A commit that adds the first content of
         one writes its identity from here."""
         self.process = os.getpid()
         """Id of the process that opened the store: a forked child must not use it."""
         self._payloads: ExtentPayloads | None = None
         """Payload storage of the running write transaction, once ``payloads`` was called in it."""
-        self.taken: deque[int] = deque(maxlen=_COMMITS)
+        self.recent_commit_bytes: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next
         ones."""
         self._writing = threading.Lock()

@@ -154,7 +154,7 @@ class LmdbForgetting:
             rows.delete(LOG, name)
             return []
         namespace = name[:ID_BYTES]
-        opened = self._environment.opened
+        opened = self._environment.opened_namespaces
         change = CatalogTransaction(rows, payloads, namespace, opened=opened)
         if table == PACKS:
             # delete the pack only: manifests of the tenant that name it are deleted already

@@ -199,22 +199,7 @@ class StoreUrl:
             url = f"lmdb://{quote(os.path.expanduser(path))}{mark}{query}"
         parts = _split_url(url)
         location = unquote(parts.netloc + parts.path)
-        if "@" in parts.netloc:
-            raise ConfigurationError(
-                "url",
-                f"{parts.scheme}://…",
-                "no user information: URLs must not contain credentials",
-            )
-        if url and "://" not in url:
-            path = os.path.abspath(url)
-            raise ConfigurationError("url", url, f"{_URL_FORM}; as a path: {path}")
-        if not parts.scheme or not location:
-            raise ConfigurationError("url", url, _URL_FORM)
-        # ``parts`` does not show an empty fragment
-        if parts.fragment or url.endswith("#"):
-            raise ConfigurationError(
-                "url", url, "no fragment: in a path, # is written %23"
-            )
+        _check_url(url, parts, location)
         options = _url_options(parts.query)
         return cls(parts.scheme, os.path.expanduser(location), options)
 
@@ -227,8 +212,8 @@ def with_option(url: str, name: str, value: object) -> str:
 
 def without_options(url: str) -> str:
     """Return a URL without its options, which may name a key file."""
-    place, _, _ = url.partition("?")
-    return place
+    address, _, _ = url.partition("?")
+    return address
 
 
 def _split_url(url: str) -> SplitResult:
@@ -240,6 +225,25 @@ def _split_url(url: str) -> SplitResult:
         scheme = url.partition("://")[0]
         expected = f"{_URL_FORM} ({error})"
         raise ConfigurationError("url", f"{scheme}://…", expected) from None
+
+
+def _check_url(url: str, parts: SplitResult, location: str) -> None:
+    """Raise ConfigurationError for a URL that ``StoreUrl.parse`` refuses."""
+    if "@" in parts.netloc:
+        raise ConfigurationError(
+            "url",
+            f"{parts.scheme}://…",
+            "no user information: URLs must not contain credentials",
+        )
+    # suggest an absolute path for text without a scheme, such as a relative path
+    if url and "://" not in url:
+        path = os.path.abspath(url)
+        raise ConfigurationError("url", url, f"{_URL_FORM}; as a path: {path}")
+    if not parts.scheme or not location:
+        raise ConfigurationError("url", url, _URL_FORM)
+    # ``parts`` does not show an empty fragment
+    if parts.fragment or url.endswith("#"):
+        raise ConfigurationError("url", url, "no fragment: in a path, # is written %23")
 
 
 def _url_options(query: str) -> dict[str, str]:

@@ -167,14 +167,8 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     started = time.monotonic()
     address = libc.address_of(memory)
     array = np.frombuffer(memory, np.uint8)
-    num_bytes = 0
-    parts = []
     spans = _page_spans(len(memory), first, length, stride)
-    for begin, end in spans:
-        num_bytes += end - begin
-        for part_begin in range(begin, end, _PREFAULT_BYTES):
-            part_end = min(part_begin + _PREFAULT_BYTES, end)
-            parts.append((part_begin, part_end))
+    parts = _prefault_parts(spans)
 
     def populate(part: tuple[int, int]) -> int:
         """Make a part resident; return 0, or the errno if its pages were read instead."""
@@ -192,14 +186,25 @@ def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
     threads = min(_MAX_PREFAULT_THREADS, num_cpus, len(parts))
     with ThreadPoolExecutor(threads, "persistkv-prefault") as pool:
         codes = pool.map(populate, parts)
-        code = max(codes)
+        code = max(codes)  # errno of a part whose pages were read instead; 0: none were
     if code:
         reason = errno.errorcode.get(code, "unknown")
         logger.info(
             "MADV_POPULATE_WRITE was not possible (%s); pages were read instead", reason
         )
+    num_bytes = sum(end - begin for begin, end in spans)
     seconds = time.monotonic() - started
     logger.info("prefaulted %d MiB in %.2f s", num_bytes >> 20, seconds)
+
+
+def _prefault_parts(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Divide spans of ``_page_spans`` into parts of ``_PREFAULT_BYTES`` at most."""
+    parts = []
+    for begin, end in spans:
+        for part_begin in range(begin, end, _PREFAULT_BYTES):
+            part_end = min(part_begin + _PREFAULT_BYTES, end)
+            parts.append((part_begin, part_end))
+    return parts
 
 
 def _page_spans(

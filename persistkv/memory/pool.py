@@ -27,9 +27,9 @@ class BufferPool:
         # count less than a huge page as one, because a new buffer would not be smaller
         most_bytes = _MOST_WASTE * max(num_bytes, HUGE_PAGE_BYTES)
         with self._lock:
-            for place, buffer in enumerate(self._free):
+            for index, buffer in enumerate(self._free):
                 if num_bytes <= len(buffer) <= most_bytes:
-                    return self._free.pop(place)
+                    return self._free.pop(index)
         return huge_memory(num_bytes)
 
     def give_back(self, buffer: mmap.mmap) -> None:

@@ -19,13 +19,13 @@ class _BlockRun(NamedTuple):
     """Blocks of a call with a deadline."""
 
     blocks: TimedBlocks
-    first: int
+    first_number: int
     """Number of the first block in ``ScatteredBlocks``; the other blocks have the next numbers."""
 
-    def part(self, first: int, count: int) -> memoryview:
-        """Return the bytes of ``count`` blocks from number ``first`` on."""
-        place = first - self.first
-        return self.blocks.part(place, count)
+    def part(self, number: int, count: int) -> memoryview:
+        """Return the bytes of ``count`` blocks from block ``number`` on."""
+        index = number - self.first_number
+        return self.blocks.part(index, count)
 
 
 class ScatteredBlocks(BlockMemory):
@@ -105,7 +105,8 @@ class ScatteredBlocks(BlockMemory):
         for number in block_ids:
             place = self._places[number]
             if isinstance(place, _BlockRun):
-                place.blocks.verified(number - place.first)
+                index = number - place.first_number
+                place.blocks.verified(index)
 
     def gather(self, group: int, block_ids: Sequence[int]) -> ByteArray:
         """Copy the regions of the blocks into a new array, one row for each block."""

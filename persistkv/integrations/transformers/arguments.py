@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -173,6 +173,12 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigurationError(name, value, "True or False")
     return value
+
+
+def choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise ConfigurationError if a value is none of the known ones."""
+    if value not in known:
+        raise ConfigurationError(name, value, f"one of {', '.join(known)}")
 
 
 def text(name: str, value: object) -> str:

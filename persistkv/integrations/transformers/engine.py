@@ -173,12 +173,8 @@ class Engine:
             arguments.flag(name, value)
         deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, 0.0)
         share = arguments.number("prewarm_share", prewarm_share, 0.0, 1.0)
-        if load_policy not in LOAD_POLICIES:
-            expected = f"one of {', '.join(LOAD_POLICIES)}"
-            raise ConfigurationError("load_policy", load_policy, expected)
-        if tenant not in TENANT_OPTIONS:
-            expected = f"one of {', '.join(TENANT_OPTIONS)}"
-            raise ConfigurationError("tenant", tenant, expected)
+        arguments.choice("load_policy", load_policy, LOAD_POLICIES)
+        arguments.choice("tenant", tenant, TENANT_OPTIONS)
         loaded, checkpoint = _open_model(model, dtype, attn_implementation, device)
         opened_tokenizer = _open_tokenizer(tokenizer, model)
         loaded.eval()

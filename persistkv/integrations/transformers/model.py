@@ -72,15 +72,7 @@ def load_model(
     if attn_implementation is not None:
         extra["attn_implementation"] = attn_implementation
     try:
-        saved_config = None
-        # a directory that has only adapters has no configuration of a model
-        if not find_adapter_config_file(source):
-            saved_config = AutoConfig.from_pretrained(source)
-        # refuse an encoder-decoder, of which the causal class would load only the decoder
-        if saved_config is not None and saved_config.is_encoder_decoder:
-            raise UnsupportedModelError(
-                _encoder_decoder(_saved_model_class(saved_config))
-            )
+        saved_config = _saved_config(source)
         model, loading_info = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, output_loading_info=True, **extra
         )
@@ -100,6 +92,20 @@ def load_model(
     # transformers sets this if it has loaded adapters; the files of the weights do not show it
     adapted = getattr(model, "_hf_peft_config_loaded", False)
     return model, None if adapted else directory
+
+
+def _saved_config(source: str | Path) -> Any:
+    """Return the configuration of a checkpoint; None: it has only adapters, which have none.
+
+    :raises UnsupportedModelError: the configuration is that of an encoder-decoder.
+    """
+    if find_adapter_config_file(source):
+        return None
+    config = AutoConfig.from_pretrained(source)
+    # refuse an encoder-decoder, of which the causal class would load only the decoder
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(_encoder_decoder(_saved_model_class(config)))
+    return config
 
 
 def check_source(name: str, source: str | Path) -> None:

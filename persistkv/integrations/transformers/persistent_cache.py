@@ -164,12 +164,8 @@ class ForwardRecord:
         # do not record embeddings and batches: ``save`` refuses tokens that were not recorded
         if input_ids is None or input_ids.shape[0] != 1:
             return
-        position = cache.get_seq_length()
         position_ids = options.get("position_ids")
-        if position_ids is not None:
-            position_ids = position_ids.reshape(-1).clone()
-        # clone the tensors, because the caller may reuse them
-        self._calls.append(_ForwardCall(position, input_ids[0].clone(), position_ids))
+        self._record_call(cache.get_seq_length(), input_ids, position_ids)
         mask = options.get("attention_mask")
         if mask is not None:
             self._observe_mask(mask)
@@ -177,6 +173,20 @@ class ForwardRecord:
         if input_ids.shape[1] >= MEASURED_TOKENS:
             _synchronize(input_ids.device)
             self._prefill_begin = time.perf_counter()
+
+    def _record_call(
+        self,
+        position: int,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+    ) -> None:
+        """Append a call to ``_calls``; parameters as in ``_ForwardCall``."""
+        # clone the tensors, because the caller may reuse them
+        token_ids = input_ids[0].clone()
+        if position_ids is not None:
+            position_ids = position_ids.reshape(-1).clone()
+        call = _ForwardCall(position, token_ids, position_ids)
+        self._calls.append(call)
 
     def _measure(self, *_: Any) -> None:
         """Record how long a prefill took, after the model has run."""
@@ -374,22 +384,34 @@ class PersistentCache(RequestCache):
         group_keys: Sequence[Sequence[OffloadKey]],
     ) -> None:
         """Store the blocks of the cache that the store lacks."""
-        absent: list[tuple[int, int]] = []  # group, and index of the block in it
+        absent = self._absent_blocks(store, group_keys)
+        for batch in batched(absent, len(store.rows)):
+            batch_keys = []
+            depths = []  # numbers of blocks before each block, which are the positions
+            for row, (group, position) in enumerate(batch):
+                block = self._block(group, position)
+                self._row(store, row, group).copy_(block)
+                key = group_keys[group][position]
+                batch_keys.append(key)
+                depths.append(position)
+            rows = range(len(batch))
+            store.put(request, batch_keys, rows, depths, self._tenant)
+            # wait until the blocks are written, because the next batch overwrites the rows
+            store.flush()
+
+    def _absent_blocks(
+        self,
+        store: BlockingStore,
+        group_keys: Sequence[Sequence[OffloadKey]],
+    ) -> list[tuple[int, int]]:
+        """Return (KV cache group, position in the group) of each block of the cache that the store
+        lacks."""
+        absent: list[tuple[int, int]] = []
         for group, keys in enumerate(group_keys):
             for position in range(self._first_cached[group], len(keys)):
                 if not store.contains(keys[position]):
                     absent.append((group, position))
-        for batch in batched(absent, len(store.rows)):
-            batch_keys = []
-            positions = []
-            for row, (group, position) in enumerate(batch):
-                block = self._block(group, position)
-                self._row(store, row, group).copy_(block)
-                batch_keys.append(group_keys[group][position])
-                positions.append(position)
-            rows = range(len(batch))
-            store.put(request, batch_keys, rows, positions, self._tenant)
-            store.flush()  # the next batch overwrites the rows, so wait until they are written
+        return absent
 
     def _checked_length(self, tokens: Sequence[int]) -> int:
         """Return how many of the first ``tokens`` have KV in the cache.

@@ -118,8 +118,8 @@ class Sampler:
         if self._top_k:
             probabilities[self._top_k :] = 0.0
         # draw an index in the sorted order
-        place = torch.multinomial(probabilities, 1, generator=self._generator)
-        return int(token_ids[place])
+        index = torch.multinomial(probabilities, 1, generator=self._generator)
+        return int(token_ids[index])
 
 
 class Request:

@@ -35,6 +35,7 @@ from persistkv.errors import (
 )
 from persistkv.memory.budget import default_io_threads
 from persistkv.memory.pool import BufferPool
+from persistkv.memory.regions import Regions
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.memory.timed import BlocksToLoad, BlocksToStore
 from persistkv.storage import open_backend
@@ -280,12 +281,27 @@ class BlockStore:
             put = self._service.put(job, regions)
             call = self._start(put, lambda: self._queued.subtract(num_bytes))
             return self._result(call, len(keys), None)
-        # pass copies of the blocks to the call, because it may continue after the deadline
+        return self._put_copies(job, regions, num_bytes, deadline)
+
+    def _put_copies(
+        self,
+        job: PutJob,
+        regions: Sequence[Regions],
+        num_bytes: int,
+        deadline: float,
+    ) -> list[bool]:
+        """Store copies of blocks, because the call may continue after the deadline; return the
+        results of ``put``.
+
+        :param num_bytes: bytes of the blocks, which ``_queued`` counts already.
+        :param deadline: monotonic time at which this must return.
+        """
+        num_keys = len(job.keys)
         try:
-            copies = BlocksToStore(self._pool, regions, self._block_bytes(group))
+            copies = BlocksToStore(self._pool, regions, self._block_bytes(job.group))
         except OSError:  # no memory is left
             self._queued.subtract(num_bytes)
-            return self._refuse(len(keys))
+            return self._refuse(num_keys)
 
         def end() -> None:
             self._queued.subtract(num_bytes)
@@ -294,7 +310,7 @@ class BlockStore:
         put = self._service.put(job, copies)
         call = self._start(put, end)
         try:
-            return self._result(call, len(keys), deadline)
+            return self._result(call, num_keys, deadline)
         finally:
             # from now on, do not access the caller's memory
             copies.revoke()
@@ -326,12 +342,26 @@ class BlockStore:
             read = self._service.get(full, regions)
             call = self._start(read)
             return self._result(call, len(keys), None)
-        # pass memory of the pool to the call, because it may continue after the deadline
+        return self._get_copies(full, regions, group, deadline)
+
+    def _get_copies(
+        self,
+        keys: Sequence[bytes],
+        regions: Sequence[Regions],
+        group: int,
+        deadline: float,
+    ) -> list[bool]:
+        """Read blocks into memory of the pool, because the call may continue after the deadline,
+        and copy them to the caller's memory; return the results of ``get``.
+
+        :param keys: keys with their KV cache group.
+        :param deadline: monotonic time at which this must return.
+        """
         try:
             copies = BlocksToLoad(self._pool, regions, self._block_bytes(group))
         except OSError:  # no memory is left
             return [False] * len(keys)
-        read = self._service.get(full, copies)
+        read = self._service.get(keys, copies)
         call = self._start(read, copies.release)
         try:
             # Only wait, and ignore the results, which are all False at the deadline: some blocks

@@ -86,15 +86,13 @@ def list_requests(
     namespaces = chosen_namespaces(backend, namespace)
     by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
-    total = 0
+    all_ids: list[str] = []
     views: list[RequestView] = []  # views of the requests that match
-    names: list[str] = []  # ids of all requests
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
         uses = with_uses(backend, space.id, manifests, needed=by_use)
         for manifest, use in uses:
-            total += 1
-            names.append(manifest.id)
+            all_ids.append(manifest.id)
             if selection.takes(manifest, use, ttl_s):
                 view = RequestView.of(space.id, manifest, use, ttl_s)
                 views.append(view)
@@ -103,17 +101,17 @@ def list_requests(
     views.sort(key=_KEYS[sort], reverse=is_descending)
     groups = _groups(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
+    groups_of_page = groups[offset:end]
     # make short ids unique among all requests: other commands could not find a request by an id
     # that is unique on this page only
-    shorts = short_ids(names)
-    shown = groups[offset:end]
+    shorts = short_ids(all_ids)
     return Page(
         url=url,
-        total=total,
+        total=len(all_ids),
         matched=len(views),
         rows=len(groups),
         offset=offset,
-        requests=_with_uses_and_copies(backend, shown, shorts, ttl_s),
+        requests=_with_uses_and_copies(backend, groups_of_page, shorts, ttl_s),
         namespaces=[NamespaceSummary.of(space) for space in namespaces],
     )
 

@@ -37,8 +37,8 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
         shared.append(_shared_length(left, right))
     shared.append(0)
     short = {}
-    for place, name in enumerate(ordered):
-        longest_shared = max(shared[place], shared[place + 1])
+    for index, name in enumerate(ordered):
+        longest_shared = max(shared[index], shared[index + 1])
         length = max(_SHORT, longest_shared + 1)
         short[name] = name[:length]
     return short
@@ -47,9 +47,9 @@ def short_ids(requests: Iterable[str]) -> dict[str, str]:
 def _shared_length(left: str, right: str) -> int:
     """Return the number of characters at the start that both texts share."""
     length = min(len(left), len(right))
-    for place in range(length):
-        if left[place] != right[place]:
-            return place
+    for index in range(length):
+        if left[index] != right[index]:
+            return index
     return length
 
 

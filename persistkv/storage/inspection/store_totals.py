@@ -165,9 +165,9 @@ class _Histograms:
         age = self._now - manifest.created
         size = manifest.raw_bytes
         # the bounds are exclusive: a value that equals a bound belongs to the next bin
-        age_place = bisect_right(_AGES, age, key=itemgetter(0))
-        size_place = bisect_right(_SIZES, size, key=itemgetter(0))
-        for chosen in (self.ages[age_place], self.sizes[size_place]):
+        age_index = bisect_right(_AGES, age, key=itemgetter(0))
+        size_index = bisect_right(_SIZES, size, key=itemgetter(0))
+        for chosen in (self.ages[age_index], self.sizes[size_index]):
             chosen.requests += 1
             chosen.raw_bytes += size
 

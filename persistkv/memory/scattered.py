@@ -127,6 +127,6 @@ class ScatteredBlocks(BlockMemory):
         """Return the regions of a block; one region for a block of a call with a deadline."""
         place = self._places[number]
         if isinstance(place, _BlockRun):
-            block = place.part(number, 1)
+            block = place.part(number, count=1)
             return [block]
         return place

@@ -90,7 +90,7 @@ class BlocksToStore(TimedBlocks):
         if self._caller_blocks is None:
             raise OSError(errno.ECANCELED, "the deadline of the call has passed")
         # use ``part`` of the superclass, because the one of this class would call ``_copy`` again
-        target = super().part(number, 1)
+        target = super().part(number, count=1)
         copy_in(self._caller_blocks[number], target)
         self._is_copied[number] = True
 
@@ -103,6 +103,6 @@ class BlocksToLoad(TimedBlocks):
         with self._lock:
             if self._caller_blocks is None:
                 return
-            block = self.part(number, 1)
+            block = self.part(number, count=1)
             copy_out(block, self._caller_blocks[number])
             self._is_copied[number] = True

@@ -158,10 +158,10 @@ class Engine:
         :raises IdentityMismatchError: see ``strict_identity``.
         :raises StoreError: ``required`` is set and a store cannot be opened.
         """
-        block_size = arguments.integer("block_size", block_size, 1)
+        block_size = arguments.integer("block_size", block_size, least=1)
         if device_blocks is None:
             device_blocks = _DEFAULT_DEVICE_TOKENS // block_size
-        num_blocks = arguments.integer("device_blocks", device_blocks, 1)
+        num_blocks = arguments.integer("device_blocks", device_blocks, least=1)
         urls = _store_urls(store)
         primary_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         # check the options of the tiers before the model is loaded, which takes long
@@ -428,7 +428,7 @@ class Engine:
         cache."""
         tokens = self._tokenizer.token_ids(prompt)
         check_token_ids("prompt", tokens, self._vocabulary_size)
-        num_new = arguments.integer("max_new_tokens", max_new_tokens, 1)
+        num_new = arguments.integer("max_new_tokens", max_new_tokens, least=1)
         num_tokens = len(tokens) + num_new
         block_size = self._paged_cache.block_size
         if self._context_length is not None and num_tokens > self._context_length:
@@ -540,4 +540,4 @@ def _open_tokenizer(tokenizer: Any, model: Any) -> Tokenizer:
         return Tokenizer(tokenizer)
     if isinstance(model, (str, Path)):
         return Tokenizer.load(model)
-    return Tokenizer(None, "Engine.open takes one as tokenizer=")
+    return Tokenizer(None, missing="Engine.open takes one as tokenizer=")

@@ -74,7 +74,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.is_initialized = True
-        self.set_buffer(buffer, 0)
+        self.set_buffer(buffer, length=0)
 
     def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
         """Use a buffer that holds the KV of ``length`` tokens."""

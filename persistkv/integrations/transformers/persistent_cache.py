@@ -311,7 +311,7 @@ class PersistentCache(RequestCache):
         for geometry, keys in zip(self._groups, group_keys, strict=True):
             groups.append(GroupBlocks(geometry, keys, is_available))
         while True:
-            length = longest_match(groups, self._block_size, 0, limit)
+            length = longest_match(groups, self._block_size, start=0, limit=limit)
             needed = [group.device_blocks(length) for group in self._groups]
             failed = self._read(store, group_keys, needed)
             if not failed:
@@ -492,7 +492,7 @@ class PersistentCache(RequestCache):
         """Open the store of this identity, with memory for the rows of single blocks; close it at
         the end."""
         # a row has room for the largest block of any group, and for one worker
-        stride = row_stride_bytes(1, max(self._block_bytes))
+        stride = row_stride_bytes(num_workers=1, cpu_page_size=max(self._block_bytes))
         groups = map(GroupLayout.of_bytes, self._block_bytes)
         layout = RowLayout(stride, tuple(groups))
         num_rows = max(1, _ROWS_BYTES // stride)
@@ -549,7 +549,7 @@ def load(
     :raises StoreError: the store cannot be opened or read.
     """
     tokens = one_row(token_ids)
-    arguments.integer("block_size", block_size, 1)
+    arguments.integer("block_size", block_size, least=1)
     if not isinstance(store, (str, Path)):
         raise ConfigurationError("store", store, "a URL or a path")
     if salt is not None:

@@ -101,7 +101,7 @@ class Sampler:
     ) -> None:
         self._temperature = arguments.number("temperature", temperature, 0.0)
         self._top_p = arguments.number("top_p", top_p, 0.0, 1.0, above=True)
-        self._top_k = arguments.integer("top_k", top_k, 0)
+        self._top_k = arguments.integer("top_k", top_k, least=0)
         checked_seed = arguments.integer("seed", seed, _MIN_SEED, _MAX_SEED)
         self._generator = torch.Generator(device).manual_seed(checked_seed)
 
@@ -118,7 +118,9 @@ class Sampler:
         if self._top_k:
             probabilities[self._top_k :] = 0.0
         # draw an index in the sorted order
-        index = torch.multinomial(probabilities, 1, generator=self._generator)
+        index = torch.multinomial(
+            probabilities, num_samples=1, generator=self._generator
+        )
         return int(token_ids[index])
 
 
@@ -297,7 +299,7 @@ class Request:
             for group in self._paged_cache.groups
         ]
         block_size = self._paged_cache.block_size
-        num_tokens = longest_match(groups, block_size, 0, limit)
+        num_tokens = longest_match(groups, block_size, start=0, limit=limit)
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
             table += [None] * needed.start
@@ -358,7 +360,7 @@ class Request:
         for position in positions:
             block_id = group.pool.acquire(self._chain.hashes[position])
             if block_id is None:
-                (block_id,) = self._allocate(group.pool, 1)
+                (block_id,) = self._allocate(group.pool, count=1)
                 new_positions.append(position)
                 new_block_ids.append(block_id)
             table.append(block_id)

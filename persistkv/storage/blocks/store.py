@@ -238,7 +238,7 @@ class BlockStore:
         """Record a use of blocks, so that others are evicted first. The next commit stores it."""
         full = self._full_keys(keys, group)
         use = self._service.touch(full)
-        self._wait(use, None)
+        self._wait(use, timeout_s=None)
 
     # Blocks
 
@@ -280,7 +280,7 @@ class BlockStore:
         if deadline is None:
             put = self._service.put(job, regions)
             call = self._start(put, lambda: self._queued.subtract(num_bytes))
-            return self._result(call, len(keys), None)
+            return self._result(call, len(keys), deadline=None)
         return self._put_copies(job, regions, num_bytes, deadline)
 
     def _put_copies(
@@ -341,7 +341,7 @@ class BlockStore:
         if deadline is None:
             read = self._service.get(full, regions)
             call = self._start(read)
-            return self._result(call, len(keys), None)
+            return self._result(call, len(keys), deadline=None)
         return self._get_copies(full, regions, group, deadline)
 
     def _get_copies(
@@ -524,7 +524,7 @@ class BlockStore:
         store held when it was opened are not included. Changes by other processes are known within
         seconds. Empty unless the option ``events`` is set."""
         events = self._service.take_events()
-        return self._wait(events, None)
+        return self._wait(events, timeout_s=None)
 
     # The end
 

@@ -35,7 +35,7 @@ class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
 
 def adoptions(backend: Backend) -> list[AdoptionView]:
     """Return all recorded verdicts about namespaces of other engine releases."""
-    found = verdicts(backend, chosen_namespaces(backend, None))
+    found = verdicts(backend, chosen_namespaces(backend, wanted=None))
     return [
         AdoptionView.of(ours, theirs, verdict)
         for (ours, theirs), verdict in found.items()

@@ -118,7 +118,7 @@ class StoreHandle:
 
     def namespaces(self) -> list[NamespaceSummary]:
         """Return the namespaces of the store with their identities, oldest first."""
-        spaces = chosen_namespaces(self.backend, None)
+        spaces = chosen_namespaces(self.backend, wanted=None)
         return [NamespaceSummary.of(space) for space in spaces]
 
     def stats(self) -> StoreTotals:

@@ -35,7 +35,7 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
     """
     rows = []
     for total in read_savings(backend):
-        whole = _row(total, None, total.requests, total.tokens)
+        whole = _row(total, label=None, requests=total.requests, tokens=total.tokens)
         rows.append(whole)
         labels = [
             _row(total, label, restored.requests, restored.tokens)

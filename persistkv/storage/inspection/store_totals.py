@@ -183,7 +183,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
     requests."""
     histograms = _Histograms()
     spaces = []
-    for space in chosen_namespaces(backend, None):
+    for space in chosen_namespaces(backend, wanted=None):
         spaces.append(_namespace_totals(backend, space, histograms))
     stats = backend.stats()
     referenced = sum(found.referenced_blocks for found in spaces)

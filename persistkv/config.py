@@ -205,7 +205,7 @@ class StoreUrl:
 
 
 def with_option(url: str, name: str, value: object) -> str:
-    """Return a URL with another option, which it must not have yet."""
+    """Return a URL with one more option, which the URL must not have yet."""
     mark = "&" if "?" in url else "?"
     return f"{url}{mark}{name}={quote(str(value))}"
 

@@ -65,7 +65,7 @@ def request_tenant(
     :param given: the argument ``tenant`` of the request; None: not given.
     :param kv_transfer_params: parameters of the request, which may name a tenant as
         ``{"persistkv": {"tenant": NAME}}``; None: there are none.
-    :raises ConfigurationError: a name is invalid (``check_tenant``), the two differ, or the
+    :raises ConfigurationError: a name is invalid (``check_tenant``), the two names differ, or the
         parameters are no mapping.
     """
     parameters = {} if kv_transfer_params is None else kv_transfer_params

@@ -86,7 +86,8 @@ class Engine:
         """Maximum number of tokens of a sequence; None: the model names no limit."""
         self._vocabulary_size = vocabulary_size(model)
         self._lock = threading.RLock()
-        """Held by each use of the device cache and of the tiers, which are made for one thread."""
+        """Held by each use of the device cache and of the tiers, which are made for one thread.
+        Reentrant, because ``generate`` and its stream both acquire it."""
         self._closing = weakref.finalize(self, _close, tiers, _CLOSE_S, os.getpid())
         """Alive until the engine is closed; runs at the end of the program for an engine that
         nobody closed."""

@@ -78,7 +78,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
 
     def set_buffer(self, buffer: torch.Tensor, length: int) -> None:
         """Use a buffer that holds the KV of ``length`` tokens."""
-        # add a dimension for the one sequence: (2, 1, kv_heads, capacity, head_dim)
+        # add a dimension for the only sequence: (2, 1, kv_heads, capacity, head_dim)
         self._buffer = buffer.unsqueeze(1)
         self.set_length(length)
 

@@ -66,6 +66,7 @@ class _ForwardCall(NamedTuple):
     position: int
     """Number of tokens in the cache before the call."""
     token_ids: torch.Tensor
+    """Tokens that the model ran, shape (tokens,)."""
     position_ids: torch.Tensor | None
     """As given to the model; None: none were given."""
 
@@ -79,8 +80,8 @@ class ForwardRecord:
 
     :ivar problem: why a forward pass gave the cache KV that belongs to no plain prefix of tokens;
         "": none did.
-    :ivar prefill_tokens: tokens of the prefills whose time was measured.
-    :ivar prefill_s: seconds that they took.
+    :ivar prefill_tokens: tokens of the prefills whose time was measured, and is not saved yet.
+    :ivar prefill_s: seconds that these prefills took.
     :param restored: tokens whose KV the cache holds already.
     """
 

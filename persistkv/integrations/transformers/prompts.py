@@ -38,6 +38,7 @@ def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
     expected = "one prompt: integers in one row"
     if not isinstance(rows, Sequence):
         raise ConfigurationError(name, _shown(token_ids), expected)
+    # take the only row of a batch
     if rows and _is_row(rows[0]):
         if len(rows) > 1:
             raise _batch(name, len(rows))

@@ -107,6 +107,7 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor) -> int:
         """Return the id of the next token; ``logits`` has shape (vocabulary,)."""
+        # at temperature 0, choose the most likely token
         if not self._temperature:
             return int(logits.argmax())
         scaled = logits.float() / self._temperature

@@ -270,7 +270,8 @@ class BlockService:
         ttl_s: float | None,
         tenant: str,
     ) -> tuple[str, bool]:
-        """Pin blocks of a tenant; return the id of the pin, and whether all of them are held."""
+        """Pin blocks of a tenant; return the id of the pin, and whether the store holds all of the
+        blocks."""
         request = secrets.token_hex(16)
         retention = Retention(pin=True, ttl_s=ttl_s)
         with self._call():
@@ -344,6 +345,7 @@ class BlockService:
         while self._calls:
             self._has_ended.clear()
             await self._has_ended.wait()
+        # without the commit task, which has failed, a flush would never end
         if not self.has_failed:
             await self.store.flush()
         if self._running is not None:

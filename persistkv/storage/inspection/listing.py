@@ -97,6 +97,7 @@ def list_requests(
                 view = RequestView.of(space.id, manifest, use, ttl_s)
                 views.append(view)
 
+    # ``reverse`` turns the usual direction of this sort around
     is_descending = (sort in _DESCENDING) != reverse
     views.sort(key=_KEYS[sort], reverse=is_descending)
     groups = _groups(views, merge_copies=merge_copies)

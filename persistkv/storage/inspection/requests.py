@@ -59,6 +59,7 @@ class NamespaceSummary(msgspec.Struct, frozen=True):
     id: str
     """Id of the namespace: the digest of its identity, hexadecimal."""
     created: float
+    """When the namespace was created: seconds since the epoch."""
     identity: dict[str, Any]
     model: str
     """Name or path of the model, as given by the engine that created the namespace; may be

@@ -73,6 +73,7 @@ class NamespaceTotals(msgspec.Struct):
     """Name or path of the model, as given by the engine that created the namespace; may be
     empty."""
     created: float
+    """When the namespace was created: seconds since the epoch."""
     requests: int = 0
     packs: int = 0
     blocks: int = 0
@@ -183,6 +184,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
     requests."""
     histograms = _Histograms()
     spaces = []
+    # this also adds the requests to the histograms
     for space in chosen_namespaces(backend, wanted=None):
         spaces.append(_namespace_totals(backend, space, histograms))
     stats = backend.stats()
@@ -194,6 +196,7 @@ def store_totals(url: str, backend: Backend) -> StoreTotals:
         referenced_blocks=referenced,
         dedup_ratio=_ratio(referenced, stats.blocks),
         disk_ratio=_ratio(stats.disk_bytes, stats.stored_bytes),
+        # without a capacity, this is None, too
         fill=_ratio(stats.disk_bytes, stats.capacity or 0),
         free=_free_totals(backend),
         namespaces=spaces,

@@ -154,6 +154,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         for group, group_buffer in zip(geometry, self.buffers, strict=True):
             for layer_idx, buffer in zip(group.layers, group_buffer, strict=True):
                 layers[layer_idx] = RequestLayer(buffer, group.sliding_window)
+        # the layers of a group need not be consecutive, but a cache has them in the model's order
         in_order = [layers[layer_idx] for layer_idx in sorted(layers)]
         super().__init__(layers=in_order)
 

@@ -524,7 +524,8 @@ def _state(model: Any) -> Iterator[tuple[str, str, tuple[int, ...], Buffer]]:
             raise UnsupportedModelError(
                 f"the bytes of {name!r} cannot be had, so the weights cannot be identified"
             )
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        on_cpu = tensor.detach().cpu()
+        flat = on_cpu.contiguous().reshape(-1)
         # view the numbers as bytes, because NumPy has no bfloat16
         data = flat.view(torch.uint8).numpy().data
         yield name, dtype_name(tensor.dtype), tuple(tensor.shape), data

@@ -448,8 +448,11 @@ class PersistentCache(RequestCache):
         hashes = chain.extend(tokens)
         group_keys = []
         for group in range(len(self._groups)):
-            keys = [make_offload_key(block_hash, group) for block_hash in hashes]
-            group_keys.append([tenant_key(self._tenant, key) for key in keys])
+            keys = []
+            for block_hash in hashes:
+                key = make_offload_key(block_hash, group)
+                keys.append(tenant_key(self._tenant, key))
+            group_keys.append(keys)
         return group_keys
 
     def _read(

@@ -278,10 +278,13 @@ class Request:
         """Append a device block to the tables for each block of ``num_matched`` further tokens."""
         scheduler = self._tiers.scheduler
         needed = scheduler.needed_device_blocks(self.req_id, num_matched)
-        for (group, table), positions in zip(self._groups(), needed, strict=True):
+        groups = self._paged_cache.groups
+        for group, table, positions in zip(groups, self.tables, needed, strict=True):
             # blocks before the sliding window are not restored
-            table += [None] * (positions.start - len(table))
-            table += self._allocate(group.pool, len(positions))
+            num_skipped = positions.start - len(table)
+            table += [None] * num_skipped
+            allocated = self._allocate(group.pool, len(positions))
+            table += allocated
 
     def _count_loaded(self, num_loaded: int) -> None:
         """Record how many of the loaded tokens each tier had, and the outcome of the load."""
@@ -314,7 +317,10 @@ class Request:
         """Copy the restored blocks that the next token attends to from the pages to the request's
         cache."""
         num_tokens = self._num_blocks * self._paged_cache.block_size
-        for (group, table), buffer in zip(self._groups(), cache.buffers, strict=True):
+        groups = self._paged_cache.groups
+        for group, table, buffer in zip(
+            groups, self.tables, cache.buffers, strict=True
+        ):
             needed = group.blocks.device_blocks(num_tokens)
             block_ids = _present(table[needed.start :])
             group.gather(buffer, needed, block_ids)
@@ -338,8 +344,10 @@ class Request:
         self._num_kept = num_tokens // self._paged_cache.block_size
         new_blocks = range(first_new_block, self._num_kept)
         if new_blocks:
-            groups = zip(self._groups(), cache.buffers, strict=True)
-            for (group, table), buffer in groups:
+            groups = self._paged_cache.groups
+            for group, table, buffer in zip(
+                groups, self.tables, cache.buffers, strict=True
+            ):
                 self._write_pages(group, table, buffer, new_blocks)
             self._publish(first_new_block)
             scheduler = self._tiers.scheduler

@@ -184,7 +184,7 @@ class BotoClient(Transport):
         # for example "bytes 0-1023/5000", in which the last number is the size of the object
         found = answer.get("ContentRange", "")
         size = found.rpartition("/")[2]
-        if not size.isdigit():
+        if not size.isdecimal():
             raise BrokenError(
                 f"{self._where}: GET {key}: the server does not say which range it sends"
             )
@@ -565,7 +565,7 @@ def _requested_pause_s(metadata: Any) -> float:
     """
     headers = metadata.get("HTTPHeaders", {})
     requested = str(headers.get("retry-after", ""))
-    return min(float(requested), _MOST_S) if requested.isdigit() else 0.0
+    return min(float(requested), _MOST_S) if requested.isdecimal() else 0.0
 
 
 def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:

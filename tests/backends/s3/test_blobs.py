@@ -426,6 +426,30 @@ def test_read_answer_with_part_of_range_is_no_short_blob(script: Script) -> None
         read(blobs, "a", 0, 100)
 
 
+def test_read_answer_with_size_that_is_no_number_raises_unavailable(
+    script: Script,
+) -> None:
+    """``str.isdigit`` accepts a superscript two, ``int`` does not."""
+    headers = {"ETag": '"e"', "Content-Range": "bytes 0-99/\u00b2"}
+    script.answer = lambda method, path: (206, headers, CONTENT[:100])
+    with (
+        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
+        pytest.raises(UnavailableError, match="range"),
+    ):
+        read(blobs, "a", 0, 100)
+
+
+def test_throttled_answer_with_pause_that_is_no_number_raises_unavailable(
+    script: Script,
+) -> None:
+    script.answer = lambda method, path: (503, {"Retry-After": "\u00b2"}, b"")
+    with (
+        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
+        pytest.raises(UnavailableError, match="503"),
+    ):
+        read(blobs, "a", 0, 100)
+
+
 @pytest.mark.parametrize("offset", [0, 50])
 def test_read_server_without_ranges_raises_unavailable(
     script: Script,

@@ -700,18 +700,18 @@ class Bounce:
         # too, and O_DIRECT accepts all of them.
         batch: list[memoryview] = []
         length = 0  # bytes of the batch so far, copied or not
-        # the last run of copied bytes, which is not in ``batch`` yet: its place in the memory
+        # place in the memory of the last run of copied bytes, which ``batch`` does not contain yet
         run_start = 0
         run_end = 0
         for piece in stream:
             rest = _as_bytes(piece)
             while rest:
                 left_in_batch = len(self._memory) - length
-                whole_pages = len(rest) - len(rest) % PAGE_BYTES
+                whole_page_bytes = len(rest) - len(rest) % PAGE_BYTES
                 is_at_page = length % PAGE_BYTES == 0
-                if is_at_page and whole_pages and starts_aligned(rest):
-                    count = min(whole_pages, left_in_batch)
-                    # this buffer ends the run
+                if is_at_page and whole_page_bytes and starts_aligned(rest):
+                    count = min(whole_page_bytes, left_in_batch)
+                    # the copied bytes before this buffer precede it in the batch
                     batch += self._run(run_start, run_end)
                     run_start = run_end
                     batch.append(rest[:count])
@@ -730,8 +730,8 @@ class Bounce:
                     run_start = 0
                     run_end = 0
         if length:
-            # An incomplete page ends with copied bytes, because other buffers are whole pages. So
-            # the zeros that fill it follow them in the memory.
+            # Only copied bytes can end within a page. The zeros that fill the page follow them in
+            # the memory, so that both are one buffer.
             num_zeros = -length % PAGE_BYTES
             padded_end = run_end + num_zeros
             self._memory[run_end:padded_end] = bytes(num_zeros)

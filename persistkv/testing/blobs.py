@@ -140,9 +140,10 @@ class FaultyBlobs(Blobs):
         self.inner = inner
         self.calls: list[tuple[str, str]] = []
         """All calls, failed ones included, in order: method and subject."""
-        # faults by method, which get the subject of a call: before its effect, and after it
         self._before: dict[str, list[Callable[[str], object]]] = defaultdict(list)
+        """Method → faults to run before its effect; each gets the subject of the call."""
         self._after: dict[str, list[Callable[[str], object]]] = defaultdict(list)
+        """Method → faults to run after its effect; each gets the subject of the call."""
         self._between: Callable[[], object] | None = None
         """Called between the halves of a list; None: lists are read at once."""
         self._postponed: list[Callable[[], object]] = []
@@ -331,7 +332,10 @@ class FaultyBlobs(Blobs):
             fault(subject)
 
     def _change(self, method: str, subject: str, execute: Callable[[], T]) -> T:
-        """Make a call that changes the medium, with its faults."""
+        """Make a call that changes the medium, with its faults.
+
+        :param execute: makes the call of the inner medium; kept if the call is postponed.
+        """
         try:
             self._begin(method, subject)
         except _PostponedError:
@@ -374,5 +378,6 @@ class _Countdown:
 
 
 def _check(method: str) -> None:
+    """Raise ``ValueError`` unless the method can have faults."""
     if method not in METHODS:
         raise ValueError(f"media have no method {method!r}")

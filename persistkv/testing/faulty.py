@@ -58,9 +58,10 @@ class FaultyBackend(Backend, Generic[B]):
         """Use ``of``, which creates the class with the backend's methods."""
         self.inner = inner
         self.calls = []
-        # faults by method: called before it, and after it
         self._before: dict[str, list[Callable[..., object]]] = defaultdict(list)
+        """Method → faults to run before it (``before``)."""
         self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
+        """Method → faults that get its result and return another one (``after``)."""
 
     def before(self, method: str, call: Callable[..., object]) -> None:
         """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not
@@ -82,6 +83,7 @@ class FaultyBackend(Backend, Generic[B]):
             buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.
         """
+        # an iterator that ends after ``times`` errors: then calls reach the backend again
         errors = repeat(error) if times is None else repeat(error, times)
 
         def raise_next(*_: object, **__: object) -> None:

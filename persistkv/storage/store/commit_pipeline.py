@@ -119,9 +119,8 @@ class Staging:
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
         context."""
-        holders: set[StagedPack | None] = (
-            set()
-        )  # None stands for all keys that are not staged
+        # None is added for keys that are not staged
+        holders: set[StagedPack | None] = set()
         for keys in end.group_keys:
             holders.update(map(self._pack_of.get, keys))
         found: list[StagedPack] = []
@@ -242,7 +241,8 @@ class Transaction(NamedTuple):
             return []
         if refused is not None:
             own, others = self.divided([refused])
-            # The other tenants' packs first: they fit, and should not wait for the refused ones.
+            # return the other tenants' packs first: they may fit, and should not wait for the
+            # refused ones
             if own.packs and others.packs:
                 return [others, own]
         alone = [Transaction([pack]) for pack in self.packs]

@@ -49,6 +49,7 @@ class RequestEnds:
         self._interval_s = interval_s
         self._ends: list[RequestEnd] = []
         self._num_bytes = 0
+        """Memory that ``_ends`` take."""
         self._oldest_at = 0.0
         """Time of ``add`` of the oldest end, by ``time.monotonic``; without meaning if no end
         waits."""
@@ -182,7 +183,8 @@ class CommitQueue:
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
         """Remove and return the packs of these tenants that no commit has taken yet, for the caller
         to drop."""
-        # jobs that wait for these packs see the growth, and do not store their blocks again
+        # a job that waits for one of these packs sees that the number has grown, and does not store
+        # its blocks again
         self.losses.update(tenants)
         taken: list[PackWriter] = []
         for writer in self.take_direct():

@@ -197,8 +197,9 @@ class Committer:
         """Return the transactions to try next: the parts of the failed one, then those that wait.
 
         The parts are single packs and ends of requests, so that a pack that does not fit is dropped
-        alone. If a tenant is above its quota, they are first only that tenant's content and all
-        other content. A single pack or end has no parts: it is dropped.
+        alone. If a tenant is above its quota, and others have packs in the transaction, there are
+        only two parts: the content of the others, and that of the tenant. A single pack or end has
+        no parts: it is dropped.
         """
         if isinstance(error, TenantForgottenError):
             return self._without(error.tenants, [failed, *waiting])
@@ -230,9 +231,8 @@ class Committer:
             await self._apply(transaction, done)
             return None
         catalogue.log_failure(failure)
-        await (
-            catalogue.refresh_or_log()
-        )  # because the failed commit may have evicted packs
+        # the failed commit may have evicted packs
+        await catalogue.refresh_or_log()
         return failure
 
     async def _apply(self, transaction: Transaction, done: _Attempt) -> None:

@@ -41,8 +41,8 @@ from persistkv.storage.format.seal import Seal
 
 logger = logging.getLogger(__name__)
 
-_EMPTY = 0
-_GONE = 1
+_EMPTY = 0  # value of a slot that ends a probe
+_GONE = 1  # value of a slot whose entry was removed, and that probes pass
 _SLOT_BYTES = 8
 # share of used slots when a table holds as many keys as it was made for
 _FIRST_FILL = 0.5
@@ -100,7 +100,8 @@ def _unpack_fingerprints(packed: bytes) -> Fps:
 def _stored(fingerprints: Fps) -> Fps:
     """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
 
-    Lookups of a single key do not, so they miss such a key (2 of 2^64).
+    Lookups of a single key do not replace its fingerprint, so they miss a key with a reserved one
+    (2 of 2^64).
     """
     # usually none is reserved; ``initial`` is the result for an empty array
     if fingerprints.min(initial=_GONE + 1) > _GONE:
@@ -119,7 +120,7 @@ class LookupTable:
         self._retired: list[mmap.mmap] = []
         """Memory of previous tables, which ``release_some`` releases."""
         self._released = 0
-        """Bytes of the first of them that are released."""
+        """Bytes of ``_retired[0]`` that are released already."""
         self._collisions: dict[bytes, None] = {}
         """Ordered set of the keys that are not held although held keys have their fingerprints."""
         self._memory: mmap.mmap | None = None
@@ -202,7 +203,7 @@ class LookupTable:
     contains = __contains__
 
     def __len__(self) -> int:
-        """Number of entries of the host's index, which is behind the slots."""
+        """Number of entries of the host's index: the word behind the slots."""
         table, slots = self._table
         return table[slots]
 
@@ -230,7 +231,8 @@ class LookupTable:
 
     def set_collisions(self, keys: Mapping[bytes, bool]) -> None:
         """Remember (True) or forget (False) that keys are not held although other keys have their
-        fingerprints. Of more than 4,096, the oldest are forgotten: a load of one fails as a miss.
+        fingerprints. Of more than 4,096 keys, the oldest are forgotten: lookups find them again,
+        and their loads fail as misses.
         """
         set_bounded(self._collisions, keys)
 
@@ -263,8 +265,8 @@ def _empty_table() -> tuple[memoryview, int]:
 
 def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[_Flags, Ints]:
     """Return for each fingerprint whether the table has it, and the slot at which its probe ended:
-    the first one that contains the fingerprint, else an empty one. ``table`` may have more entries
-    than ``slots``.
+    the first one that contains the fingerprint, else an empty one. ``table`` may have further
+    elements behind its slots.
     """
     probed = _first_slots(wanted, slots)
     found = np.zeros(len(wanted), np.bool_)
@@ -286,9 +288,10 @@ def _first_slots(fingerprints: Fps, slots: int) -> Ints:
 
 
 def _advance(probed: Ints, which: Ints, slots: int) -> None:
-    """Move some probes to the next slot; the first slot follows the last one."""
+    """Move the probes with the indices ``which`` to their next slots; the first slot follows the
+    last one."""
     following = probed[which] + 1
-    # not a remainder, which is several times slower
+    # compare instead of computing a remainder, which is several times slower
     following[following == slots] = 0
     probed[which] = following
 
@@ -398,9 +401,9 @@ class _FingerprintTable:
         self._empty(at)
 
     def _empty(self, at: Ints) -> None:
-        """Empty those of these slots, and of the slots before them, that are _GONE and that no
-        probe must pass, because an empty slot follows. Otherwise, a table whose packs are evicted
-        and replaced would fill up with _GONE."""
+        """Change ``_GONE`` to ``_EMPTY`` in slots that an empty slot follows, because no probe must
+        pass them: first in these slots, then in the slots before them. Otherwise, a table whose
+        packs are evicted and replaced would fill up with ``_GONE``."""
         while len(at):
             is_gone = self.fingerprints[at] == _GONE
             following = (at + 1) % self.slots
@@ -508,8 +511,8 @@ class Index:
     thread-safe."""
 
     def __init__(self, most_keys: int | None = None) -> None:
-        """:param most_keys: keys that fit the store's capacity: the table grows further only if it
-        holds more; None: unknown."""
+        """:param most_keys: keys that fit the store's capacity: the table gets room for more only
+        if the index holds more; None: unknown."""
         self._most_keys = most_keys
         self._table = _FingerprintTable(0)
         """The table in use, for lookups and changes."""
@@ -520,8 +523,8 @@ class Index:
         self._copied = 0
         """Number of slots of ``_table`` whose entries are in ``_new``."""
         self._retired: list[_FingerprintTable] = []
-        """Replaced tables that a reader may map: at most the one that it uses, and the one that was
-        shared last."""
+        """Replaced tables that the reader may map: at most the one that the reader uses, and the
+        one that was shared last."""
         self._unmapped: list[_FingerprintTable] = []
         """Replaced tables that no reader maps any more, to be released in slices."""
         self._shared: _FingerprintTable | None = None
@@ -553,8 +556,8 @@ class Index:
         return len(self._packs)
 
     def number_of(self, pack_id: bytes) -> int:
-        """Return the pack's number in this index, another one after each removal; 0 if the index
-        lacks the pack."""
+        """Return the pack's number in this index; 0 if the index lacks the pack. A pack that was
+        removed and added again has another number."""
         return self._packs.number(pack_id)
 
     def candidates(self, key: bytes) -> list[bytes]:
@@ -603,8 +606,8 @@ class Index:
         """Replace the whole content, adopted keys included. If iterating over ``tables`` raises,
         some packs are missing.
 
-        :param blocks: estimated number of blocks in ``tables``. None: they are counted, with all
-            tables in memory.
+        :param blocks: estimated number of blocks in ``tables``. None: all tables are read into
+            memory to count their blocks.
         """
         if blocks is None:
             tables = list(tables)
@@ -657,9 +660,8 @@ class Index:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
         that a caller notices when a pack was removed and added again."""
         number = _next_number(self._last)
-        while (
-            self._packs.id(number) is not None
-        ):  # numbers repeat after four billion packs
+        # numbers repeat after four billion packs, so a number may be in use
+        while self._packs.id(number) is not None:
             number = _next_number(number)
         self._last = number
         # A copy in memory of its own: the original is among short-lived objects of the parser,
@@ -843,8 +845,8 @@ class Index:
         return self._new is not None or bool(self._unmapped)
 
     def _begin_replacement(self, more: int) -> None:
-        """Make the table that replaces this one, with room for ``more`` keys; ``replace_some``
-        fills it. One that is being filled is kept, unless it is too small."""
+        """Make the table that replaces the one in use, with room for ``more`` further keys;
+        ``replace_some`` fills it. If such a table exists, it is kept, unless it is too small."""
         keys = self._table.live + more
         is_large_enough = self._new is not None and self._new.room(_FILL) >= keys
         if is_large_enough:
@@ -936,7 +938,7 @@ class Index:
         retired = self._retired
         self._retired = []
         for table in retired:
-            # the engine still maps it, although it was replaced since
+            # the engine still maps this table, although it was replaced since
             if table is self._shared:
                 self._retired.append(table)
             else:
@@ -962,4 +964,5 @@ def _read_saved(path: Path) -> bytes:
     # a link or FIFO in a store must not make the engine read another file, or wait
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(os.open(path, flags), "rb") as file:
+        # ``read`` returns None for a FIFO without data
         return file.read() or b""

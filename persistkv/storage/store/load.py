@@ -122,9 +122,9 @@ class ReadOutcome:
     """Packs with a frame that failed verification, and packs that are absent or too short, by
     id."""
     bad_frames: Counter[bytes] = field(default_factory=Counter)
-    """Number of frames of each pack, by id, that failed verification or decoding, without those of
-    a codec that this release lacks. If the pack was deleted during the read, its bytes may be
-    another pack's: no damage."""
+    """Number of frames of each pack, by id, that failed verification or decoding. Frames whose
+    codec or key this process lacks are not counted. If the pack was deleted during the read, its
+    place may hold bytes of another pack, which are no damage."""
     raw_bytes: int = 0
     """Raw bytes of the blocks that were verified and put into rows."""
     is_late: bool = False
@@ -432,9 +432,8 @@ class PartRead:
         # for each frame of the part: the views of memory to read it into
         buffers = [self._buffers(read, take) for read in self._part]
         spans: list[ReadSpan] = []
-        numbers_of_spans: list[
-            range
-        ] = []  # of each span, the numbers of its frames in the part
+        # for each span: the numbers of its frames in the part
+        numbers_of_spans: list[range] = []
         start = 0
         # without gaps: only frames that follow each other directly form a span
         for run in _runs(self._part, most_gap_bytes=0):

@@ -82,7 +82,7 @@ class _RepairWork:
     """Packs, by id, that were removed from the index because a read of them failed, until the
     backend reports their removal or replacement, or ``_quarantine`` deletes or restores them."""
     undecided: bool = False
-    """Whether ``_quarantine`` has to decide about some of them."""
+    """Whether ``_quarantine`` has to decide about some of ``suspects``."""
     unread: dict[bytes, int] = field(default_factory=dict)
     """Number in the index of each pack, by id, whose table could not be read."""
     index_lacks: bool = False
@@ -120,15 +120,15 @@ class _IndexFile:
 
     path: Path
     name: bytes
-    """Under which the content is sealed."""
+    """Name under which the content is sealed."""
     seal: Seal
     """Seal of the store."""
     saved: bytes | None = None
     """Position in the change log of the index in the file; None: no valid file."""
 
     def save(self, index: Index, cursor: bytes | None) -> None:
-        """Save an index with its position in the change log, unless it is unknown, or that of the
-        file."""
+        """Save an index, unless its position in the change log is unknown (None), or is that of the
+        index in the file."""
         if cursor is not None and cursor != self.saved:
             index.save(self.path, cursor, self.seal, self.name)
 
@@ -798,7 +798,7 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Convert other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver
+    """Convert all other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver
     fails only the call."""
     try:
         yield
@@ -930,6 +930,7 @@ def shortened(
     shorter: list[ManifestWrite] = []
     pins: list[tuple[str, bool]] = []
     for manifest, keys, pinned in requests:
+        # at least 1, because the number of tokens is divided by it
         most_blocks = max([1, *manifest.group_blocks])
         # the request end that would write this manifest; its block size is an estimate
         end = RequestEnd(

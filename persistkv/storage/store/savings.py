@@ -80,10 +80,10 @@ class Savings(msgspec.Struct):
     prefill_tokens: int = 0
     """Tokens of the prefills whose time was measured."""
     prefill_s: float = 0.0
-    """Seconds that they took."""
+    """Seconds that the measured prefills took."""
     labels: dict[str, Restored] = {}
-    """The same for requests with a label ``name=value``; a request with several labels counts for
-    each. Long labels, and those beyond 256 a day and engine, are left out."""
+    """Label ``name=value`` → requests with the label that restored tokens; a request with several
+    labels counts for each. Long labels, and those beyond 256 a day and engine, are left out."""
 
     def add(self, other: Savings) -> None:
         """Add the numbers of another object of the same namespace."""
@@ -155,9 +155,12 @@ class SavingsRecorder:
     def _begin(self, day: int) -> None:
         """Begin a source of this day, with a new random name and empty totals."""
         self._day = day
+        """Day of the source: number of days since the epoch."""
         source = secrets.token_hex(8)
         self._name = _source_name(day, self._namespace, source)
+        """Name of the source's note."""
         self._total = Savings(self._namespace.hex(), self._model)
+        """Sums of all calls of ``add`` since the source began."""
 
     def add(
         self,
@@ -257,7 +260,7 @@ def today() -> int:
 def fold(backend: Backend, last_day: int) -> None:
     """Replace the sources of each day up to ``last_day`` by one note for each namespace.
 
-    :raises StoreError: the medium failed; nothing is lost, and it can be repeated.
+    :raises StoreError: the medium failed; nothing is lost, and the call can be repeated.
     """
     for sum_name, sources in _final_sources(backend, last_day).items():
         # the sum is durable before the sources are deleted

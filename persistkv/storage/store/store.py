@@ -79,12 +79,13 @@ class StoredJob:
     """Keys that an earlier job is storing from its rows. If that fails, this job's rows are
     used."""
     writes: set[asyncio.Future[bool]] = field(default_factory=set)
-    """One for each pack that is to be written from rows of this job, or holds borrowed keys; True:
-    the pack is durable. The rows are free when all are done; empty: now."""
+    """One future for each pack that is to be written from rows of this job, or holds borrowed keys;
+    True: the pack is durable. The rows are free when all are done, or now if there are none."""
     lost: list[bytes] = field(default_factory=list)
     """Keys whose blocks were dropped because memory was short; complete if ``writes`` is empty."""
     losses: int = 0
-    """``CommitQueue.losses`` of the tenant when the job was accepted."""
+    """``CommitQueue.losses`` of the tenant when the job was accepted. If the number is larger now,
+    the tenant was forgotten since."""
 
 
 class Store:
@@ -109,6 +110,7 @@ class Store:
 
         This object then owns and closes the backend; if this raises, the caller still owns it.
 
+        :param rows: the engine's blocks, which ``put`` reads and ``read`` fills.
         :param url: URL of the store, for messages only.
         :param threads: run the blocking calls. The caller closes them after the store.
         :raises ConfigurationError: ``options`` has an invalid codec or durability; nothing was
@@ -121,8 +123,8 @@ class Store:
         parse_durability(options.durability)
         self.rows = rows
         self.counters = StoreCounters()
-        # before the namespace is opened: with ``strict_identity``, a mismatch leaves the store as
-        # it is
+        # compare before the namespace is opened: with ``strict_identity``, a mismatch must leave
+        # the store as it is
         self.notice = _notice(backend, identity, options, url)
         """Fields that differ from the nearest namespace, if this one is new and others exist.
         Otherwise empty."""
@@ -290,8 +292,8 @@ class Store:
         lost: list[bytes] = []
         try:
             # The store may adopt KV of another engine release if its blocks equal those that this
-            # engine computes: the offered ones are compared. Before the keys are looked up, because
-            # the comparison waits.
+            # engine computes: the offered ones are compared. This is done before the keys are
+            # looked up, because the states of keys may change while the comparison waits.
             await self.sources.examine(request, blocks)
             held = await self._held(blocks.keys)
             # No ``await`` follows, so no other task changes the states of the keys.
@@ -310,8 +312,8 @@ class Store:
             why = describe_shortage(error)
             logger.warning("the blocks of a store job are dropped: %s", why)
             lost = self.missing(blocks.keys)
-            # again, with the packs that the loop has queued before the error: their rows must stay
-            # until they are written
+            # look again: the loop may have queued packs before the error, and the rows of these
+            # packs must not change until the packs are written
             in_flight = self.queue.in_flight(blocks.keys)
             writes = set(in_flight.values())
         self._announce()
@@ -489,9 +491,11 @@ def _notice(
     options: StoreOptions,
     url: str,
 ) -> str:
-    """Return the notice of a new store object (``Store.notice``).
+    """Return ``Store.notice``: one line that names the fields in which the identity differs from
+    the nearest namespace. It is empty if the store has this identity, or no other one.
 
-    :raises IdentityMismatchError: as ``Store`` does.
+    :raises IdentityMismatchError: ``strict_identity`` is set, and the store has only other
+        identities.
     """
     if backend.holds(identity.digest):
         return ""

@@ -337,7 +337,7 @@ class Backend(ABC):
     @abstractmethod
     def catalogue(self, namespace: bytes) -> Catalogue:
         """Return queries of a namespace's packs and requests, as they are now. Ask for them
-        again after a pause: a store that is deleted or replaced ends those of a shared one.
+        again after a pause: queries of a shared store end when the store is deleted or replaced.
 
         :raises StoreError: the medium failed. Drivers may raise it, too, for a namespace that is
             neither held nor opened.
@@ -442,8 +442,9 @@ class Backend(ABC):
         If this call fails or is killed, at least one of the two keys opens the store. While the
         present one does, the call can be repeated.
 
-        :raises ConfigurationError: the store has no key; its key is the other one already, or was
-            replaced; or the other one has content of its own. Nothing was changed.
+        :raises ConfigurationError: the store has no key; ``key`` is its key already; its key was
+            replaced since the store was opened; or ``key`` opens other content at this place.
+            Nothing was changed.
         :raises StoreError: the store is open read-only, or the medium failed.
         """
         raise StoreError("stores of this kind have no keys")
@@ -502,7 +503,7 @@ class Backend(ABC):
         Each listed pack was verified. Requests are lost: their blocks are found by key. If this
         call fails or is killed, nothing is lost, and it can be repeated.
 
-        :param progress: called with the bytes of the payloads that were read, and with all of them.
+        :param progress: called with the number of payload bytes read so far, and with their total.
         :returns: None: the catalogue is not damaged, and nothing was changed.
         :raises ConfigurationError: an option is invalid.
         :raises StoreBusyError: another process has the store open for writing; shared stores may be
@@ -524,8 +525,8 @@ class Backend(ABC):
 
     @classmethod
     def check_medium(cls, url: StoreUrl) -> Iterator[Check]:
-        """Yield the defects of the medium of a shared store, which need not exist; nothing for
-        a local store.
+        """Yield what ``Blobs.check`` finds on the medium of a shared store, which need not exist;
+        nothing for a local store.
 
         :raises ConfigurationError: an option of the URL is invalid.
         """

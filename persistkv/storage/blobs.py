@@ -87,9 +87,10 @@ class Blobs(ABC):
         after the other.
 
         A buffer is taken from the iterable only when the buffers before it are full: an iterator
-        can process each buffer when the next one is taken. It is exhausted when all buffers are
-        full. Its exceptions pass unchanged, and end the call: a load that is late ends so. A call
-        that hangs is left behind, so it needs no deadline, but should have one.
+        can process each buffer when the next one is taken. When all buffers are full, the iterator
+        is exhausted, so that it can process the last one. Its exceptions pass unchanged, and end
+        the call: so a late load ends. The caller abandons a call that hangs, so a medium needs no
+        deadline, but should have one.
 
         :param length: the number of bytes that the buffers hold together. A medium that requests a
             range from a server must know its end before it takes the first buffer.
@@ -119,7 +120,8 @@ class Blobs(ABC):
         """
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
-        """Delete blobs, missing ones too, with all older versions that the medium keeps of them.
+        """Delete blobs with all older versions that the medium keeps, also versions of blobs that
+        were deleted before. Other names are ignored.
 
         :param prefix: as in ``list``; all names start with it.
         :returns: what the medium does not let the caller delete, in sentences; empty: nothing is

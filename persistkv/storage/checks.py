@@ -83,14 +83,14 @@ class CallsCheck:
         yield self._try("list", method="list", call=self._list)
         if not self.answers:
             return
-        # S3 refuses reads of absent objects to users who may not list
+        # with the remedy of ``list``: S3 refuses reads of absent objects to users who may not list
         yield self._try("missing object", method="list", call=self._read_missing)
         if not self.answers or not self._writes:
             return
         put = self._try("put", method="put", call=self._put)
         yield put
         if put.level is Level.PROBLEM:
-            with suppress(StoreError):  # it may have been written all the same
+            with suppress(StoreError):  # the blob may have been written all the same
                 self._blobs.delete([self._name])
             return
         yield self._clock()
@@ -140,7 +140,7 @@ class CallsCheck:
         before = time.time()
         written = self._blobs.put(self._name, [self._content])
         after = time.time()
-        # if the medium's time is between ours, no difference of the clocks shows
+        # a time within the call, or within a second of it, shows no difference of the clocks
         if written > after + _ROUNDING_S:
             self._ahead_s = written - after
         elif written < before - _ROUNDING_S:

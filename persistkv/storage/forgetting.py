@@ -15,6 +15,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.storage.format.seal import Seal
 
 RECEIPT_VERSION = 1
+# ``Receipt.out_of_reach`` of a store with a key
 _KEYED_OUT_OF_REACH = (
     "a holder of both the user's key and a copy of the wrapped data keys from before can read "
     "copies of the content: backups, snapshots, and states of the medium that it keeps itself",
@@ -22,11 +23,13 @@ _KEYED_OUT_OF_REACH = (
     "when they need the room",
     "logs, metrics, statuses and savings, which may contain ids and labels of requests",
 )
+# ``Receipt.out_of_reach`` of a store without a key
 _PLAIN_OUT_OF_REACH = (
     "no key encrypted the content: copies, backups, snapshots and unused space of the medium may "
     "hold it",
     "requests of the tenant that engines had accepted before may be stored after it: stop them "
     "first, or repeat the command",
+    # without the first sentence, which is about keys
     *_KEYED_OUT_OF_REACH[1:],
 )
 

@@ -13,7 +13,7 @@ import msgspec
 from persistkv.errors import ConfigurationError, FileError
 from persistkv.storage.format.keys import StoreKey
 
-_LEAST_BYTES = 32
+_LEAST_BYTES = 32  # bytes of the shortest key
 # 64 KiB: a larger file is something else, such as a model
 _MOST_BYTES = 64 << 10
 # 128 KiB of a file: room for white space around the longest key, and enough to see that a key is
@@ -29,14 +29,15 @@ class KeyOptions(msgspec.Struct, frozen=True):
     """
 
     key_file: str | None = None
-    """The key in it has at least 32 bytes; surrounding white space is ignored."""
+    """Path of a file with the key: at least 32 bytes; surrounding white space is ignored."""
     key_env: str | None = None
-    """Name of an environment variable with such a key."""
+    """Name of an environment variable with the key, which is as in a file."""
     key_command: str | None = None
-    """Command that prints such a key, as a client of a key management service does. It is run
-    without a shell, and may take 30 s."""
+    """Command that prints the key, such as a client of a key management service; the key is as in a
+    file. The command is run without a shell, and may take 30 s."""
 
     def __post_init__(self) -> None:
+        """:raises ConfigurationError: more than one option is given."""
         given = [name for name in KEY_OPTIONS if getattr(self, name) is not None]
         if len(given) > 1:
             value = getattr(self, given[1])
@@ -45,9 +46,9 @@ class KeyOptions(msgspec.Struct, frozen=True):
             )
 
     def store_key(self) -> StoreKey | None:
-        """Return the key; None: none is named. Errors do not reveal it.
+        """Return the key; None if no option is given. Errors do not reveal the key.
 
-        :raises ConfigurationError: it cannot be read, is too short, or is more than 64 KiB.
+        :raises ConfigurationError: the key cannot be read, is too short, or is more than 64 KiB.
         :raises MissingExtraError: the library for keys is not installed.
         """
         sources: dict[str, Callable[[str], bytes]] = {

@@ -24,6 +24,7 @@ _CLUSTER = (
     "pvfs2",
 )
 _REMOTE = frozenset(_NETWORK + _CLUSTER)
+# beginnings of the names of programs that serve remote files through FUSE
 _REMOTE_FUSE = (
     "sshfs",
     "s3fs",
@@ -39,11 +40,10 @@ _REMOTE_FUSE = (
 
 
 def remote_type(path: Path) -> str | None:
-    """Return the type of the file system if other hosts may write it, as in
-    ``/proc/self/mountinfo``: ``nfs4``.
+    """Return the type of the file system, such as ``nfs4``, if other hosts may write it.
 
-    Return None for local ones, and if the type is not known: a type that is not listed here is
-    taken for local.
+    Return None for a local file system, and if its type is not known: a type that is not listed
+    here is taken for local.
 
     :raises OSError: the path cannot be read.
     """

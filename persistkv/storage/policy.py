@@ -10,7 +10,7 @@ from persistkv.errors import ConfigurationError
 from persistkv.tenants import DEFAULT_TENANT, check_tenant
 
 _NONE = "none"
-_MOST_QUOTA = 1 << 62
+_MOST_QUOTA = 1 << 62  # bytes
 
 
 @dataclass(frozen=True)

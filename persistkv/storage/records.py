@@ -88,8 +88,8 @@ class StoreCounters(msgspec.Struct):
 
 
 class StoreReport(msgspec.Struct, array_like=True, tag=True):
-    """Changes of the store's keys and requests since the last ``take_report``. The first three are
-    set only if ``StoreOptions.events`` is.
+    """Changes of the store's keys and requests since the last ``take_report``. ``stored``,
+    ``removed`` and ``lost`` are set only if ``StoreOptions.events`` is.
     """
 
     stored: list[bytes] = []
@@ -128,8 +128,8 @@ class StoreReport(msgspec.Struct, array_like=True, tag=True):
 
 
 def are_encodable(texts: Iterable[object]) -> bool:
-    """Return whether these are strings that a message can contain: one with a lone surrogate is
-    not."""
+    """Return whether all texts are strings that a message can contain: a string with a lone
+    surrogate is not."""
     try:
         for text in texts:
             if not isinstance(text, str):
@@ -177,7 +177,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     ``refused``: the request neither used nor filled the store."""
     load_s: float | None
     """Seconds that the load took, also one that was abandoned; if it was not begun, those that it
-    was expected to take. None: the store did not answer the load before."""
+    was expected to take. None: no time can be expected, because loads get no answer at present, or
+    there was nothing to load."""
     compute_s: float | None
     """Seconds that the computation was expected to take; None: unknown."""
     time: float

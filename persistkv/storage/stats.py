@@ -42,7 +42,8 @@ class RequestUse:
         never. The next commit to the store after this time deletes it.
 
         :param own_ttl_s: ttl of the request, in seconds from its last use; None: none.
-        :param store_ttl_s: ttl of the store, in seconds from its writing; None: none.
+        :param store_ttl_s: ttl of the store, in seconds from the writing of the request; None:
+            none.
         """
         times = []
         if own_ttl_s is not None:
@@ -99,11 +100,12 @@ class MergeState:
     waiting: int
     """Number of commits in the inbox."""
     oldest: float | None
-    """When the oldest of them was written: seconds since the epoch; None: there is none."""
+    """When the oldest commit in the inbox was written: seconds since the epoch; None: the inbox is
+    empty."""
     merged_by: str | None
     """Random name of the handle that merged last, in hexadecimal; None: it is not known."""
     merged_at: float | None
-    """When it did: seconds since the epoch."""
+    """When that handle merged last: seconds since the epoch; None: it is not known."""
 
 
 @dataclass(frozen=True)

@@ -92,14 +92,14 @@ class StoreThreads:
         results: list[T | None] = [None] * len(calls)
         try:
             await _ends(futures)
-            # By number: an exception of ``result`` references this frame, and in a cycle with a
-            # variable that refers to the future, it would keep the rows of the call alive.
+            # Iterate by number: an exception of ``result`` references this frame, and in a cycle
+            # with a variable that refers to the future, it would keep the rows of the call alive.
             for number in range(len(futures)):
                 if not futures[number].cancelled():  # by ``_abandon``: it had not begun
                     results[number] = futures[number].result()
         finally:
             timer.cancel()
-            # an exception of ``result`` references this frame: leave no cycle with its future
+            # an exception of ``result`` references this frame, which must not refer to its future
             running.clear()
             futures.clear()
         return results
@@ -268,9 +268,8 @@ class ThreadPool:
         self._replaced = [other for other in self._replaced if other.is_alive()]
         if len(self._replaced) >= self._num_threads:
             return
-        with suppress(
-            RuntimeError
-        ):  # if no thread can be started, the old one continues
+        # if no thread can be started, the old one continues
+        with suppress(RuntimeError):
             self._start_worker()
             self._workers.remove(worker)
             self._replaced.append(worker)

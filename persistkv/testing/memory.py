@@ -13,6 +13,7 @@ from persistkv.storage.blobs import Blobs
 from persistkv.storage.shared import SharedBackend, SharedOptions
 from persistkv.testing.blobs import MemoryBlobs
 
+# the replica of the index is in a temporary directory
 _OPTIONS = SharedOptions(cache=False)
 
 
@@ -25,6 +26,7 @@ class MemoryBackend(SharedBackend):
 
     :param blobs: the medium, such as ``FaultyBlobs``, or ``MemoryBlobs.handle`` of another store;
         None: a new one.
+    :param place: name of the store in messages.
     """
 
     capabilities = Capabilities(shared=False)

@@ -24,8 +24,8 @@ STRIDE = 12288  # bytes of a row
 _ONE_RANGE = GroupLayout.of_bytes(4096)
 _TWO_RANGES = GroupLayout(((4096, 100), (8192, 4096)))
 LAYOUT = RowLayout(STRIDE, (_ONE_RANGE, _TWO_RANGES))
-TIMEOUT_S = 90.0
-_POLL_S = 0.0005
+TIMEOUT_S = 90.0  # seconds after which a job without a result fails the test
+_POLL_S = 0.0005  # seconds between two polls of the tier
 _UNTOUCHED = 0x5A  # byte of rows that no load may change
 
 
@@ -107,7 +107,7 @@ class TierRig:
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
             assert not list(self.tier.get_finished_jobs())
-            # the primary tier's manager calls it in each step, too
+            # take events in each step, as the manager of the primary tier does
             self.tier.take_events()
             assert time.monotonic() < deadline, "stored blocks do not become visible"
             time.sleep(_POLL_S)
@@ -119,9 +119,11 @@ class TierRig:
         stored: npt.NDArray[np.uint8],
         source: int,
     ) -> None:
-        """Assert that a row holds the key's block of another row.
+        """Assert that a row holds the key's block as it was stored.
 
-        :param stored: a copy of the rows when row ``source`` was stored.
+        :param row: number of the row into which the block was loaded.
+        :param stored: copy of the rows at the time of the store.
+        :param source: number of the row, in ``stored``, from which the block was stored.
         """
         loaded = block_bytes(self.rows, key, row)
         assert loaded == block_bytes(stored, key, source)
@@ -295,7 +297,7 @@ class SecondaryTierConformance(ABC):
         result = rig.run(job_id)
         assert result.success
         assert list(result.failed_keys) == [absent]
-        # the blocks before and after the absent one
+        # the blocks before and after the absent one are loaded
         rig.check_loaded(keys[0], 10, stored, 0)
         rig.check_loaded(keys[1], 12, stored, 1)
 

@@ -61,7 +61,8 @@ _BATCH_BYTES = 4 << 20  # 4 MiB of blocks that are read for comparison at once
 _MOST_REQUESTS = 4_096  # requests whose offered blocks are tracked
 # keys that other tiers loaded; with more of them, nothing is compared any more
 _MOST_LOADED = 65_536
-_MOST_REMOTE_NAMESPACES = 16  # of a remote store, which are read to find candidates
+# namespaces of a remote store that are read to find candidates
+_MOST_REMOTE_NAMESPACES = 16
 # seconds between extensions of the depths, each of which reads the other namespace's catalogue
 _EXTEND_S = 30.0
 _GROWTH = 1.25  # factor by which depths must grow to be extended earlier
@@ -221,7 +222,8 @@ class OtherNamespace(NamespaceView):
         if has_own_reloaded:
             self.cursor = None
         await super().refresh()
-        # discarded: lookups find adopted keys only, which ``_learn`` reports
+        # discard the report of this view: the engine looks up only adopted keys, whose changes
+        # ``_learn`` adds to the report of the own view
         self.report = StoreReport()
 
     def _learn(self, changes: Changes) -> None:
@@ -865,7 +867,7 @@ def _spread(blocks: Sequence[_HeldBlock]) -> list[_HeldBlock]:
     for group in sorted(by_group):
         of_group = by_group[group]
         step = divide_up(len(of_group), _MOST_BLOCKS)
-        # from the end, so that the deepest block is among them
+        # step from the end, so that the deepest block is among the chosen ones
         deepest_first = of_group[::-step]
         chosen += reversed(deepest_first)
     return chosen

@@ -169,6 +169,7 @@ def _compare_cells(
     layout: VectorLayout,
     dtype: str,
 ) -> _ComparedCells:
+    """Compare the cells of a layout in two rows."""
     our_items = _items(ours, layout, dtype)
     their_items = _items(theirs, layout, dtype)
     our_vectors = _decode(our_items, dtype)
@@ -227,7 +228,7 @@ def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.g
 
 def _norms(vectors: Floats) -> Floats:
     """Return the norms of vectors, shape (cells, tokens), given as (cells, tokens, numbers)."""
-    # The squares of float32 numbers exceed its range; those of bfloat16 have the same exponents.
+    # Add in float64: squares of float32 and bfloat16 numbers can exceed the range of float32.
     squares = np.einsum("ctv,ctv->ct", vectors, vectors, dtype=np.float64)
     roots = np.sqrt(squares)
     norms: Floats = roots.astype(np.float32)

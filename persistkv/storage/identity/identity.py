@@ -36,9 +36,8 @@ from persistkv.storage.format.pack import ID_BYTES
 IDENTITY_VERSION = 1
 MODEL_NAME = "model_name"
 """Field of an identity that need not match."""
-_PATH_SIGNS = frozenset(
-    '.[]"'
-)  # a name with one of these signs is quoted in a dotted path
+# a name with one of these signs is quoted in a dotted path
+_PATH_SIGNS = frozenset('.[]"')
 
 _PIECE_BYTES = 8 << 20  # 8 MiB: larger reads are not faster and take more memory
 _WHOLE_FILE_SUFFIXES = (".bin", ".pt", ".pth")

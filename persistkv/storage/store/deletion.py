@@ -73,6 +73,7 @@ class Deleter:
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
         """Delete blocks from all packs that hold them; return the keys that were held. See
         ``Store.delete``."""
+        # wait until no task changes the catalogue
         async with self._committer.turn:
             try:
                 return await self._delete_everywhere(frozenset(keys))

@@ -64,7 +64,7 @@ from persistkv.testing.samples import (
 __all__ = ["BackendConformance", "NamespaceRig", "RawKind", "RawStore"]
 
 _MIB = 1 << 20
-_PATIENCE_S = 60
+_PATIENCE_S = 60  # seconds after which another process counts as hung
 _UNKNOWN_PACK = bytes(16)  # no pack has this id
 
 
@@ -109,7 +109,7 @@ class BackendConformance(BackendSuite):
         self,
         url: str,
     ) -> None:
-        # twice: the first attempt creates nothing
+        # open twice: if the first attempt created a store, the second one would open it
         for _ in range(2):
             with pytest.raises(StoreUnavailableError):
                 self.open(url, read_only=True)
@@ -162,7 +162,7 @@ class BackendConformance(BackendSuite):
         # the cursor of the second handle is from before this commit
         assert second.commit(other, seen=cursor).stale
         second.check_added(cursor, pack)
-        # a handle outlives the others
+        # a handle stays usable after another one is closed
         first.close()
         second.check_read(pack)
         assert not second.commit(other).stale
@@ -209,7 +209,7 @@ class BackendConformance(BackendSuite):
         with pytest.raises(StoreError):
             rig.backend.stats()
 
-    # around the bounds of a page and of a frame
+    # sizes around the bounds of a page and of a frame
     @pytest.mark.parametrize(
         "block_bytes",
         [1, 4095, _MIB - 1, _MIB, _MIB + 1, 3 * _MIB + 5],
@@ -243,7 +243,7 @@ class BackendConformance(BackendSuite):
         first = rig.pack(1, content=10)
         second = rig.pack(1, content=20)
         assert first.pack_id == second.pack_id
-        # in one commit, and in a later one, which changes nothing
+        # the first pack is kept in one commit of both, and in a later commit of the second
         cursor = rig.commit(first, second).cursor
         rig.commit(second)
         rig.check_holds(first)
@@ -255,7 +255,7 @@ class BackendConformance(BackendSuite):
         good = rig.pack(2)
         cursor = rig.commit(held).cursor
         stats = rig.backend.stats()
-        # its stream fails after some frames have been written
+        # the stream of ``torn`` fails after some frames have been written
         block_bytes = 1 << 18
         source = _FailingSource([sample_blocks(3, 40, block_bytes)])
         segment = Segment(0, block_bytes, sample_keys(3, 40), source)
@@ -326,7 +326,7 @@ class BackendConformance(BackendSuite):
         for pack in new:
             evicted += _evicted_by(small_rig.commit(pack))
             small_rig.check_totals()
-        # the least recently used one first; the pinned one never
+        # the least recently used pack is evicted first, the pinned one never
         candidates = [pack.pack_id for pack in (idle, used, *new)]
         assert len(evicted) > 10
         assert evicted == candidates[: len(evicted)]
@@ -450,7 +450,7 @@ class BackendConformance(BackendSuite):
             expected.add(pack.pack_id)
         changes = rig.changes(cursor)
         assert {table.pack_id for table in changes.added} == expected
-        # a batch that has seen all changes is neither
+        # a batch that has seen all changes is neither stale nor interleaved
         last_result = rig.commit(last, seen=changes.cursor, needs=[])
         assert not last_result.stale
         assert not last_result.interleaved
@@ -508,7 +508,7 @@ class BackendConformance(BackendSuite):
         rig.check_holds(good)
         rig.check_added(cursor, good)
 
-        # with the id of the first one, and other bytes
+        # a pack with the id of ``rewritten``, and other bytes
         again = rig.pack(0, content=9)
         assert again.pack_id == rewritten.pack_id
         rig.commit(again, deletions=[deleted.pack_id])
@@ -516,7 +516,7 @@ class BackendConformance(BackendSuite):
         assert rig.read(deleted) is None
         assert rig.check_totals().packs == 2
 
-    # around the bounds of pages, and of the pieces in which media store payloads
+    # offsets around the bounds of pages, and of the pieces in which media store payloads
     @pytest.mark.parametrize(
         ("offset", "lengths"),
         [
@@ -562,7 +562,7 @@ class BackendConformance(BackendSuite):
             payload = payloads[number]
             offset = int(rng.integers(len(payload)))
             length = int(rng.integers(len(payload) - offset))
-            # into two buffers, of which one may be empty
+            # read into two buffers, of which one may be empty
             cut = int(rng.integers(length + 1))
             span = _span(packs[number].pack_id, offset, cut, length - cut)
             spans.append(span)
@@ -584,7 +584,7 @@ class BackendConformance(BackendSuite):
         size = len(payload)
         hit = _span(pack.pack_id, 0, size)
         misses_before = [_span(_UNKNOWN_PACK, 0, 10), _span(deleted.pack_id, 0, 10)]
-        # all of them end after the payload
+        # each of these spans ends after the payload
         misses_after = [
             _span(pack.pack_id, 1, size),
             _span(pack.pack_id, size, 1),
@@ -660,7 +660,7 @@ class BackendConformance(BackendSuite):
         backend.publish_status("other", b"theirs")
         backend.publish_status("one", b"second")
         assert backend.statuses() == {"one": b"second", "other": b"theirs"}
-        # twice: a status that is gone may be removed again
+        # remove it twice: a status that is gone may be removed again
         for _ in range(2):
             backend.publish_status("one", None)
         assert backend.statuses() == {"other": b"theirs"}
@@ -688,7 +688,7 @@ class BackendConformance(BackendSuite):
             for number in ours:
                 rig.commit_batch(_batch(rig.backend, number))
             assert [_receive(returned) for _ in theirs] == list(theirs)
-            # it has ended without an error
+            # the process has sent nothing else, and has closed its end
             with pytest.raises(EOFError):
                 _receive(returned)
         for number in (*ours, *theirs):
@@ -698,16 +698,16 @@ class BackendConformance(BackendSuite):
 
     def test_commit_killed_process_keeps_acknowledged_batches(self, url: str) -> None:
         self.need_sharing()
-        # more than it can commit before it is killed
+        # more numbers than the process can commit before it is killed
         numbers = range(1_000_000)
         with other_process(_commit_all, self.driver, url, numbers) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
         rig = self.open_rig(url)
-        # one request in each batch; the last ones may have been interrupted
+        # each batch has one request: look at all stored batches, and at two that may be incomplete
         num_batches = rig.backend.stats().requests + 2
         for number in range(num_batches):
             held = _held(rig, _batch(rig.backend, number))
-            # whole batches only
+            # a batch is stored as a whole, or not at all
             assert len(set(held)) == 1
             if number in acknowledged:
                 assert all(held)

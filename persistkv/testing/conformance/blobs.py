@@ -33,7 +33,7 @@ from persistkv.storage.blobs import MAX_NAME, BlobInfo, BlobMissingError, Blobs
 
 _KIB = 1 << 10
 _MIB = 1 << 20
-_PATIENCE_S = 60
+_PATIENCE_S = 60  # seconds after which a thread or process counts as hung
 _ROUNDING_S = 1.0  # times may be rounded down to a second
 _THREADS = 64  # more than the medium has connections
 
@@ -285,7 +285,7 @@ class BlobsConformance:
     def test_put_times_ascend(self, blobs: Blobs, opener: Opener) -> None:
         with closing(opener()) as other:
             first = blobs.put("a", [b"data"])
-            # longer than the rounding of both times
+            # wait longer than the rounding of both times
             time.sleep(2 * _ROUNDING_S + 0.1)
             second = other.put("b", [b"data"])
         assert second > first
@@ -358,7 +358,7 @@ class BlobsConformance:
             for length in lengths:
                 buffer = bytearray(length)
                 yield memoryview(buffer)
-                # full when the next one is taken
+                # the buffer must be full when the next one is taken
                 assert buffer == content[offset : offset + length]
                 offset += length
             exhausted = True
@@ -496,7 +496,7 @@ class BlobsConformance:
                 write.result()
         names.sort()
         assert _names(blobs) == names
-        # from the middle of a page on, too
+        # list also from the middle on, which may be within a page
         middle = len(names) // 2
         after = names[middle]
         assert _names(blobs, "packs/", after) == names[middle + 1 :]
@@ -527,7 +527,7 @@ class BlobsConformance:
             try:
                 for _ in range(20):
                     listed = _names(blobs)
-                    # ascending, each name once
+                    # names ascend, each of them once
                     assert listed == sorted(set(listed))
                     assert durable <= set(listed)
             finally:
@@ -568,7 +568,7 @@ class BlobsConformance:
 
     def test_methods_after_close_raise(self, blobs: Blobs) -> None:
         _put(blobs, "a")
-        # twice: closing is idempotent
+        # close it twice: closing is idempotent
         blobs.close()
         blobs.close()
         with pytest.raises(StoreError):

@@ -321,7 +321,7 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
     if not filled:
         return None
     if backend.seal.encrypts:
-        # the table as stored: each time that a pack is written, it is sealed with another key
+        # take the table as it is stored: each time that a pack is written, another key seals it
         stored_tables = backend.tables(namespace, [table.pack_id])
         if not stored_tables:
             return None
@@ -348,7 +348,7 @@ def check_totals(backend: Backend) -> BackendStats:
     raw_bytes = sum(pack.raw_length for pack in packs)
     stored_bytes = sum(pack.payload_length for pack in packs)
     stats = backend.stats()
-    # compares these totals, and leaves the others, which cannot be counted, as they are
+    # compare these totals; the test cannot count the other fields, which keep their values
     assert stats == replace(
         stats,
         packs=len(packs),
@@ -365,7 +365,7 @@ def check_totals(backend: Backend) -> BackendStats:
 
 
 def check_tenants(backend: Backend, packs: Sequence[PackTable]) -> None:
-    """Assert that ``backend.tenants()`` equals a count of these packs, which are all."""
+    """Assert that ``backend.tenants()`` equals a count of ``packs``, all packs of the store."""
     num_packs: Counter[str] = Counter()
     stored_bytes: Counter[str] = Counter()
     for pack in packs:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -63,7 +63,7 @@ class PrefixLoads:
         """Compares the time of a load with that of computing its tokens."""
         self._times = LoadTimes()
         """Expected times of loads, from those that were observed here."""
-        self._probes = ProbeTimer(clock)
+        self._probe_timer = ProbeTimer(clock)
         """Tells when a probe is due: the read of one block of a declined prefix."""
         self._clock = clock
         self._lock = threading.Lock()
@@ -137,7 +137,7 @@ class PrefixLoads:
                 self._times.observe(loaded_bytes, seconds)
             # a load shows more than a probe, so the next probe can wait
             if loaded_bytes:
-                self._probes.reset()
+                self._probe_timer.reset()
 
     def _end_late(self) -> None:
         """Report the loads that hang to ``LoadTimes``, each once, without waiting for their ends:
@@ -161,13 +161,13 @@ class PrefixLoads:
         if self._prober is None:
             return
         with self._lock:
-            if not self._probes.begin():
+            if not self._probe_timer.begin():
                 return
         # RuntimeError means that this object was closed meanwhile
         with suppress(RuntimeError):
-            self._prober.submit(self._read, store, [key], num_bytes)
+            self._prober.submit(self._read, store, key, num_bytes)
 
-    def _read(self, store: BlockStore, keys: Sequence[bytes], num_bytes: int) -> None:
+    def _read(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
         """Read a block for a probe, and discard it: the time shows whether the store is fast
         again."""
         begin = self._clock()
@@ -175,10 +175,10 @@ class PrefixLoads:
         # ignore a closed store and missing memory: the prober's thread must not end
         with suppress(PersistKVError, MemoryError):
             memory = bytearray(num_bytes)
-            (is_read,) = store.get(keys, [memory], timeout_s=PROBE_S)
+            (is_read,) = store.get([key], [memory], timeout_s=PROBE_S)
         seconds = self._clock() - begin
         with self._lock:
-            self._probes.end()
+            self._probe_timer.end()
             if is_read:
                 self._times.observe(num_bytes, seconds)
             elif seconds >= self._stalled_s:

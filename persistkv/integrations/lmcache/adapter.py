@@ -101,7 +101,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._store_tasks = TaskQueue()
         self._lookup_tasks = TaskQueue()
         self._load_tasks = TaskQueue()
-        self._sizes: dict[int, int] = {}
+        self._store_bytes: dict[int, int] = {}
         """Bytes of the objects of each store task, by its number, until its result is taken."""
         self._looked_up: dict[int, _Lookup] = {}
         """Lookup tasks by their numbers, until their results are taken."""
@@ -115,7 +115,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             partial(_announce, self._notify_keys_deleted),
             self.options.delete_timeout_s,
         )
-        self._unknown: set[str] = set()
+        self._reported_models: set[str] = set()
         """Names of models without an entry in the options; each was logged once."""
         self._open_stored()
         self._announcer.start()
@@ -157,7 +157,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         parts = parts_of_objects(PutPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
         sizes = [memory.get_size() for memory in objects]
-        self._sizes[task] = sum(sizes)
+        self._store_bytes[task] = sum(sizes)
         for part in parts:
             self._start(tasks, task, part)
         return task
@@ -169,7 +169,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         results: dict[int, Any] = {}
         for task, is_stored in ended.items():
             # a task without keys may end before its size is known
-            num_bytes = self._sizes.pop(task, 0)
+            num_bytes = self._store_bytes.pop(task, 0)
             results[task] = L2StoreResult(all(is_stored), num_bytes)
         # announce the new keys now, not with the announcer's next tick
         if results:
@@ -261,9 +261,9 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     def _report_unknown(self, model_name: str) -> None:
         """Log, once, that a model is not in the options."""
-        if model_name in self.options.models or model_name in self._unknown:
+        if model_name in self.options.models or model_name in self._reported_models:
             return
-        self._unknown.add(model_name)
+        self._reported_models.add(model_name)
         logger.error(
             "model %s is not in the adapter's option models: its objects are not stored, and not "
             "found",

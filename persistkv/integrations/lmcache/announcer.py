@@ -50,7 +50,7 @@ class Announcer:
         self._is_stopped = False
         self._pid = os.getpid()
         """The process that has the thread; a forked child has none."""
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         """Held while changes are read and announced, so that no removal overtakes the announcement
         of its key."""
         self._thread = threading.Thread(
@@ -84,7 +84,7 @@ class Announcer:
         # in a forked child, a thread may hold the lock for ever
         if os.getpid() != self._pid:
             return
-        with self._turn:
+        with self._lock:
             self._announce_changes()
 
     def add_listener(self, register: Callable[[], None], stored: Announce) -> None:
@@ -94,7 +94,7 @@ class Announcer:
             call.
         :param stored: receives the keys that the open stores hold.
         """
-        with self._turn:
+        with self._lock:
             # announce earlier changes before the registration: this listener gets the present
             # content instead
             self._announce_changes()

@@ -26,7 +26,7 @@ class _Task:
             self.results[position] |= result
 
 
-class _Started(NamedTuple):
+class _Call(NamedTuple):
     """A call that has not ended."""
 
     task: int
@@ -48,11 +48,11 @@ class TaskQueue:
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
         """In progress, by id."""
-        self._started: dict[int, _Started] = {}
+        self._calls: dict[int, _Call] = {}
         """Calls in progress, by their numbers in ``_completions``."""
         self._done: dict[int, list[bool]] = {}
         """Results of tasks that have ended, by id, until they are taken."""
-        self._next = 0
+        self._next_number = 0
         """Number of the next task."""
 
     def fileno(self) -> int:
@@ -69,8 +69,8 @@ class TaskQueue:
             num_parts = 1
         task = _Task(num_keys, num_parts)
         with self._lock:
-            number = self._next
-            self._next += 1
+            number = self._next_number
+            self._next_number += 1
             self._tasks[number] = task
         if is_empty:
             self.fail(number)
@@ -84,16 +84,16 @@ class TaskQueue:
         # hold the lock until the call is recorded, because it may end before ``submit`` returns
         with self._lock:
             number = part.submit(store, self._completions)
-            self._started[number] = _Started(task, part.positions)
+            self._calls[number] = _Call(task, part.positions)
 
     def fail(self, task: int) -> None:
         """End a part without success."""
         # record a call that has ended already, so that LMCache is woken as after any other part
         number = self._completions.new_number()
-        call = _Started(task, positions=[])
+        call = _Call(task, positions=[])
         ended = Completion(number, results=[])
         with self._lock:
-            self._started[number] = call
+            self._calls[number] = call
             self._completions.add(ended)
 
     def take(self) -> dict[int, list[bool]]:
@@ -116,7 +116,7 @@ class TaskQueue:
         # Leave the clearing of the descriptor to LMCache: cleared here, it would not show the end
         # of a part that LMCache has not seen yet.
         for ended in self._completions.take(clear=False):
-            call = self._started.pop(ended.job_id)
+            call = self._calls.pop(ended.job_id)
             task = self._tasks[call.task]
             task.end_part(call.positions, ended.results)
             if task.num_parts == 0:

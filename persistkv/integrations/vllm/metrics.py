@@ -96,24 +96,25 @@ class MetricsReader:
         self.observed = Observed()
         """Counters that the tier increments."""
         self._labels = (store,)
-        self._last: dict[str, float] = {}
+        self._last_totals: dict[str, float] = {}
         """By name, the totals that were read last: vLLM's counters take increases of them."""
-        self._levels: dict[str, float] = {}
+        self._last_levels: dict[str, float] = {}
         """By name, the present values that were read last."""
-        self._counted: tuple[float, ...] = ()
+        self._last_observed: tuple[float, ...] = ()
         """Values of ``observed`` when ``is_due`` was last true."""
-        self._next_s = 0.0
-        """Time from which on the metrics are due even if the tier's own totals are the same."""
+        self._due_at = 0.0
+        """Monotonic time from which on the metrics are due even if the tier's own totals are the
+        same."""
 
     def is_due(self, now: float) -> bool:
         """Return whether to read the metrics now: the tier's own totals changed, or the last
         reading is 1 s old. If so, ``read`` must follow. Cheap, because it is called in every step.
         """
-        counted = tuple(vars(self.observed).values())
-        if counted == self._counted and now < self._next_s:
+        observed = tuple(vars(self.observed).values())
+        if observed == self._last_observed and now < self._due_at:
             return False
-        self._counted = counted
-        self._next_s = now + _LONGEST_S
+        self._last_observed = observed
+        self._due_at = now + _LONGEST_S
         return True
 
     def read(self, stats: StoreStats, held_chunks: int) -> Any:
@@ -127,17 +128,17 @@ class MetricsReader:
         present = totals(self.observed, stats)
         for name, growth in self.growth(present).items():
             reading.increase_counter(PREFIX + name, growth, self._labels)
-        self._levels = levels(stats, held_chunks)
-        for name, value in self._levels.items():
+        self._last_levels = levels(stats, held_chunks)
+        for name, value in self._last_levels.items():
             reading.set_gauge(PREFIX + name, value, self._labels)
         return reading
 
     def is_outdated(self, stats: StoreStats, held_chunks: int) -> bool:
         """Return whether ``read`` would change what Prometheus shows. May be called in any
         thread."""
-        if levels(stats, held_chunks) != self._levels:
+        if levels(stats, held_chunks) != self._last_levels:
             return True
-        return totals(self.observed, stats) != self._last
+        return totals(self.observed, stats) != self._last_totals
 
     def growth(self, now: Mapping[str, float]) -> dict[str, float]:
         """Return the growth of each total since the last call, if any; in the first call, all
@@ -148,12 +149,12 @@ class MetricsReader:
         """
         growth: dict[str, float] = {}
         for name, value in now.items():
-            last = self._last.get(name, 0)
+            last = self._last_totals.get(name, 0)
             # a new process of the store counts from 0
             grown = value - last if value >= last else value
-            if grown or name not in self._last:
+            if grown or name not in self._last_totals:
                 growth[name] = grown
-            self._last[name] = value
+            self._last_totals[name] = value
         return growth
 
 

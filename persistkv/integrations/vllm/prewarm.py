@@ -87,7 +87,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._store, num_chunks)
         """Chooses the contexts to promote."""
-        self._contexts = 0
+        self._num_contexts = 0
         """Number of contexts so far; makes the ids of their requests unique."""
         self._context: ReqContext | None = None
         """The request in whose name a context is being promoted; None: no context is."""
@@ -126,10 +126,10 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         found = self._prewarming.next_context()
         if found is None:
             return
-        self._contexts += 1
+        self._num_contexts += 1
         # vLLM passes its own keys to all tiers. The tiers of this package convert them to the keys
         # of their stores, by the tenant in the parameters.
-        req_id = f"{self.tier_type}-{self._contexts}"
+        req_id = f"{self.tier_type}-{self._num_contexts}"
         options: dict[str, str | None] = {"tenant": found.tenant}
         # after a change, a request must name the present weights to use the store
         watch = self._store.watch
@@ -157,7 +157,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Report success without storing anything."""
-        result = JobResult(job_metadata.job_id, True, transfer_bytes=0)
+        result = JobResult(job_metadata.job_id, success=True, transfer_bytes=0)
         self._passed_over.append(result)
 
     def submit_load(self, job_metadata: TransferJob) -> None:

@@ -51,7 +51,7 @@ class JobResults:
     def pass_over(self, job_id: int) -> None:
         """Add the result of a store job that the tier does not submit on purpose: success, with 0
         bytes."""
-        result = JobResult(job_id, True, transfer_bytes=0)
+        result = JobResult(job_id, success=True, transfer_bytes=0)
         self._passed_over.append(result)
 
     def translate(self, results: Iterable[TierResult]) -> list[JobResult]:

@@ -21,15 +21,15 @@ class StepRequests:
         """Whether a step was requested that the engine has not taken yet. Until it does, the tier
         reports pending work."""
         self._wake = wake
-        self._next_s = 0.0
-        """Monotonic time before which requests are ignored."""
+        self._ignores_until = 0.0
+        """Monotonic time until which requests are ignored."""
 
     def request(self) -> None:
         """Have the engine take a step; at most one in 5 s."""
         now = time.monotonic()
-        if self.is_waiting or now < self._next_s:
+        if self.is_waiting or now < self._ignores_until:
             return
-        self._next_s = now + _INTERVAL_S
+        self._ignores_until = now + _INTERVAL_S
         # set before the wake, because the engine asks at once whether there is pending work
         self.is_waiting = True
         self._wake()

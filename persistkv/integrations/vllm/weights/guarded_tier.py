@@ -60,11 +60,11 @@ class GuardedTier:
         self._opening: threading.Thread | None = None
         """The thread that opens a tier; set until the engine's thread has seen its end. None: no
         tier is being opened."""
-        self._opened: PersistentTier | None = None
+        self._opened_tier: PersistentTier | None = None
         """The tier that the thread has opened, until the engine's thread takes it."""
         self._others_loaded = False
         """Whether other stores of the engine have loaded blocks while this one was not in use."""
-        self._called = clock()
+        self._followed_at = clock()
         """Time of the last ``follow_weights``. If it is long ago, the engine has taken no step
         since."""
 
@@ -73,7 +73,7 @@ class GuardedTier:
         """Stores, and the ends of requests (contexts) that follow them, in their order."""
         self._loads: dict[int, _GuardedLoad] = {}
         """Load jobs that have not been reported to vLLM, by id."""
-        self._loaded: list[JobResult] = []
+        self._ended_loads: list[JobResult] = []
         """Results of load jobs that have ended, and wait for their comparisons."""
         self._finished: list[JobResult] = []
         """Results for the next ``get_finished_jobs``."""
@@ -88,8 +88,8 @@ class GuardedTier:
         :returns: whether the tier is detached: lookups miss, and all jobs fail.
         """
         now = self._clock()
-        has_been_idle = now - self._called > _IDLE_S
-        self._called = now
+        has_been_idle = now - self._followed_at > _IDLE_S
+        self._followed_at = now
         # while the engine takes no steps, another process may write the parameters
         if has_been_idle:
             self.watch.require_comparison()
@@ -146,10 +146,10 @@ class GuardedTier:
 
     def _use_opened(self) -> None:
         """Use the tier that the thread has opened; if it could not open any, stay detached."""
-        if self._opened is None:
+        if self._opened_tier is None:
             return
-        self.tier = self._opened
-        self._opened = None
+        self.tier = self._opened_tier
+        self._opened_tier = None
         # If a request has named other weights since the opening began, the tier stays detached:
         # that of the present name will replace it.
         if self._epoch != self.watch.epoch:
@@ -170,7 +170,7 @@ class GuardedTier:
             self._detach(f"a request names the weights {self.watch.weights}")
         # The shutdown of the old tier frees the rows of its jobs, so all of them must have ended,
         # and no load may wait for its comparison.
-        has_jobs = self.tier.has_pending_work() or self._loaded
+        has_jobs = self.tier.has_pending_work() or self._ended_loads
         if has_jobs:
             return
         self._epoch = self.watch.epoch
@@ -187,7 +187,7 @@ class GuardedTier:
         # it ends
         try:
             old.shutdown()
-            self._opened = self._make_tier(weights)
+            self._opened_tier = self._make_tier(weights)
         except Exception:
             logger.exception(
                 "the store does not open for the weights %s: persistkv stays detached",
@@ -213,7 +213,7 @@ class GuardedTier:
     def _drop(self, job: JobMetadata) -> None:
         """Fail a job that is not passed to the tier, because its KV may be of other weights."""
         self.dropped_blocks += len(job.keys)
-        self._finished.append(JobResult(job.job_id, False))
+        self._finished.append(JobResult(job.job_id, success=False))
 
     def begin_request(self, weights: str | None) -> int | None:
         """Return the epoch of a request that begins; None: it may neither use nor fill the store.
@@ -317,9 +317,9 @@ class GuardedTier:
         is_detached = self.follow_weights()
         if self._held and self.watch.is_sure:
             self._submit_held()
-        ended_loads = self._loaded
-        self._loaded = []
-        for result in ended_loads:
+        results = self._ended_loads
+        self._ended_loads = []
+        for result in results:
             if is_detached:
                 self._drop_load(result)
             elif self._is_verified(result):
@@ -327,7 +327,7 @@ class GuardedTier:
                 self._finished.append(result)
             else:
                 # keep the result, because its comparison has not ended
-                self._loaded.append(result)
+                self._ended_loads.append(result)
 
     def _collect(self) -> None:
         """Take the results of the tier: those of loads wait for their comparisons."""
@@ -336,7 +336,7 @@ class GuardedTier:
             return
         for result in self.tier.get_finished_jobs():
             if result.job_id in self._loads:
-                self._loaded.append(result)
+                self._ended_loads.append(result)
             else:
                 self._finished.append(result)
 
@@ -349,7 +349,7 @@ class GuardedTier:
         """Fail a load whose blocks may be KV of other weights."""
         load = self._loads.pop(result.job_id)
         self.dropped_blocks += load.num_blocks
-        failed = JobResult(result.job_id, False, seconds=result.seconds)
+        failed = JobResult(result.job_id, success=False, seconds=result.seconds)
         self._finished.append(failed)
 
     def _submit_held(self) -> None:
@@ -382,7 +382,7 @@ class GuardedTier:
         return self.is_in_use and self.tier.prefetch_waits
 
     def has_pending_work(self) -> bool:
-        if self._finished or self._held or self._loaded:
+        if self._finished or self._held or self._ended_loads:
             return True
         return not self.is_opening and self.tier.has_pending_work()
 
@@ -399,7 +399,7 @@ class GuardedTier:
         # collect the results of the jobs that have ended
         self._advance()
         # fail the loads that still wait for a comparison, which would take a step of the engine
-        for result in self._loaded:
+        for result in self._ended_loads:
             self._drop_load(result)
-        self._loaded.clear()
+        self._ended_loads.clear()
         return drained

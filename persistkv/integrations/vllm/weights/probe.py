@@ -32,12 +32,12 @@ class WeightsProbe:
         """:param sample: returns the same bytes as long as the weights are the same.
         :param clock: returns seconds.
         """
-        self._sample = sample
+        self._take_sample = sample
         self._word = word
         self._clock = clock
         self._epoch = word.epoch
-        """Epoch at whose beginning ``_known`` was taken."""
-        self._known = sample()
+        """Epoch at whose beginning ``_expected_sample`` was taken."""
+        self._expected_sample = sample()
         """Sample of this epoch's weights, with which later samples are compared."""
         self._next_due = 0.0
         """Time from which on ``check_if_due`` compares even if the engine has not asked."""
@@ -49,12 +49,12 @@ class WeightsProbe:
         # during the comparison
         asked = self._word.asked
         epoch = self._word.epoch
-        sample = self._sample()
+        sample = self._take_sample()
         if epoch != self._epoch:
             # a request has named these weights: later samples are compared with this one
             self._epoch = epoch
-            self._known = sample
-        elif sample != self._known:
+            self._expected_sample = sample
+        elif sample != self._expected_sample:
             # publish one more than the epoch, because 0 means that no change was ever published
             self._word.changed = epoch + 1
         # answer after ``changed`` is written: the engine trusts the weights once it sees the answer

@@ -90,18 +90,18 @@ class WeightsWatch:
     ) -> None:
         self.weights = weights
         """Name of the present weights; None: those of the checkpoint."""
-        self._left: set[str | None] = set()
+        self._unusable_names: set[str | None] = set()
         """Names of earlier weights, and names that were refused."""
         self._may_hold_kv = False
         """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
         self._is_only_source = is_only_source
         self._words = tuple(words)
         # the words may have served an earlier watch: continue from its ticket and its epoch
-        self._asked = max((word.asked for word in words), default=0)
+        self._last_ticket = max((word.asked for word in words), default=0)
         """Ticket of the last comparison that was asked for."""
-        self._suspected = 0
+        self._required_ticket = 0
         """Ticket of the comparison that must end before ``is_sure`` can be true."""
-        self._calls = 0
+        self._num_calls = 0
         """Number of calls in progress that may change the weights."""
         self.is_asleep = False
         """Whether the workers sleep: their parameters and their KV may not be readable."""
@@ -139,7 +139,7 @@ class WeightsWatch:
     def is_sure(self) -> bool:
         """Whether the weights are those of the epoch: they have not changed, and nothing has
         happened since the last comparison after which they may be others."""
-        if self._calls or not self.is_answered(self._suspected):
+        if self._num_calls or not self.is_answered(self._required_ticket):
             return False
         # Read the change after the answers. A worker publishes a change before it answers, so only
         # this order shows the changes that the answers have found.
@@ -147,16 +147,16 @@ class WeightsWatch:
 
     def ask(self) -> int:
         """Ask all workers to compare. Return a ticket for ``is_answered``."""
-        self._asked += 1
+        self._last_ticket += 1
         # parameters of a sleeping worker may not be readable; the call that wakes it asks again
         if not self.is_asleep:
             self._publish()
-        return self._asked
+        return self._last_ticket
 
     def _publish(self) -> None:
         """Show the workers how many comparisons were asked for."""
         for word in self._words:
-            word.asked = self._asked
+            word.asked = self._last_ticket
 
     def is_answered(self, ticket: int) -> bool:
         """Return whether each worker has ended a comparison that began after this ``ask``."""
@@ -164,7 +164,7 @@ class WeightsWatch:
 
     def require_comparison(self) -> None:
         """Be unsure of the weights until the workers have compared."""
-        self._suspected = self.ask()
+        self._required_ticket = self.ask()
 
     def on_request(self) -> None:
         """Note that a request begins, whose KV vLLM keeps in its own caches."""
@@ -183,13 +183,13 @@ class WeightsWatch:
         """
         if weights == self.weights:
             return True
-        if weights in self._left:
+        if weights in self._unusable_names:
             return False
         may_hold_old_kv = self._may_hold_kv or not self._is_only_source
-        if may_hold_old_kv or self._calls:
+        if may_hold_old_kv or self._num_calls:
             self._refuse_name(weights)
             return False
-        self._left.add(self.weights)
+        self._unusable_names.add(self.weights)
         self.weights = weights
         self._begin_epoch()
         return True
@@ -197,7 +197,7 @@ class WeightsWatch:
     def _refuse_name(self, weights: str) -> None:
         """Refuse a name for good, and log it: before vLLM has removed all KV of earlier weights,
         the weights may change again, and the name would be that of outdated weights."""
-        self._left.add(weights)
+        self._unusable_names.add(weights)
         other_sources = ""
         if not self._is_only_source:
             other_sources = (
@@ -242,7 +242,7 @@ class WeightsWatch:
         if call.method in _SLEEP:
             self.is_asleep = True
         self.require_comparison()
-        self._calls += 1
+        self._num_calls += 1
         try:
             result = rpc(call.method, *call.args, **call.kwargs)
         except BaseException:
@@ -270,7 +270,7 @@ class WeightsWatch:
 
     def _ended(self, call: _Call) -> None:
         """Note that a call that may change the weights has ended."""
-        self._calls -= 1
+        self._num_calls -= 1
         if call.wakes_weights:
             self.is_asleep = False
         # ask again, because the comparison that was asked for before the call may have ended before

@@ -50,8 +50,8 @@ from persistkv.storage.stats import BackendStats, RequestUse
 
 T = TypeVar("T")
 
-_AT_ONCE = 256  # number of manifests or tables in one read transaction
-# number of rows in one read transaction, while a whole namespace is read
+_AT_ONCE = 256  # maximum number of manifests or tables in one read transaction
+# maximum number of rows in one read transaction, while a whole namespace is read
 _ROWS_AT_ONCE = 4_096
 _KEY_BYTES = 16  # minimum bytes that the key of a block takes in its pack's table
 
@@ -126,7 +126,7 @@ class Catalogue:
             # a portion that is not full ends with the namespace, or with the table
             if num_rows < _ROWS_AT_ONCE:
                 return
-            # the smallest key that follows the last one
+            # continue from the smallest key that follows the last one
             start = last_key + b"\0"
 
     def tables(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
@@ -148,7 +148,7 @@ class Catalogue:
     def manifests_naming(self, packs: Sequence[bytes]) -> list[RequestManifest]:
         """Return the heads of the manifests that name any of these packs, which are given by
         id."""
-        # an ordered set of names
+        # collect distinct names, in order
         names: dict[bytes, None] = {}
         heads: list[RequestManifest] = []
         with self._read() as rows:
@@ -173,7 +173,7 @@ class Catalogue:
     def uses(self, manifest_ids: Sequence[str]) -> list[RequestUse | None]:
         """Return the use of each request, in order; None for a request that is not held or whose
         use is unknown."""
-        # a cache for ``_use_of``, because many requests share their last packs
+        # cache the manifests that name a pack, because many requests share their last packs
         cache: dict[bytes, _Naming] = {}
         with self._read() as rows:
             _, clock = read_clock(rows)
@@ -282,7 +282,7 @@ def _changes_since(
     removed: dict[bytes, bytes] = {}
     for sequence in range(since + 1, state.sequence + 1):
         row = rows.get(LOG, LOG_KEY.pack(namespace, sequence))
-        # no row: the log only keeps the last ``LOG_ENTRIES`` changes
+        # the log only keeps the last ``LOG_ENTRIES`` changes
         if row is None:
             return None
         kind, pack_id, fingerprints = decode_change(row)

@@ -204,7 +204,7 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
         row.confirming_since,
     )
     for seconds in times:
-        # ``not … <=``, because this refuses NaN, too
+        # compare with ``not … <=``, which also refuses NaN
         if not 0 <= seconds <= _LATEST_S:
             raise _unreadable_clock(encoded)
     at = Reading(row.wall, row.since_boot, row.boot)
@@ -237,7 +237,7 @@ def _expiring(rows: TableRows, entry: bytes) -> Chain | None:
     chain = Chain.decode(rows.get(CHAINS, name))
     if chain is None or chain.ttl_s <= 0:
         return None
-    # if the chain is listed under another time, this key is left over
+    # a key with another time than the chain's comes from damage
     expected = EXPIRY_KEY.pack(chain.expires, name)
     return chain if entry == expected else None
 
@@ -286,7 +286,7 @@ class EvictionOrder:
         self._rows = rows
         last_moment, last_clock = read_clock(rows)
         self.moment = last_moment + 1
-        """Number of this transaction's moment."""
+        """Number of this transaction's moment (see the module)."""
         clock = last_clock.advanced(Reading.now())
         # The time must be later than all recorded uses, even if the clocks show the same time as at
         # the last commit, so that the order by time is the order by moment.
@@ -516,6 +516,7 @@ class TimedOrder(EvictionOrder):
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
+        # with these two False, ``finish`` does not record the clock
         self.is_moment = False
         self._clock_changed = False
         self.set_time(0.0)

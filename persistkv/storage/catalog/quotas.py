@@ -115,7 +115,7 @@ class Quotas:
         recorded = None if row is None else TenantTotals.decode(row)
         totals = recorded or TenantTotals(tenant)
         self._found[digest] = totals
-        # a copy, because callers change the object
+        # keep a copy, because callers change the object
         self._before[digest] = replace(totals)
         return row is not None and recorded is None
 
@@ -143,7 +143,7 @@ class Quotas:
     def grown(self) -> Iterator[tuple[bytes, int]]:
         """Iterate over the digests of the tenants of which this transaction has added more than it
         has removed, with the bytes of the difference. The caller may evict meanwhile."""
-        # a list, because evictions add tenants to ``_found``
+        # iterate over a list, because evictions add tenants to ``_found``
         for digest, totals in list(self._found.items()):
             before = self._before[digest]
             num_bytes = totals.stored_bytes - before.stored_bytes

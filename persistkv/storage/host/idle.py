@@ -33,7 +33,7 @@ class IdleSupervision:
         """Time of the engine's last poll, by ``time.monotonic``; the engine sets it."""
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        # log exceptions, because a host that dies after the end of the thread would stay down
+        # log exceptions: if one ended the thread, a host that dies later would stay down
         self._isolation = Isolation("the idle supervision of a store's host")
 
     def start(self) -> None:

@@ -165,7 +165,8 @@ class ProcessHost(Host):
         with theirs:
             inherited = (self._engine_pidfd, theirs.fileno(), *self._region_fds)
             arguments = (self._region_bytes, *inherited)
-            # absolute paths, because the host changes its directory, and imports modules later
+            # make the paths absolute, because the host changes its directory, and imports modules
+            # later
             path = [os.path.abspath(entry) for entry in sys.path]
             program = _PROGRAM.format(start_s=_START_S, path=path, arguments=arguments)
             try:
@@ -651,7 +652,7 @@ class Supervisor:
         # a thread cannot be killed, so its silence does not matter
         if not self.host.restartable:
             return False
-        # silence only counts while the host has something to answer
+        # a host that has nothing to answer may be silent
         must_answer = owes or self.state is State.OPENING
         if not must_answer:
             return False

@@ -111,7 +111,7 @@ class _HostProcess(Lifecycle):
         signal.alarm(_REMOTE_END_S if remote else _END_S)
 
     def released(self) -> None:
-        self._released.set()  # ends the thread that maps pages
+        self._released.set()  # this ends the thread that maps pages
         libc.unmap(self._address, self._num_bytes)
 
     def _ready_rows(self) -> None:

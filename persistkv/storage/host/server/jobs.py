@@ -194,7 +194,7 @@ class Jobs:
             logger.error("store job %d is refused: %s", message.job_id, str(error))
             self._answer(job, failed=None)
             return
-        # wait in another task while a commit reads the rows, so that the next job begins
+        # wait for the commits in another task, so that the next job begins meanwhile
         if accepted.writes:
             self._move(job, JobState.WRITING)
             self._tasks.create_task(self._finish_store(job, accepted))
@@ -250,7 +250,7 @@ class Jobs:
                 await self._read(job, message.deadline)
             finally:
                 self._load_slots.release()
-        self.num_loads -= 1  # ``handle`` has added it
+        self.num_loads -= 1  # ``handle`` has counted this load
 
     def _drop_late(self, job: _Job) -> None:
         """End a load whose deadline has passed before it began."""

@@ -36,8 +36,8 @@ def recent_contexts(
     contexts: list[StoredContext] = []
     taken: set[bytes] = set()
     uses = _uses(backend, namespace, choice or Choice())
-    # At most ``max_blocks`` requests are read, enough if each one adds a key. Some may add none,
-    # because earlier ones contain all their keys: the result then has fewer keys than possible.
+    # Read at most ``max_blocks`` requests, enough if each request adds a key. The result has fewer
+    # keys than possible if some requests add none, because earlier requests contain all their keys.
     latest = nlargest(max_blocks, uses)
     for request, keys in _with_keys(backend, namespace, latest):
         new_keys = (key for key in keys if key not in taken and holds(key))
@@ -46,7 +46,7 @@ def recent_contexts(
         if promoted:
             taken.update(promoted)
             contexts.append(StoredContext(request.tenant, promoted))
-        # stop here, so that no keys of further requests are read
+        # stop before the next iteration, which would read the keys of further requests
         if len(taken) == max_blocks:
             break
     return contexts
@@ -64,7 +64,7 @@ def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedR
     """Yield each request that ``choice`` includes, with its last use."""
     manifests = backend.catalogue(namespace).manifests()
     heads = filter(choice.includes, manifests)
-    # in batches, because a store can have millions of requests
+    # read in batches, because a store can have millions of requests
     while batch := list(islice(heads, _MANIFESTS_PER_CALL)):
         ids = [head.id for head in batch]
         # get the catalogue again for each batch: if a shared store is replaced by another one, the

@@ -54,7 +54,7 @@ class ReportPublisher:
         is_sent = True
         if self._has_new_table and not self._is_mapping:
             try:
-                # clears ``_has_new_table``, unless it raises
+                # this clears ``_has_new_table``, unless it raises
                 table = self.share_table()
                 self._channel.send(table)
             except OSError as error:

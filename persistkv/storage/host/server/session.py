@@ -121,7 +121,7 @@ class Session:
         backend = self.store.catalogue.backend
         totals = await self._read_totals()
         filled = "the medium fails"
-        # a shared store opens without its medium, and finds its content later
+        # without an answer of its medium, a shared store is open and finds its content later
         if totals is not None and backend.breaker_state in (None, "closed"):
             filled = _fill_level(totals)
         logger.info(

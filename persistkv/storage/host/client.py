@@ -308,6 +308,10 @@ class StoreClient:
             if not self._may_start_another(attempt):
                 break
             logger.warning("the store did not open: starting its host again")
+        return self._opening_error(timeout_s)
+
+    def _opening_error(self, timeout_s: float) -> PersistKVError:
+        """Return why the last host has not opened the store."""
         # take the error, which ``open`` raises or logs, so that the next look does not log it again
         error = self._open_failures.take_last()
         if error is not None:

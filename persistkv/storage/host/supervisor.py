@@ -344,8 +344,7 @@ class Watchdog:
         self._pinged_at = None
 
     def _host_time(self) -> float:
-        """Return the reading of a clock, in seconds, that stands still while the host waits for a
-        CPU."""
+        """Return the reading of a clock, in seconds, that stops while the host waits for a CPU."""
         return time.monotonic() - self._cpu_wait_s()
 
     def is_silent(self, ping: Callable[[], None], *, load_due: bool = False) -> bool:

@@ -40,7 +40,7 @@ class ReportPublisher:
                 await asyncio.sleep(_RETRY_S)
 
     def send_report(self) -> bool:
-        """Send the new lookup table and the report, as far as both can be sent now.
+        """Send the new lookup table and the report, unless they have to wait.
 
         A new table waits while the engine has not mapped the last one: ``note_mapped`` then has it
         sent.

@@ -453,7 +453,7 @@ class BatchCommit:
         # above the quota.
         for digest, num_bytes in quotas.grown():
             end = commit.fit_quota(digest, at_most=self._most_evicted)
-            totals = quotas.at(digest)
+            totals = quotas.of_digest(digest)
             # skip a tenant without a quota: none of its packs had to be evicted
             if totals is None or totals.quota is None:
                 continue

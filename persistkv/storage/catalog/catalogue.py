@@ -105,29 +105,40 @@ class Catalogue:
 
         :param decode: called with key and value of a row, whose buffers end with the transaction.
         """
-        start = self._namespace
-        while True:
-            last_key = b""
-            num_rows = 0
-            items: list[T] = []
-            with self._read() as rows:
-                page = islice(rows.range(table, start), _ROWS_AT_ONCE)
-                for key, row in page:
-                    if key[:ID_BYTES] != self._namespace:
-                        break
-                    last_key = bytes(key)
-                    num_rows += 1
-                    item = decode(key, row)
-                    if item is not None:
-                        items.append(item)
+        start: bytes | None = self._namespace
+        while start is not None:
+            items, start = self._portion(table, start, decode)
             # yield after the transaction, because the caller decides how long it takes to consume
             # the items
             yield from items
-            # a portion that is not full ends with the namespace, or with the table
-            if num_rows < _ROWS_AT_ONCE:
-                return
-            # continue from the smallest key that follows the last one
-            start = last_key + b"\0"
+
+    def _portion(
+        self,
+        table: str,
+        start: bytes,
+        decode: Callable[[Buffer, Buffer], T | None],
+    ) -> tuple[list[T], bytes | None]:
+        """Read rows of the namespace in one transaction, from the key ``start`` on. Return them
+        decoded, as ``_all`` does, and the key from which the next portion starts; None: no rows are
+        left.
+        """
+        last_key = b""
+        num_rows = 0
+        items: list[T] = []
+        with self._read() as rows:
+            for key, row in islice(rows.range(table, start), _ROWS_AT_ONCE):
+                if key[:ID_BYTES] != self._namespace:
+                    break
+                last_key = bytes(key)
+                num_rows += 1
+                item = decode(key, row)
+                if item is not None:
+                    items.append(item)
+        # a portion that is not full ends with the namespace, or with the table
+        if num_rows < _ROWS_AT_ONCE:
+            return items, None
+        next_key = last_key + b"\0"  # the smallest key that follows the last one
+        return items, next_key
 
     def tables(self, pack_ids: Sequence[bytes]) -> list[PackTable]:
         """See ``Backend.tables``."""
@@ -293,12 +304,9 @@ def _changes_since(
         else:
             # the row is damaged, or its data key was destroyed
             return None
-    tables: list[PackTable] = []
-    for name in added:
-        table = pack_table(name, rows.get(PACKS, name))
-        # a pack that was removed later has no row
-        if table is not None:
-            tables.append(table)
+    found = [_table_at(rows, name) for name in added]
+    # a pack that was removed later has no table
+    tables = [table for table in found if table is not None]
     return Changes(state.cursor, tables, removed)
 
 

@@ -136,7 +136,7 @@ class Quotas:
     def is_above(self, digest: bytes) -> bool:
         """Return whether a tenant is above its quota, or will be with the expected bytes
         (``expect``)."""
-        totals = self.at(digest)
+        totals = self.of_digest(digest)
         expected = self._expected.get(digest, 0)
         return totals is not None and totals.is_above(expected)
 
@@ -205,7 +205,7 @@ class Quotas:
         elif was_above:
             self._rows.delete(META, _ABOVE + digest)
 
-    def at(self, digest: bytes) -> TenantTotals | None:
+    def of_digest(self, digest: bytes) -> TenantTotals | None:
         """Return the totals of a tenant by its digest; None if it has no row, or a damaged one."""
         if digest in self._found:
             return self._found[digest]

@@ -577,16 +577,27 @@ class CatalogTransaction:
         if chain is None:
             return []
         self._order.remove_manifest(name, chain)
-        packs = [namespace + pack_id for pack_id in chain.packs]
-        for pack in packs:
-            self._rows.delete(LINKS, link_row(pack, name))
-            if chain.pinned:
-                self._order.pin(pack, -1)
+        self._unlink_packs(name, chain)
         # without an order of the packs, no pack follows another
-        if after not in packs or not chain.flags & ORDERED:
+        if after is None or not chain.flags & ORDERED:
+            return []
+        packs = [namespace + pack_id for pack_id in chain.packs]
+        if after not in packs:
             return []
         position = packs.index(after)
         return packs[position + 1 :]
+
+    def _unlink_packs(self, manifest: bytes, chain: Chain) -> None:
+        """Record that a manifest, which is deleted, no longer names its packs, and pins none.
+
+        :param manifest: name of the manifest with the chain ``chain``.
+        """
+        namespace = manifest[:ID_BYTES]
+        for pack_id in chain.packs:
+            pack = namespace + pack_id
+            self._rows.delete(LINKS, link_row(pack, manifest))
+            if chain.pinned:
+                self._order.pin(pack, -1)
 
     def _read_naming(self, pack: bytes) -> _PackNaming:
         """Return what the manifests that name a pack record about it."""

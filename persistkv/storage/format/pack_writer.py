@@ -91,9 +91,9 @@ class _StoredFrame(NamedTuple):
         return bool(self.untagged_keys)
 
 
-_StoreFrame = Callable[[], _StoredFrame]
+_MakeFrame = Callable[[], _StoredFrame]
 """Encodes and seals one frame, or waits for another thread that does; returns the result."""
-StartFrame = Callable[[_StoreFrame], _StoreFrame]
+StartFrame = Callable[[_MakeFrame], _MakeFrame]
 """Starts a call in another thread; returns a function that waits for the call and returns its
 result."""
 
@@ -313,7 +313,7 @@ class PackWriter(NewPack):
         self._start_frame = start_frame
         self._table: PackTable | None = None
         """The table; None: it was not made since the last ``restart``."""
-        self._started: deque[_StoreFrame] = deque()
+        self._started: deque[_MakeFrame] = deque()
         """Frames whose encoding has started in other threads, in order; each waits for its
         result."""
         self._make_pending_table: Callable[[], PackTable] | None = None

@@ -99,7 +99,7 @@ class _Goal(NamedTuple):
 
 def _bytes_of(transaction: CatalogTransaction, tenant: bytes) -> int:
     """Return the bytes of a tenant's packs; ``tenant``: digest of its name."""
-    totals = transaction.quotas.at(tenant)
+    totals = transaction.quotas.of_digest(tenant)
     return 0 if totals is None else totals.stored_bytes
 
 

@@ -354,7 +354,7 @@ class Replica:
         """Return what ``ages`` returns, for the packs of one tenant; ``tenant``: digest of its
         name."""
         with self.rows() as rows:
-            totals = Quotas(rows).at(tenant)
+            totals = Quotas(rows).of_digest(tenant)
             # each key is the digest, followed by a key as in ``ORDER``
             keys = rows.starting_with(TENANT_ORDER, tenant)
             moments = _moments(key[TAG_BYTES:] for key, _ in keys)
@@ -372,7 +372,7 @@ class Replica:
     def tenant_bytes(self, tenant: bytes) -> int:
         """Return the payload bytes of a tenant's packs; ``tenant``: digest of its name."""
         with self.rows() as rows:
-            totals = Quotas(rows).at(tenant)
+            totals = Quotas(rows).of_digest(tenant)
         return 0 if totals is None else totals.stored_bytes
 
     def has_evictable(self, tenant: bytes) -> bool:

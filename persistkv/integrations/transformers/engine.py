@@ -167,11 +167,8 @@ class Engine:
         primary_bytes = parse_size(cpu_bytes, name="cpu_bytes")
         # check the options of the tiers before the model is loaded, which takes long
         parse_codec(arguments.text("codec", codec))
-        for name, value in (
-            ("strict_identity", strict_identity),
-            ("required", required),
-        ):
-            arguments.flag(name, value)
+        arguments.flag("strict_identity", strict_identity)
+        arguments.flag("required", required)
         deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, 0.0)
         share = arguments.number("prewarm_share", prewarm_share, 0.0, 1.0)
         arguments.choice("load_policy", load_policy, LOAD_POLICIES)

@@ -197,11 +197,11 @@ class TextPieces:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
         """Ids of all tokens so far."""
-        self._context = 0
+        self._decoded_from = 0
         """Index of the token from which on ``add`` decodes: the first one of the last piece. A
         tokenizer may drop the space before the first token that it decodes, so a piece is decoded
         together with the one before it."""
-        self._shown = 0
+        self._num_shown = 0
         """Number of tokens whose text was returned."""
 
     def add(self, token: int, *, last: bool) -> str:
@@ -211,13 +211,14 @@ class TextPieces:
         :param last: whether no token follows; then an incomplete character is returned as it is.
         """
         self._tokens.append(token)
-        last_piece = self._tokens[self._context : self._shown]
+        last_piece = self._tokens[self._decoded_from : self._num_shown]
         shown_text = self._tokenizer.text(last_piece) or ""
         # decode the last piece again, with the tokens after it
-        text = self._tokenizer.text(self._tokens[self._context :]) or ""
+        decoded = self._tokens[self._decoded_from :]
+        text = self._tokenizer.text(decoded) or ""
         # wait if the last character lacks bytes, which the next tokens bring
         if text.endswith(_REPLACEMENT) and not last:
             return ""
-        self._context = self._shown
-        self._shown = len(self._tokens)
+        self._decoded_from = self._num_shown
+        self._num_shown = len(self._tokens)
         return text[len(shown_text) :]

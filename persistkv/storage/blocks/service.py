@@ -87,9 +87,9 @@ class BlockService:
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._calls: set[asyncio.Task[Any]] = set()
         """Tasks of the calls that are running; see ``_call``."""
-        self._has_ended = asyncio.Event()
+        self._call_ended = asyncio.Event()
         """Set when a call ends; ``end`` clears it."""
-        self._running: asyncio.Task[Any] | None = None
+        self._run_task: asyncio.Task[Any] | None = None
         """Task of ``run``; None: it has not begun."""
         self.has_failed = False
         """Whether an internal error has ended ``run``: no call would end any more."""
@@ -97,7 +97,7 @@ class BlockService:
     async def run(self) -> None:
         """Run the commit task and apply the changes of other processes, until ``end`` cancels the
         task."""
-        self._running = asyncio.current_task()
+        self._run_task = asyncio.current_task()
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.store.committer.run())
@@ -148,7 +148,7 @@ class BlockService:
                 is_whole = True
                 # one call for each tenant, because a pack and a context have blocks of one tenant
                 for tenant in job.positions:
-                    is_durable = await self._put(job, tenant, places)
+                    is_durable = await self._put_context(job, tenant, places)
                     is_whole = is_whole and is_durable
             finally:
                 self._memory.remove(places)
@@ -162,7 +162,9 @@ class BlockService:
             return self._memory.add_timed(memory)
         return self._memory.add(memory)
 
-    async def _put(self, job: PutJob, tenant: str, places: Sequence[int]) -> bool:
+    async def _put_context(
+        self, job: PutJob, tenant: str, places: Sequence[int]
+    ) -> bool:
         """Store a tenant's blocks of a job as one context; return whether all are durable.
 
         :param places: places in ``_memory`` of all blocks of the job, in the order of its keys.
@@ -178,11 +180,11 @@ class BlockService:
         # End the request before the next ``await``, in which the commit task could run: one
         # transaction then has both the blocks and the manifest.
         group_keys = {job.group: keys}
-        end = self._end(request, group_keys, job.labels, job.retention, tenant)
+        end = self._end_request(request, group_keys, job.labels, job.retention, tenant)
         await self.store.finish(accepted)
         return await end
 
-    def _end(
+    def _end_request(
         self,
         request: str,
         keys: Mapping[int, Keys],
@@ -275,7 +277,7 @@ class BlockService:
         request = secrets.token_hex(16)
         retention = Retention(pin=True, ttl_s=ttl_s)
         with self._call():
-            is_whole = await self._end(request, keys, labels, retention, tenant)
+            is_whole = await self._end_request(request, keys, labels, retention, tenant)
         return request, is_whole
 
     async def unpin(self, pin: str) -> None:
@@ -338,19 +340,19 @@ class BlockService:
             yield
         finally:
             self._calls.discard(call)
-            self._has_ended.set()
+            self._call_ended.set()
 
     async def end(self) -> None:
         """Wait until no call is running, flush the store, end ``run``, and close the store."""
         while self._calls:
-            self._has_ended.clear()
-            await self._has_ended.wait()
+            self._call_ended.clear()
+            await self._call_ended.wait()
         # without the commit task, which has failed, a flush would never end
         if not self.has_failed:
             await self.store.flush()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.wait([self._running])
+        if self._run_task is not None:
+            self._run_task.cancel()
+            await asyncio.wait([self._run_task])
         # these calls may block, because no other task needs the loop any more
         self.store.catalogue.threads.close()
         self.store.close()

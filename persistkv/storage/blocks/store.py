@@ -127,9 +127,9 @@ class BlockStore:
         """Memory for the copies of calls with a deadline."""
         self._queued = ByteCount(max_queue_bytes)
         """Bytes of stores that wait or run."""
-        self._pid = os.getpid()
+        self._owner_pid = os.getpid()
         """The process that opened the store; a forked child has another."""
-        self._starting = threading.Lock()
+        self._start_lock = threading.Lock()
         """Held while a call is started, or the end of the service: no call starts after it."""
         self._is_closed = False
         self.counters = BlockCounters(self._store.counters)
@@ -303,12 +303,12 @@ class BlockStore:
             self._queued.subtract(num_bytes)
             return self._refuse(num_keys)
 
-        def end() -> None:
+        def on_end() -> None:
             self._queued.subtract(num_bytes)
             copies.release()
 
         put = self._service.put(job, copies)
-        call = self._start(put, end)
+        call = self._start(put, on_end)
         try:
             return self._result(call, num_keys, deadline)
         finally:
@@ -534,10 +534,10 @@ class BlockStore:
         :returns: False: a call hung for ``timeout_s`` seconds. The store then closes when the call
             ends, or with the process; acknowledged blocks are durable.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._owner_pid:
             return True
         # start the end after all calls that have started, so that the service waits for these calls
-        with self._starting:
+        with self._start_lock:
             if self._is_closed:
                 return True
             self._is_closed = True
@@ -564,20 +564,20 @@ class BlockStore:
     def _start(
         self,
         coroutine: Coroutine[Any, Any, T],
-        end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> Future[T]:
         """Start a call.
 
-        :param end: called when the call has ended, or when this method raises.
+        :param on_end: called when the call has ended, or when this method raises.
         """
         try:
             # check before the lock is acquired: a forked child could wait for ever, because the
             # thread that held the lock does not exist there
-            if os.getpid() != self._pid:
+            if os.getpid() != self._owner_pid:
                 raise HostError(
                     "this store was opened before a fork; open it again in the child"
                 )
-            with self._starting:
+            with self._start_lock:
                 if self._is_closed:
                     raise StoreError("the store is closed")
                 if self._service.has_failed:
@@ -585,9 +585,9 @@ class BlockStore:
                 call = self._loop.start(coroutine)
         except PersistKVError:
             coroutine.close()
-            end()
+            on_end()
             raise
-        call.add_done_callback(lambda _: end())
+        call.add_done_callback(lambda _: on_end())
         return call
 
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
@@ -628,11 +628,11 @@ class BlockStore:
         completions: CompletionQueue,
         num_keys: int,
         coroutine: Coroutine[Any, Any, list[bool]],
-        end: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> int:
         """Start a call whose results are added to a queue; return its number. See ``_start``."""
         number = completions.new_number()
-        call = self._start(coroutine, end)
+        call = self._start(coroutine, on_end)
         _complete(call, number, num_keys, completions)
         return number
 

@@ -38,7 +38,7 @@ class Packs:
         for key in table.keys.unpack():
             holders = self._holders.pop(key)
             others = [holder for holder in holders if holder != pack]
-            # a key that no pack holds must have no entry, because ``hold`` tests for the entry
+            # a key that no pack holds must have no entry, because ``hold_all`` tests for the entry
             if others:
                 self._holders[key] = tuple(others)
 
@@ -60,11 +60,11 @@ class Packs:
             others = holders.get(key)
             holders[key] = alone if others is None else others + alone
 
-    def hold(self, keys: Iterable[bytes]) -> bool:
+    def hold_all(self, keys: Iterable[bytes]) -> bool:
         """Return whether the packs together hold all of the keys."""
         return all(map(self.holders.__contains__, keys))
 
-    def holding(self, keys: Iterable[bytes]) -> set[bytes]:
+    def holders_of(self, keys: Iterable[bytes]) -> set[bytes]:
         """Return the ids of all packs that hold at least one of the keys."""
         found: set[bytes] = set()
         for key in keys:

@@ -145,7 +145,7 @@ class _Usage:
         # that was deleted and stored again is in another pack.
         packs: dict[str, set[bytes]] = {}
         for name, keys in keys_of(self._backend, self.namespace.id, self.manifests):
-            packs[name] = self.held_packs.holding(all_keys(keys))
+            packs[name] = self.held_packs.holders_of(all_keys(keys))
         return packs
 
     def uses(
@@ -266,7 +266,7 @@ class _Usage:
         added = self.present(backend) - self.manifests.keys()
         used: set[bytes] = set()
         for _, keys in keys_of(backend, self.namespace.id, added):
-            used |= self.held_packs.holding(all_keys(keys))
+            used |= self.held_packs.holders_of(all_keys(keys))
         return used
 
     def present(self, backend: Backend) -> set[str]:

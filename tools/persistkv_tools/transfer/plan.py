@@ -239,7 +239,7 @@ class CopyPlan:
                 if not finds_orphans:
                     continue
             keys = source.keys(manifest.id)
-            packs_of_requests |= source.packs.holding(all_keys(keys))
+            packs_of_requests |= source.packs.holders_of(all_keys(keys))
             if not is_held:
                 packs_of_missing |= self._add_request(
                     source, manifest, keys, lacking_packs
@@ -270,7 +270,7 @@ class CopyPlan:
         :param lacking: ids of the source's packs with blocks that the target lacks.
         """
         # a request with unreadable keys, or with blocks that the source has lost, is not copied
-        if keys is None or not source.packs.hold(all_keys(keys)):
+        if keys is None or not source.packs.hold_all(all_keys(keys)):
             self._counted.incomplete.append(manifest.id)
             return set()
         packs = source.packs.in_order(keys)
@@ -348,7 +348,7 @@ def _lacking(packs: Packs, target_packs: Packs) -> set[bytes]:
     """Return the ids of the packs with keys that the packs of the target do not hold."""
     lacking = set()
     for pack, table in packs.tables.items():
-        if not target_packs.hold(table.keys.unpack()):
+        if not target_packs.hold_all(table.keys.unpack()):
             lacking.add(pack)
     return lacking
 

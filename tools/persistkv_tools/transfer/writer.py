@@ -106,7 +106,7 @@ class _NamespaceWriter:
         Packs that wait already are committed first if they would be too large together with it.
         """
         table = self._source.packs.tables[pack]
-        if pack in self._offered or self._packs.hold(table.keys.unpack()):
+        if pack in self._offered or self._packs.hold_all(table.keys.unpack()):
             return
         # never read a pack twice: one that the target evicts again would be copied for ever
         self._offered.add(pack)
@@ -134,7 +134,7 @@ class _NamespaceWriter:
             for pack in self._source.packs.in_order(keys):
                 self.add_pack(pack)
         # some blocks are missing if a pack is damaged, or was evicted by source or target meanwhile
-        if keys is None or not self._packs.hold(all_keys(keys)):
+        if keys is None or not self._packs.hold_all(all_keys(keys)):
             self._copied.incomplete.append(manifest.id)
             return
         packs = self._packs.in_order(keys)
@@ -153,7 +153,7 @@ class _NamespaceWriter:
             if name not in held:
                 self._copied.lost.append(name)
         for key in self._written_keys:
-            if not self._packs.hold([key]):
+            if not self._packs.hold_all([key]):
                 self._copied.lost_packs += 1
 
     def _present(self) -> set[str]:

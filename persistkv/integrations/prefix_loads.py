@@ -32,6 +32,7 @@ class _RunningLoad:
     """A load in progress. Times are those of the clock of ``PrefixLoads``, in seconds."""
 
     began: float
+    """Time at which the load began."""
     late_at: float
     """Time from which on the load counts as hung."""
     is_reported: bool = False
@@ -68,7 +69,7 @@ class PrefixLoads:
         self._clock = clock
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        """Numbers of loads to come."""
+        """Counts the loads: each has a number."""
         self._running: dict[int, _RunningLoad] = {}
         """Loads in progress, by the number that ``begin_load`` has returned."""
         self._prober: ThreadPool | None = None

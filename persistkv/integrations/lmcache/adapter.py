@@ -95,9 +95,11 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         weights = _weights(self.options.models)
         release = version("lmcache")
         self._stores = LayoutStores(self.options, weights, release)
+        """Block stores, which the opener and the tasks open when they are needed."""
         self._content = Content(self._stores, self.options.delete_timeout_s)
         self._rules = SaltRules(self.options.tenant)
         self._leases = Leases(self.options.lease_s)
+        """Keys that lookups have locked: ``delete`` leaves them out."""
         self._store_tasks = TaskQueue()
         self._lookup_tasks = TaskQueue()
         self._load_tasks = TaskQueue()
@@ -106,6 +108,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._looked_up: dict[int, _Lookup] = {}
         """Lookup tasks by their numbers, until their results are taken."""
         self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
+        """Decides whether the keys that a lookup has found are reported as hits."""
         self._opener = ThreadPool(1, "persistkv-opener")
         """Opens stores in a thread, because an opening may hang; in one thread only, because
         ``LayoutStores`` does not allow two openings at a time."""

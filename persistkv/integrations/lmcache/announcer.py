@@ -26,7 +26,7 @@ Announce = Callable[[Place, Keys], None]
 
 
 class Announcer:
-    """Reads the events of stores in a thread of its own."""
+    """Announces the events of the open stores, which it reads in a thread of its own."""
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ class _Listed(NamedTuple):
     """Key in the block store, see ``encode_key``."""
     model_name: str
     num_bytes: int
+    """Bytes of the object."""
 
     def cursor(self) -> str:
         """Return the position after this entry: the order of cursors is that of the entries."""

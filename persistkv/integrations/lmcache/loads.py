@@ -16,6 +16,7 @@ class _Found(NamedTuple):
     """A key that a lookup has found, with a part of the lookup that has asked for it."""
 
     part: Part
+    """Part that has the key. If several have it, its store need not be the one that holds it."""
     key_index: int
     """Index of the key in the part."""
 

@@ -30,6 +30,7 @@ class SaltRules:
 
     def __init__(self, unsalted: UnnamedTenant) -> None:
         self._requires_salt = unsalted == "required"
+        """Whether objects without a salt are refused."""
         self._lock = threading.Lock()
         self.num_refused = 0
         """Objects of tasks that were neither stored nor looked up."""

@@ -69,15 +69,18 @@ class PoolStore:
         # without regions, SGLang copies each page as a whole
         sizes = [memory.flat_bytes()] if region_sizes is None else region_sizes
         self._page_bytes = sum(sizes)
+        """Bytes of a page: of all its regions."""
         self._identity = identity_of(sizes)
         pool_name = str(self._identity.more["pool"])
         self._labels = {"sglang_pool": pool_name, **options.labels}
+        """Labels that are stored with each context."""
         self._opener = StoreOpener(self._open, options.timeout_s)
         self._loads = PrefixLoads(
             options.prefill_tokens_per_s,
             call_bytes=_PAGES_PER_READ * self._page_bytes,
             timeout_s=options.timeout_s,
         )
+        """Decides whether held pages are loaded, by the times of earlier loads."""
 
     def _region_sizes(self) -> list[int] | None:
         """Return the bytes of each region of a page; None if SGLang does not tell where they

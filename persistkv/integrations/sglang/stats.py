@@ -35,7 +35,9 @@ class Transfers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._read = _Calls()
+        """Calls that have read pages."""
         self._written = _Calls()
+        """Calls that have stored pages."""
 
     def read(self, pages: int, num_bytes: int, seconds: float) -> None:
         """Record a call that read pages."""

@@ -231,6 +231,7 @@ class StoreLoads:
         self._used_groups = [group.group_id for group in offloading.groups]
         """Indices of the KV cache groups that vLLM offloads; it may leave some out."""
         self._chooser = LoadChooser(prefill)
+        """Compares the times of loads with those of computing the tokens."""
 
     def chunks(
         self,

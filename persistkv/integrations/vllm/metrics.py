@@ -93,9 +93,11 @@ class MetricsReader:
     and gauges."""
 
     def __init__(self, store: str) -> None:
+        """:param store: kind of the store, such as ``lmdb``."""
         self.observed = Observed()
         """Counters that the tier increments."""
         self._labels = (store,)
+        """Values of ``LABELS``."""
         self._last_totals: dict[str, float] = {}
         """By name, the totals that were read last: vLLM's counters take increases of them."""
         self._last_levels: dict[str, float] = {}

@@ -84,6 +84,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         self._store = stores[0]
         """The store that lists the contexts."""
         self._key_bytes = key_length()
+        """Length of vLLM's keys, which ``engine_key`` gets back from longer keys of a tenant."""
         num_chunks = int(len(primary_kv_view) * self.options.share)
         self._prewarming = Prewarming(self._store, num_chunks)
         """Chooses the contexts to promote."""

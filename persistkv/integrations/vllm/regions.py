@@ -49,7 +49,9 @@ class _Mapping(NamedTuple):
     ``path`` is empty."""
 
     start: int
+    """First address of the mapping."""
     stop: int
+    """First address after the mapping."""
     offset: int
     """Offset in the file at which the mapping begins, in bytes."""
     file: FileId
@@ -85,6 +87,7 @@ class _Part(NamedTuple):
     first: _Mapping
     """The first mapping of the file: the kernel may split one mapping into several."""
     num_bytes: int
+    """Bytes of all mappings of the part."""
 
     def continues_in(self, mapping: _Mapping) -> bool:
         """Return whether a mapping that follows this part in memory also follows it in the file."""

@@ -76,6 +76,7 @@ class GivenOptions(NamedTuple):
     """Options of a request of vLLM, for the tier."""
 
     options: RequestOptions
+    """Options of the hints and the parameters together."""
     prefetches: list[Prefetch]
     """Contexts to promote for later requests."""
     is_refused: bool = False

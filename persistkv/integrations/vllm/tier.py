@@ -149,6 +149,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)
+        """Measures the speed of the engine's prefills."""
         self._store_loads = StoreLoads(offloading, group_tokens, prefill)
 
         # the store

@@ -26,6 +26,7 @@ class _GuardedLoad(NamedTuple):
     ticket: int
     """Ticket of the comparison (``WeightsWatch.ask``)."""
     num_blocks: int
+    """Blocks of the load."""
 
 
 class GuardedTier:

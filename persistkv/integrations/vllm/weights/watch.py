@@ -106,6 +106,7 @@ class WeightsWatch:
         self.is_asleep = False
         """Whether the workers sleep: their parameters and their KV may not be readable."""
         self._epoch = max((word.epoch for word in words), default=0)
+        """Number of times that a request has named new weights."""
         self._reason: str | None = None
         """Why the weights count as changed in this epoch; None: no reason is known."""
 
@@ -286,6 +287,7 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     """Arguments of ``collective_rpc`` after ``method``."""
     kwargs: dict[str, Any]
+    """Named arguments of ``collective_rpc``."""
 
     @property
     def name(self) -> str:

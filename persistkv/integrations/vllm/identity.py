@@ -245,26 +245,6 @@ def engine_identity(
         named.
     """
     model = config.model_config
-    cache = config.cache_config
-    block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
-    # leave the parallel sizes out if rows do not depend on them: engines with other sizes then find
-    # the same rows
-    if shared is None:
-        block["worker_bytes"] = offloading.worker_kv_bytes_per_block
-        sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
-        world = _fields(offloading.parallel, *sizes)
-        world |= _fields(offloading, "replicated_layout", "canonical_layout")
-    else:
-        block["bytes"] = shared.num_bytes
-        world = {"layout": shared.kind}
-    kv_cache = _fields(
-        cache,
-        "cache_dtype",
-        "calculate_kv_scales",
-        "kv_cache_dtype_skip_layers",
-        "mamba_cache_dtype",
-    )
-    kv_cache["layout"] = plain(getattr(offloading, "kv_cache_layout", None))
     lora = getattr(config, "lora_config", None)
     speculative = getattr(config, "speculative_config", None)
     return {
@@ -278,19 +258,54 @@ def engine_identity(
             "model": dtype_name(model.dtype),
             "kv": dtype_name(offloading.model.dtype),
         },
-        "kv_cache": kv_cache,
+        "kv_cache": _kv_cache(config.cache_config, offloading),
         "quantization": plain(getattr(model, "quantization", None)),
         "attention": _attention(config),
         "adapters": _adapters(lora, adapters),
         "speculation": _speculation(speculative, config.load_config),
         "groups": _groups(offloading),
-        "block": block,
-        "world": world,
+        "block": _block(offloading, shared),
+        "world": _world(offloading, shared),
         "hash": {
-            "algorithm": cache.prefix_caching_hash_algo,
+            "algorithm": config.cache_config.prefix_caching_hash_algo,
             "seed": os.environ.get(_SEED_VARIABLE),
         },
     }
+
+
+def _kv_cache(cache: Any, offloading: Any) -> dict[str, Any]:
+    """Return the identity of the numbers in the KV cache: their types and their order."""
+    kv_cache = _fields(
+        cache,
+        "cache_dtype",
+        "calculate_kv_scales",
+        "kv_cache_dtype_skip_layers",
+        "mamba_cache_dtype",
+    )
+    kv_cache["layout"] = plain(getattr(offloading, "kv_cache_layout", None))
+    return kv_cache
+
+
+def _block(offloading: Any, shared: SharedLayout | None) -> dict[str, Any]:
+    """Return the identity of a block's size: that of the row in a shared layout, else that of one
+    worker's part."""
+    block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
+    if shared is None:
+        block["worker_bytes"] = offloading.worker_kv_bytes_per_block
+    else:
+        block["bytes"] = shared.num_bytes
+    return block
+
+
+def _world(offloading: Any, shared: SharedLayout | None) -> dict[str, Any]:
+    """Return the identity of the parallelism: the parallel sizes, unless rows do not depend on
+    them. Engines with other sizes then find the same rows."""
+    if shared is not None:
+        return {"layout": shared.kind}
+    sizes = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
+    world = _fields(offloading.parallel, *sizes)
+    world |= _fields(offloading, "replicated_layout", "canonical_layout")
+    return world
 
 
 def _attention(config: Any) -> dict[str, Any]:

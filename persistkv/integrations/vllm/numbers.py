@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from persistkv.config import NumberLayout, VectorLayout
 from persistkv.integrations.model_config import dtype_name
@@ -136,10 +136,7 @@ def _vectors(
     tokens = group.tokens_per_block
     if not _is_plain(attention, tokens, device):
         return None
-    heads = attention.num_kv_heads
-    # a spec with this attribute has the number of heads in another one
-    if getattr(attention, "num_head_slots", None):
-        heads = attention.num_heads
+    heads = _num_heads(attention)
     counts = {
         # groups share the tensors: one for each layer of the group with the most layers
         "L": max(len(other.layer_names) for other in offloading.groups),
@@ -148,37 +145,76 @@ def _vectors(
         "N": tokens,
     }
     # the innermost dimension (C): the key and the value of one head of a token
-    key_length = attention.head_size
-    value_length = attention.head_size_v
-    pair_bytes = (key_length + value_length) * number_bytes
+    pair_bytes = (attention.head_size + attention.head_size_v) * number_bytes
     # with another size, there is padding in the worker's part, or tensors differ in size
     part_bytes = prod(counts.values()) * pair_bytes
     if part_bytes != offloading.worker_kv_bytes_per_block * blocks:
         return None
     strides = _strides(offloading.kv_cache_layout, counts, pair_bytes)
 
-    # compare the vectors of one head of one layer, which are the cells of a ``VectorLayout``
     if device == "cpu":
-        # the keys of all tokens are followed by the values of all tokens, which are as long
-        # (``_is_plain``)
-        vector_length = key_length
-        token_bytes = key_length * number_bytes
-        vectors_of_token = (2, tokens * token_bytes)
+        vectors = _cpu_vectors(attention, tokens, number_bytes)
     else:
-        # The key of a token is followed by its value. They may differ in length: both are divided
-        # into vectors of their greatest common divisor. MLA has a latent vector instead of a key,
-        # and no value.
-        vector_length = gcd(key_length, value_length or _LATENT_PART)
-        token_bytes = strides["N"]
-        num_vectors = (key_length + value_length) // vector_length
-        vectors_of_token = (num_vectors, vector_length * number_bytes)
+        vectors = _device_vectors(attention, strides["N"], number_bytes)
     layers = (len(group.layer_names), strides["L"])
     heads_of_layer = (heads, strides["H"])
     return VectorLayout(
         offset=0,
-        cells=(workers, layers, heads_of_layer, vectors_of_token),
-        tokens=((blocks, strides["B"]), (tokens, token_bytes)),
-        length=vector_length,
+        cells=(workers, layers, heads_of_layer, vectors.of_token),
+        tokens=((blocks, strides["B"]), (tokens, vectors.token_bytes)),
+        length=vectors.length,
+    )
+
+
+def _num_heads(attention: Any) -> int:
+    """Return the number of KV heads that a worker's part has of each token and layer."""
+    # a spec with ``num_head_slots`` has the number of heads in another attribute
+    if getattr(attention, "num_head_slots", None):
+        return int(attention.num_heads)
+    return int(attention.num_kv_heads)
+
+
+class _TokenVectors(NamedTuple):
+    """Vectors of a token in one head of one layer."""
+
+    length: int
+    """Numbers of a vector."""
+    of_token: tuple[int, int]
+    """Dimension of a token's vectors: their count, and the bytes from one to the next."""
+    token_bytes: int
+    """Bytes from the vectors of a token to those of the next one."""
+
+
+def _cpu_vectors(attention: Any, tokens: int, number_bytes: int) -> _TokenVectors:
+    """Return the vectors in a block of vLLM's CPU platform: the keys of all tokens, followed by the
+    values of all tokens, which are as long (``_is_plain``)."""
+    length = attention.head_size
+    vector_bytes = length * number_bytes
+    return _TokenVectors(
+        length,
+        of_token=(2, tokens * vector_bytes),
+        token_bytes=vector_bytes,
+    )
+
+
+def _device_vectors(
+    attention: Any,
+    token_bytes: int,
+    number_bytes: int,
+) -> _TokenVectors:
+    """Return the vectors in a block of any other platform: each token's key, followed by its value.
+
+    Key and value may differ in length, so both are divided into vectors of their greatest common
+    divisor. MLA has a latent vector instead of a key, and no value.
+    """
+    key_length = attention.head_size
+    value_length = attention.head_size_v
+    length = gcd(key_length, value_length or _LATENT_PART)
+    num_vectors = (key_length + value_length) // length
+    return _TokenVectors(
+        length,
+        of_token=(num_vectors, length * number_bytes),
+        token_bytes=token_bytes,
     )
 
 

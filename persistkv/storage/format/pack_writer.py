@@ -424,29 +424,30 @@ class PackWriter(NewPack):
 
     def _stored_frames(self, frame_seal: FrameSeal) -> Iterator[_StoredFrame]:
         """Yield the frames in order, encoded in other threads if the pack has a codec."""
-        start_frame = self._start_frame
-        if self.codec.identity:
-            # only seal, on this thread: encryption holds the GIL, so further threads would not help
-            start_frame = None
-        number = 0
-        for segment in self.segments:
-            for start, stop in segment.frame_bounds():
-                store_frame = partial(
-                    self._store, frame_seal, number, segment, start, stop
-                )
-                number += 1
-                if start_frame is None:
-                    yield store_frame()
-                    continue
-                wait_for_frame = start_frame(store_frame)
-                self._started.append(wait_for_frame)
-                # write the oldest frame, which bounds the memory of encoded frames
-                if len(self._started) > MOST_STARTED:
-                    wait_for_frame = self._started.popleft()
-                    yield wait_for_frame()
+        # without a codec, frames are only sealed: encryption holds the GIL, so other threads would
+        # not help
+        if self._start_frame is None or self.codec.identity:
+            for store_frame in self._frame_calls(frame_seal):
+                yield store_frame()
+            return
+        for store_frame in self._frame_calls(frame_seal):
+            wait_for_frame = self._start_frame(store_frame)
+            self._started.append(wait_for_frame)
+            # yield the oldest frame, which bounds the memory of encoded frames
+            if len(self._started) > MOST_STARTED:
+                wait_for_frame = self._started.popleft()
+                yield wait_for_frame()
         while self._started:
             wait_for_frame = self._started.popleft()
             yield wait_for_frame()
+
+    def _frame_calls(self, frame_seal: FrameSeal) -> Iterator[_MakeFrame]:
+        """Yield, for each frame of the pack in order, the call that encodes and seals the frame."""
+        number = 0
+        for segment in self.segments:
+            for start, stop in segment.frame_bounds():
+                yield partial(self._store, frame_seal, number, segment, start, stop)
+                number += 1
 
     def _store(
         self,

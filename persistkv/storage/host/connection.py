@@ -12,6 +12,7 @@ import socket
 import struct
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -175,21 +176,25 @@ class SocketConnection(Connection):
             size, ancillary, _, _ = self._socket.recvmsg_into(
                 [self._arriving], _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
-            # descriptors arrive as ancillary data of the bytes
-            for level, kind, data in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    num_fds = len(data) // _FD_BYTES
-                    fds = array("i", data[: num_fds * _FD_BYTES])
-                    self._fds.extend(fds)
         except BlockingIOError:
             return False
         except OSError:
             # treat a broken connection like a closed one, which has no bytes
             size = 0
+            ancillary = []
+        self._keep_fds(ancillary)
         with memoryview(self._arriving) as arrived:
             self._inbox += arrived[:size]
         self.ended = not size
         return size > 0
+
+    def _keep_fds(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
+        """Keep the descriptors that have arrived as ancillary data of the bytes."""
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                num_fds = len(data) // _FD_BYTES
+                fds = array("i", data[: num_fds * _FD_BYTES])
+                self._fds.extend(fds)
 
     def _decoded(self) -> list[Any]:
         """Remove the whole messages from the inbox, and return them decoded."""

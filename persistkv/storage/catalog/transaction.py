@@ -454,7 +454,7 @@ class CatalogTransaction:
         that follow it in these manifests and that no other manifest names: they are of no use
         without it.
         """
-        # a list, because the deletions change the table
+        # make a list first, because the deletions change the table
         naming = list(manifests_of(self._rows, name))
         self._drop_manifests(naming, name, keep_later=keep_later)
         self._delete_pack(name)
@@ -468,7 +468,7 @@ class CatalogTransaction:
     ) -> None:
         """Delete manifests that name a pack, but not this pack. Unless ``keep_later``, also delete
         packs that follow it in these manifests and that no other manifest names."""
-        # distinct names, in order: manifests share packs
+        # collect distinct names, in order, because manifests share packs
         later: dict[bytes, None] = {}
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
@@ -673,7 +673,7 @@ class CatalogTransaction:
             (META, NOTE + namespace),
         ):
             rows = self._rows.starting_with(table, prefix)
-            # a list, because rows must not change during the iteration
+            # make a list first, because rows must not change during the iteration
             keys = [bytes(key) for key, _ in rows]
             for key in keys:
                 self._rows.delete(table, key)

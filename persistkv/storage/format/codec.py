@@ -218,10 +218,10 @@ def parse_codec(text: str) -> Codec:
         return make_codec()
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
-    # stricter than ``int``, which also accepts signs, spaces and digits of other scripts
+    # check more than ``int``, which also accepts signs, spaces and digits of other scripts
     is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
     if not is_number:
-        # raises the codec's error, which names the values that it expects
+        # this raises the codec's error, which names the expected values
         return make_codec(argument)
     return make_codec(int(argument))
 

@@ -46,7 +46,7 @@ NO_SALT = bytes(SALT_BYTES)
 _HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")  # the fields of ``_Header``
 _FRAME = struct.Struct("<IIIIQQ16s")  # the fields of ``Frame``
 _TRAILER = struct.Struct("<QQ8s")  # length of the table, its checksum, magic number
-# constants, because attributes of ``Struct`` cost 6 % of the parsing of a table
+# use constants, because attributes of ``Struct`` cost 6 % of the parsing of a table
 _HEADER_BYTES = _HEADER.size
 _FRAME_ENTRY_BYTES = _FRAME.size
 TRAILER_BYTES = _TRAILER.size
@@ -510,7 +510,7 @@ def _keys_in(table: bytes, lengths_at: int, header: _Header) -> PackedKeys:
     """
     key_length = header.key_length
     block_count = header.block_count
-    # a 16-bit length for each key, unless all keys have the same
+    # the table has a 16-bit length for each key, unless all keys have the same length
     lengths_bytes = 0 if key_length else 2 * block_count
     data_at = lengths_at + lengths_bytes
     if data_at > len(table):

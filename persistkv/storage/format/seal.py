@@ -589,8 +589,8 @@ class KeySeal(Seal):
         key = self._keyring().keys.get(key_id)
         if key is not None:
             return key
-        # Another engine may have made the key since the keys were read. Read them again once only,
-        # because a damaged record may name a key that does not exist.
+        # Another engine may have made the key since the keys were read. Read the keys again once
+        # only, because a damaged record may name a key that does not exist.
         key = self._reload(key_id).keys.get(key_id)
         if key is None:
             raise CorruptPackError("key", f"there is no key {key_id.hex()}")

@@ -11,6 +11,9 @@ from persistkv.config import parse_duration
 from persistkv.errors import ConfigurationError
 from persistkv.tenants import check_tenant
 
+_WHERE = f"kv_transfer_params.{REQUEST_PARAMETER}"
+"""Name of the options in errors."""
+
 
 class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that one request passes as ``kv_transfer_params={"persistkv": {"store": false}}``.
@@ -46,8 +49,7 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         ttl_s = None
         if self.ttl is not None:
-            name = f"kv_transfer_params.{REQUEST_PARAMETER}.ttl"
-            ttl_s = parse_duration(self.ttl, name=name)
+            ttl_s = parse_duration(self.ttl, name=f"{_WHERE}.ttl")
         return Retention(self.pin, ttl_s, self.priority)
 
     @classmethod
@@ -71,17 +73,11 @@ class RequestOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             options = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
-            expected = (
-                f"true, false, or an object with the options "
-                f"{', '.join(cls.__struct_fields__)}: {error}"
-            )
-            raise ConfigurationError(
-                f"kv_transfer_params.{REQUEST_PARAMETER}", given, expected
-            ) from None
+            names = ", ".join(cls.__struct_fields__)
+            expected = f"true, false, or an object with the options {names}: {error}"
+            raise ConfigurationError(_WHERE, given, expected) from None
         _ = options.retention  # this raises if ``ttl`` is invalid
         check_labels(options.labels)
         if options.tenant is not None:
-            check_tenant(
-                f"kv_transfer_params.{REQUEST_PARAMETER}.tenant", options.tenant
-            )
+            check_tenant(f"{_WHERE}.tenant", options.tenant)
         return options

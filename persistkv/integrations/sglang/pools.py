@@ -132,11 +132,7 @@ def pool_identity(
     :param sizes: bytes of each region of a page; one number if SGLang copies it as a whole.
     """
     pool = memory.pool
-    geometry = {}
-    for field in _GEOMETRY:
-        value = plain_number(getattr(pool, field, None))
-        if value is not None:
-            geometry[field] = value
+    geometry = _geometry_of(pool)
     layout = getattr(pool, "layout", None)
     if not isinstance(layout, str):
         raise ConfigurationError("layout", layout, f"a layout of SGLang's pool {name}")
@@ -162,6 +158,16 @@ def pool_identity(
             "split_heads": bool(config.should_split_heads),
         },
     )
+
+
+def _geometry_of(pool: Any) -> dict[str, int]:
+    """Return the numbers of ``_GEOMETRY`` that a pool has, by name."""
+    geometry = {}
+    for field in _GEOMETRY:
+        number = plain_number(getattr(pool, field, None))
+        if number is not None:
+            geometry[field] = number
+    return geometry
 
 
 def plain_number(value: Any) -> int | None:

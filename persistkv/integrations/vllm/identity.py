@@ -352,24 +352,34 @@ def _weights(model: Any, load: Any, name: str | None) -> str:
         return f"dummy:{getattr(model, 'seed', None)}"
     if load_format not in _READABLE_FORMATS:
         raise _unknown_weights(f"files of load format {load_format}")
-    directory = Path(str(model.model))
-    if not directory.is_dir():
-        from huggingface_hub import snapshot_download
-
-        try:
-            # find the files that vLLM has loaded; ``local_files_only`` downloads nothing
-            found = snapshot_download(
-                str(model.model),
-                revision=getattr(model, "revision", None),
-                cache_dir=getattr(load, "download_dir", None),
-                local_files_only=True,
-            )
-        except (OSError, ValueError) as error:
-            what = f"no files on this machine ({first_line(error)})"
-            raise _unknown_weights(what) from error
-        directory = Path(found)
+    directory = _checkpoint_directory(model, load)
     logger.info("fingerprinting the weights in %s", directory)
     return fingerprint_checkpoint(directory)
+
+
+def _checkpoint_directory(model: Any, load: Any) -> Path:
+    """Return the directory of the files that vLLM has loaded: the model's path, or the download of
+    its name.
+
+    :raises ConfigurationError: there is neither on this machine.
+    """
+    directory = Path(str(model.model))
+    if directory.is_dir():
+        return directory
+    from huggingface_hub import snapshot_download
+
+    try:
+        # ``local_files_only`` searches earlier downloads, and downloads nothing
+        found = snapshot_download(
+            str(model.model),
+            revision=getattr(model, "revision", None),
+            cache_dir=getattr(load, "download_dir", None),
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        what = f"no files on this machine ({first_line(error)})"
+        raise _unknown_weights(what) from error
+    return Path(found)
 
 
 def _unknown_weights(what: str) -> ConfigurationError:

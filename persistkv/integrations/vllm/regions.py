@@ -120,7 +120,7 @@ def close_region(fds: Iterable[int]) -> None:
 
 
 def _open(part: _Part, *, may_be_longer: bool) -> int | None:
-    """Open the file of a part. None: that is not possible, or the file has another size.
+    """Open the file of a part. None: it cannot be opened, or has another size.
 
     :param may_be_longer: whether the file may have more bytes than the part. The size of the last
         file may have been rounded up; no other part follows it.

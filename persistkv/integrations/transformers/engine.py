@@ -89,8 +89,8 @@ class Engine:
         """Held by each use of the device cache and of the tiers, which are made for one thread.
         Reentrant, because ``generate`` and its stream both acquire it."""
         self._closing = weakref.finalize(self, _close, tiers, _CLOSE_S, os.getpid())
-        """Alive until the engine is closed; runs at the end of the program for an engine that
-        nobody closed."""
+        """Alive until the engine is closed; runs at the end of the program for an engine that was
+        not closed."""
 
     @classmethod
     @arguments.checks_names
@@ -494,6 +494,7 @@ def _store_urls(store: str | Path | Sequence[str | Path] | None) -> list[str]:
                 "store", entry, "a URL or a path, or a list of them"
             )
         url = store_url(entry)
+        # raise for an invalid URL, or a scheme without a backend
         BACKENDS.get(StoreUrl.parse(url).scheme)
         urls.append(url)
     return urls

@@ -133,6 +133,7 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
         self._buffer[0, :, :, start:stop] = key_states
         self._buffer[1, :, :, start:stop] = value_states
         self.set_length(stop)
+        # of the new tokens, the first one attends to the earliest token
         first = self._first_visible(start)
         visible = self._buffer[:, :, :, first:stop]
         keys, values = visible

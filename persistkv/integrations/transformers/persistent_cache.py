@@ -279,7 +279,7 @@ class PersistentCache(RequestCache):
 
     def load(self, tokens: Sequence[int], model: Any) -> None:
         """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the
-        last one.
+        last one, which the model must run to predict the next token.
 
         From now on, the tokens that ``model`` runs with this cache are recorded.
 

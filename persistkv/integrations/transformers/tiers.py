@@ -203,9 +203,10 @@ class Tiers:
         return loads[req_id]
 
     def record_prefill(self, start: int, stop: int, seconds: float) -> None:
-        """Record how long the prefill of the tokens from ``start`` to ``stop - 1`` took, to compare
-        loads with computing, for ``prefill_s`` and for the stores' savings. Prefills of less than
-        64 tokens are ignored: they do not show the speed of long ones."""
+        """Record how long the prefill of the tokens from ``start`` to ``stop - 1`` took: for the
+        choice between a load and a prefill, for ``prefill_s``, and for the savings that stores
+        record. Prefills of less than 64 tokens are ignored: they do not show the speed of long
+        prefills."""
         num_tokens = stop - start
         if num_tokens < MEASURED_TOKENS or self._tiering is None:
             return
@@ -215,8 +216,8 @@ class Tiers:
 
     def prefill_s(self, start: int, stop: int) -> float | None:
         """Return the expected seconds of a prefill of the tokens from ``start`` to ``stop - 1``: at
-        the speed with which loads are compared, or else at that which earlier engines have recorded
-        in the stores. None: neither is known."""
+        the speed with which loads are compared, or else at the speed that earlier engines have
+        recorded in the stores. None: neither speed is known."""
         if start == stop:
             return 0.0
         if self._tiering is not None:

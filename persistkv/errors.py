@@ -107,11 +107,11 @@ class PromptTooLongError(ConfigurationError):
         option: str | None = None,
         needed: int | None = None,
     ) -> None:
-        remedy = f"or {option}={needed}"
-        if option is None:
-            remedy = "the model's context length"
+        explanation = "the model's context length"
+        if option is not None:
+            explanation = f"or {option}={needed}"
         super().__init__(
-            "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {remedy}"
+            "token_ids", f"{tokens} tokens", f"at most {limit} tokens, {explanation}"
         )
         self.tokens = tokens
         self.limit = limit

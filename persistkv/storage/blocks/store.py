@@ -672,7 +672,8 @@ class BlockStore:
             return {DEFAULT_TENANT: range(len(keys))}
         positions: dict[str, list[int]] = {}
         for position, key in enumerate(keys):
-            positions.setdefault(tenant_of(key), []).append(position)
+            tenant = tenant_of(key)
+            positions.setdefault(tenant, []).append(position)
         # check the names, which come from the caller's function
         for tenant in positions:
             check_tenant("tenant_of", tenant)

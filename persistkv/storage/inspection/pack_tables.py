@@ -84,11 +84,11 @@ class Packs:
         # groups with fewer blocks are filled with None, which no pack holds
         for block_keys in zip_longest(*groups):
             for key in block_keys:
-                holding = self.holders.get(key)
-                if holding is None:
+                packs = self.holders.get(key)
+                if packs is None:
                     continue
-                pack = holding[0]
-                chosen[pack] = None
+                first_pack = packs[0]
+                chosen[first_pack] = None
         return list(chosen)
 
 

@@ -47,7 +47,7 @@ class ScatteredBlocks(BlockMemory):
         self._places: dict[int, Regions | _BlockRun] = {}
         """By number of a block, its regions, or the blocks of the call that it is part of."""
         self._next = 0
-        """Number of the next block; none is used twice."""
+        """Number of the next block; no number is used twice."""
 
     def add(self, blocks: Sequence[Regions]) -> range:
         """Register blocks; return a new number for each, valid until ``remove``."""

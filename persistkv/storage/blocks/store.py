@@ -593,7 +593,7 @@ class BlockStore:
     def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Run a coroutine in the store's thread, and return its result.
 
-        :raises StoreTimeoutError: it takes longer than ``timeout_s``; it continues.
+        :raises StoreTimeoutError: the call takes longer than ``timeout_s`` seconds; it continues.
         """
         call = self._start(coroutine)
         try:

@@ -298,7 +298,7 @@ def _attends_to_later_tokens(model: Any, config: Any) -> bool:
         return True
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return True
-    # A configuration may lack both fields, so look at the attention modules of the layers, too;
+    # A configuration may lack both fields, so check the attention modules of the layers, too;
     # None is a module that does not say. A model with any causal attention counts as causal.
     causal = set()
     for module in model.modules():

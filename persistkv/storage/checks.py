@@ -175,7 +175,7 @@ class CallsCheck:
 
     def _deleted(self) -> Check:
         """Delete the blob, and return the outcome: a failure is only a warning."""
-        deleted = self._try("delete", "delete", self._delete)
+        deleted = self._try("delete", method="delete", call=self._delete)
         if deleted.level is not Level.PROBLEM:
             return deleted
         # only a warning: engines work without deletions until no room is left

@@ -40,9 +40,10 @@ class KeyOptions(msgspec.Struct, frozen=True):
         """:raises ConfigurationError: more than one option is given."""
         given = [name for name in KEY_OPTIONS if getattr(self, name) is not None]
         if len(given) > 1:
-            value = getattr(self, given[1])
+            first, second = given[:2]
+            value = getattr(self, second)
             raise ConfigurationError(
-                given[1], value, f"one key: {given[0]} names another one"
+                second, value, f"one key: {first} names another one"
             )
 
     def store_key(self) -> StoreKey | None:

@@ -47,7 +47,8 @@ class RequestUse:
         """
         times = []
         if own_ttl_s is not None:
-            times.append(max(self.written, self.last_used) + own_ttl_s)
+            last_use = max(self.written, self.last_used)
+            times.append(last_use + own_ttl_s)
         if store_ttl_s is not None and not self.pinned:
             times.append(self.written + store_ttl_s)
         return min(times, default=None)

@@ -77,14 +77,16 @@ class MemoryBlobs(Blobs):
         check_name(name)
         self._check_open()
         with self._lock:
-            data, _ = self._held.get(name, (None, 0.0))
-        if data is None:
+            held = self._held.get(name)
+        if held is None:
             raise BlobMissingError(f"{name} does not exist")
+        data, _ = held
         count = 0
         for buffer in buffers:
             start = offset + count
             part = data[start : start + buffer.nbytes]
-            buffer.cast("B")[: len(part)] = part
+            bytes_to_fill = buffer.cast("B")
+            bytes_to_fill[: len(part)] = part
             count += len(part)
             # the blob has ended: a further buffer must not be taken
             if len(part) < buffer.nbytes:

@@ -50,8 +50,9 @@ class FaultyBackend(Backend, Generic[B]):
             if is_public and name not in vars(FaultyBackend):
                 members[name] = _member(kind, name)
         # a class of its own, so that abstract methods and class attributes are there, too
-        wrapper: type[FaultyBackend[B]]
-        wrapper = type(f"Faulty{kind.__name__}", (cls,), members)
+        class_name = f"Faulty{kind.__name__}"
+        bases = (cls,)
+        wrapper: type[FaultyBackend[B]] = type(class_name, bases, members)
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
@@ -87,9 +88,9 @@ class FaultyBackend(Backend, Generic[B]):
         errors = repeat(error) if times is None else repeat(error, times)
 
         def raise_next(*_: object, **__: object) -> None:
-            remaining = next(errors, None)
-            if remaining is not None:
-                raise copy(remaining)
+            next_error = next(errors, None)
+            if next_error is not None:
+                raise copy(next_error)
 
         self.before(method, raise_next)
 
@@ -103,8 +104,10 @@ class FaultyBackend(Backend, Generic[B]):
                 faults.pop(method, None)
 
     def _check(self, method: str) -> None:
-        if not callable(getattr(type(self.inner), method, None)):
-            raise ValueError(f"{type(self.inner).__name__} has no method {method!r}")
+        kind = type(self.inner)
+        member = getattr(kind, method, None)
+        if not callable(member):
+            raise ValueError(f"{kind.__name__} has no method {method!r}")
 
 
 def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:

@@ -37,7 +37,8 @@ def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     half = block_bytes // 2
-    blocks[:, half:] = blocks[:, :1]
+    first_bytes = blocks[:, :1]
+    blocks[:, half:] = first_bytes
     return blocks
 
 
@@ -82,9 +83,9 @@ def sample_pack(
     segment = sample_segment(
         seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth
     )
-    return PackWriter(
-        namespace, codec or RawCodec(), [segment], seal=seal, tenant=tenant
-    )
+    if codec is None:
+        codec = RawCodec()
+    return PackWriter(namespace, codec, [segment], seal=seal, tenant=tenant)
 
 
 def payload_of(pack: NewPack) -> bytes:
@@ -105,7 +106,8 @@ def open_payload(seal: Seal, table: PackTable, payload: memoryview) -> None:
     for placed in table.placed_frames():
         frame = placed.frame
         end = frame.offset + frame.stored_length
-        frame_seal.open(placed, [payload[frame.offset : end]])
+        stored = payload[frame.offset : end]
+        frame_seal.open(placed, [stored])
 
 
 def sample_manifest(

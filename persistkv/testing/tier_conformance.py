@@ -74,8 +74,10 @@ class TierRig:
             is_promotion=is_promotion,
             req_context=req,
         )
-        submit = self.tier.submit_load if is_promotion else self.tier.submit_store
-        submit(job_metadata=job)
+        if is_promotion:
+            self.tier.submit_load(job_metadata=job)
+        else:
+            self.tier.submit_store(job_metadata=job)
         return job_id
 
     def results(self, job_ids: Collection[int]) -> dict[int, JobResult]:
@@ -106,7 +108,8 @@ class TierRig:
         """
         deadline = time.monotonic() + TIMEOUT_S
         while not all(self.tier.lookup(key, req) for key in keys):
-            assert not list(self.tier.get_finished_jobs())
+            unexpected = list(self.tier.get_finished_jobs())
+            assert not unexpected
             # take events in each step, as the manager of the primary tier does
             self.tier.take_events()
             assert time.monotonic() < deadline, "stored blocks do not become visible"
@@ -135,7 +138,8 @@ class TierRig:
         req: ReqContext,
     ) -> None:
         """Store blocks, end the request, and wait until lookups find them."""
-        self.run(self.store(keys, block_ids, req))
+        job_id = self.store(keys, block_ids, req)
+        self.run(job_id)
         # a tier may keep blocks of a running request to itself
         self.tier.on_request_finished(req)
         self.wait_held(keys, req)
@@ -221,7 +225,10 @@ class SecondaryTierConformance(ABC):
         return list(itertools.chain.from_iterable(context.description.group_keys))
 
     def test_get_tier_type_returns_nonempty_name(self, rig: TierRig) -> None:
-        assert rig.tier.get_tier_type() == type(rig.tier).get_tier_type() != ""
+        name = rig.tier.get_tier_type()
+        assert name
+        # the class tells the name, too, without an object
+        assert type(rig.tier).get_tier_type() == name
 
     def test_load_stored_blocks_writes_their_bytes_only(
         self,
@@ -234,6 +241,7 @@ class SecondaryTierConformance(ABC):
         assert rig.run(job_id) == JobResult(job_id, success=True, failed_keys=[])
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
+
         rig.rows[:] = _UNTOUCHED
         first_row = 20
         targets = range(first_row, first_row + len(keys))
@@ -241,6 +249,7 @@ class SecondaryTierConformance(ABC):
         result = rig.run(job_id)
         assert result.success
         assert list(result.failed_keys) == []
+
         for source, key in enumerate(keys):
             row = first_row + source
             rig.check_loaded(key, row, stored, source)
@@ -255,15 +264,19 @@ class SecondaryTierConformance(ABC):
         request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)[:3]
+        sources = [0, 1, 2]
+        targets = [5, 6, 7]
         stored = rig.rows[:3].copy()
-        rig.run(rig.store(keys, [0, 1, 2], request_of))
+        store_id = rig.store(keys, sources, request_of)
+        rig.run(store_id)
         # the result means that the rows are no longer in use
         rig.rows[:3] = 0
         rig.tier.on_request_finished(request_of)
         rig.wait_held(keys, request_of)
-        rig.run(rig.load(keys, [5, 6, 7], request_of))
-        for number, key in enumerate(keys):
-            rig.check_loaded(key, 5 + number, stored, number)
+        load_id = rig.load(keys, targets, request_of)
+        rig.run(load_id)
+        for key, target, source in zip(keys, targets, sources, strict=True):
+            rig.check_loaded(key, target, stored, source)
 
     def test_get_finished_jobs_returns_one_result_per_job(
         self,
@@ -271,15 +284,15 @@ class SecondaryTierConformance(ABC):
         request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
-        jobs = [
-            rig.store(keys[:4], range(4), request_of),
-            rig.store(keys[:4], range(4), request_of),  # held, or being stored
-            rig.store(keys[2:6], range(2, 6), request_of),
-            rig.store([], [], request_of),
-            rig.load([], [], request_of),
-        ]
-        results = rig.results(jobs).values()
-        assert all(result.success for result in results)
+        first = rig.store(keys[:4], range(4), request_of)
+        # blocks that are held, or being stored
+        same = rig.store(keys[:4], range(4), request_of)
+        overlapping = rig.store(keys[2:6], range(2, 6), request_of)
+        empty_store = rig.store([], [], request_of)
+        empty_load = rig.load([], [], request_of)
+        jobs = [first, same, overlapping, empty_store, empty_load]
+        results = rig.results(jobs)
+        assert all(result.success for result in results.values())
         assert not list(rig.tier.get_finished_jobs())
 
     def test_load_absent_block_fails_alone(
@@ -326,11 +339,9 @@ class SecondaryTierConformance(ABC):
         rig.tier.reset_cache(weights_changed=True)
         assert not any(rig.tier.lookup(key, request_of) for key in keys)
         # jobs still get results, whether the tier serves them or not
-        jobs = [
-            rig.store(keys, [0, 1, 2], request_of),
-            rig.load(keys, [3, 4, 5], request_of),
-        ]
-        rig.results(jobs)
+        store_id = rig.store(keys, [0, 1, 2], request_of)
+        load_id = rig.load(keys, [3, 4, 5], request_of)
+        rig.results([store_id, load_id])
 
     def test_drain_jobs_makes_results_available_at_once(
         self,

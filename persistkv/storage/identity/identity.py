@@ -385,7 +385,8 @@ def _cache_file(path: Path) -> Path:
     encoded_path = os.fsencode(path.absolute())
     digest = hashlib.sha256(encoded_path).hexdigest()
     name = digest[:_CACHE_NAME_DIGITS]
-    return root / "persistkv" / "fingerprints" / f"{name}.json"
+    directory = root / "persistkv" / "fingerprints"
+    return directory / f"{name}.json"
 
 
 def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | None:

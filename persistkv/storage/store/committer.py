@@ -264,7 +264,7 @@ class Committer:
         kept: deque[Transaction] = deque()
         for transaction in waiting:
             own, others = transaction.divided(tenants)
-            self._drop(own, None)
+            self._drop(own)
             if others.packs or others.ends:
                 kept.append(others)
         return kept
@@ -274,9 +274,9 @@ class Committer:
         ``TenantForgottenError`` must lead here, because the backend raises it only once."""
         writers = self._queue.take_tenants(tenants)
         ends = self._queue.ends.take_tenants(tenants)
-        self._drop(Transaction(writers, ends), None)
+        self._drop(Transaction(writers, ends))
 
-    def _drop(self, transaction: Transaction, refused: str | None) -> None:
+    def _drop(self, transaction: Transaction, refused: str | None = None) -> None:
         """Drop the packs and ends of requests of a failed transaction, and count and report them.
 
         :param refused: the tenant whose quota it did not fit; None: it failed otherwise.
@@ -311,17 +311,18 @@ class Committer:
             # With a cursor, the driver refuses a batch that other commits made stale: its blocks
             # may be held by now, or its manifests may name packs that were evicted.
             cursor = self._catalogue.cursor
-            done = await self._attempt(transaction, uses, cursor)
+            done = await self._attempt(transaction, uses, seen=cursor)
             if not done.result.stale:
                 return done
             await self._catalogue.refresh()
         # a busy store must not starve this engine: the last attempt may store some blocks twice
-        return await self._attempt(transaction, uses, None)
+        return await self._attempt(transaction, uses, seen=None)
 
     async def _attempt(
         self,
         transaction: Transaction,
         uses: Sequence[bytes],
+        *,
         seen: bytes | None,
     ) -> _Attempt:
         """Commit a transaction once.

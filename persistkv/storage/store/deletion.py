@@ -67,7 +67,7 @@ class Deleter:
             queue,
             StoreCounters(),
             options,
-            lambda: [catalogue],
+            sources=lambda: [catalogue],
         )
 
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -110,8 +110,8 @@ class Deleter:
             if keys.issuperset(pack.keys):
                 whole.append(pack)
         if whole:
-            # without a new pack (None), because no block is kept
-            await self._replace(whole, None, keys)
+            # no new pack, because no block is kept
+            await self._replace(whole, writer=None, keys=keys)
         # one pack at a time, because the blocks that are kept need memory
         for pack in packs:
             if pack not in whole:

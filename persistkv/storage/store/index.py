@@ -356,13 +356,13 @@ class _FingerprintTable:
             self.packs[slots[is_free]] = left[is_free]
             has_won = is_free & (self.packs[slots] == left)
 
-            at = slots[has_won]
+            slots_won = slots[has_won]
             winners = left[has_won]
             was_empty = values[has_won] == _EMPTY
             self.used += int(np.count_nonzero(was_empty))
             # write the fingerprint last, because it makes the entry visible to the engine
-            self.packs[at] = pack_numbers[winners]
-            self.fingerprints[at] = fingerprints[winners]
+            self.packs[slots_won] = pack_numbers[winners]
+            self.fingerprints[slots_won] = fingerprints[winners]
             left = left[~has_won]
             _advance(probed, left, self.slots)
         self._num_entries[0] += np.uint64(len(probed))
@@ -393,26 +393,26 @@ class _FingerprintTable:
         is_first[1:] = all_slots[1:] != all_slots[:-1]
         return all_slots[is_first]
 
-    def remove(self, at: Ints) -> None:
+    def remove(self, slots: Ints) -> None:
         """Remove the entries in these slots, which must be distinct."""
-        self.fingerprints[at] = _GONE
-        self.packs[at] = 0
-        self._num_entries[0] -= np.uint64(len(at))
-        self._empty(at)
+        self.fingerprints[slots] = _GONE
+        self.packs[slots] = 0
+        self._num_entries[0] -= np.uint64(len(slots))
+        self._empty(slots)
 
-    def _empty(self, at: Ints) -> None:
+    def _empty(self, slots: Ints) -> None:
         """Change ``_GONE`` to ``_EMPTY`` in slots that an empty slot follows, because no probe must
         pass them: first in these slots, then in the slots before them. Otherwise, a table whose
         packs are evicted and replaced would fill up with ``_GONE``."""
-        while len(at):
-            is_gone = self.fingerprints[at] == _GONE
-            following = (at + 1) % self.slots
+        while len(slots):
+            is_gone = self.fingerprints[slots] == _GONE
+            following = (slots + 1) % self.slots
             ends_probes = self.fingerprints[following] == _EMPTY
-            at = at[is_gone & ends_probes]
-            self.fingerprints[at] = _EMPTY
-            self.used -= len(at)
+            emptied = slots[is_gone & ends_probes]
+            self.fingerprints[emptied] = _EMPTY
+            self.used -= len(emptied)
             # go on with the slots before: an empty slot follows them now
-            at = (at - 1) % self.slots
+            slots = (emptied - 1) % self.slots
 
     def packs_of(self, fingerprint: int) -> Iterator[int]:
         """Yield the pack number of each entry with this fingerprint."""
@@ -678,13 +678,13 @@ class Index:
             self._begin_replacement(more=len(packs))
             while self._new is not None:
                 self.replace_some()
-        at = self._table.insert(fingerprints, packs)
+        slots = self._table.insert(fingerprints, packs)
         is_too_full = self._table.room(_FILL) < 0
         if self._new is not None:
             # Slots before ``_copied`` have been copied: insert their entries into the new table,
             # too. Entries in later slots will be copied with them.
-            is_before = at < self._copied
-            self._new.insert(fingerprints[is_before], packs[is_before])
+            is_copied = slots < self._copied
+            self._new.insert(fingerprints[is_copied], packs[is_copied])
             # The committer replaces a slice in each of its rounds. Commits of many blocks need more
             # slices, so that the new table is complete before this one is full.
             for _ in range(len(packs) // _KEYS_PER_SLICE):
@@ -741,14 +741,14 @@ class Index:
         search of all slots."""
         for table in self._tables:
             if fingerprints is None:
-                at = np.flatnonzero(table.packs == _ADOPTED)
+                slots = np.flatnonzero(table.packs == _ADOPTED)
             else:
                 wanted = _unpack_fingerprints(fingerprints)
-                at = table.find(wanted, _ADOPTED)
-            table.remove(at)
+                slots = table.find(wanted, _ADOPTED)
+            table.remove(slots)
             # count once: the other table has copies of the same entries
             if table is self._table:
-                self._num_adopted -= len(at)
+                self._num_adopted -= len(slots)
 
     # The file
 
@@ -793,10 +793,11 @@ class Index:
         table = self._table
         for start in range(0, table.slots, _AT_ONCE):
             packs = table.packs[start : start + _AT_ONCE]
-            at = start + np.flatnonzero(packs)  # slots with an entry
-            entries = np.empty(len(at), _ENTRY)
-            entries["fingerprint"] = table.fingerprints[at]
-            entries["pack"] = table.packs[at]
+            # a pack number of 0 marks a slot without an entry
+            slots = start + np.flatnonzero(packs)
+            entries = np.empty(len(slots), _ENTRY)
+            entries["fingerprint"] = table.fingerprints[slots]
+            entries["pack"] = table.packs[slots]
             yield entries.tobytes()
 
     def load(self, path: Path, seal: Seal, name: bytes) -> bytes | None:

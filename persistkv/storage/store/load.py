@@ -415,7 +415,8 @@ class PartRead:
         raw = memoryview(b"")
         if _any_encoded(self._part):
             raw = self._take_raw(take)
-        buffer = take(max(frame.stored_length for frame in frames))
+        largest_bytes = max(frame.stored_length for frame in frames)
+        buffer = take(largest_bytes)
 
         def finish(number: int, stored: memoryview) -> None:
             self._finish(number, [stored], raw, in_rows=False)
@@ -469,7 +470,8 @@ class PartRead:
 
     def _take_raw(self, take: Take) -> memoryview:
         """Return memory for one decoded frame."""
-        return take(max(read.frame.raw_length for read in self._part))
+        largest_bytes = max(read.frame.raw_length for read in self._part)
+        return take(largest_bytes)
 
     def _finish(
         self,

@@ -944,7 +944,7 @@ def shortened(
             retention=Retention(ttl_s=manifest.ttl_s, priority=manifest.priority),
             tenant=manifest.tenant,
         )
-        write, _ = make_manifest(end, pack_of, block_bytes, manifest.created)
+        write, _ = make_manifest(end, pack_of, block_bytes, created=manifest.created)
         if write is None:
             continue
         shorter.append(write)

@@ -321,11 +321,15 @@ class BackendConformance(BackendSuite):
         manifest = sample_manifest("r", packs=[pinned.pack_id])
         batch = CommitBatch([pinned, used, idle], [manifest], pins=[("r", True)])
         small_rig.commit_batch(batch)
-        small_rig.commit_batch(CommitBatch(touches=[used.pack_id]))
+        use = CommitBatch(touches=[used.pack_id])
+        small_rig.commit_batch(use)
+
         evicted: list[bytes] = []
         for pack in new:
-            evicted += _evicted_by(small_rig.commit(pack))
+            result = small_rig.commit(pack)
+            evicted += _evicted_by(result)
             small_rig.check_totals()
+
         # the least recently used pack is evicted first, the pinned one never
         candidates = [pack.pack_id for pack in (idle, used, *new)]
         assert len(evicted) > 10
@@ -371,7 +375,9 @@ class BackendConformance(BackendSuite):
 
     def test_commit_manifest_deletion_keeps_packs(self, rig: NamespaceRig) -> None:
         pack = rig.pack(1)
-        manifests = [sample_manifest("a", packs=[pack.pack_id]), sample_manifest("b")]
+        with_pack = sample_manifest("a", packs=[pack.pack_id])
+        without_packs = sample_manifest("b")
+        manifests = [with_pack, without_packs]
         # requests are deleted although they are pinned
         pins = [("a", True), ("b", True)]
         rig.commit_batch(CommitBatch([pack], manifests, pins=pins))
@@ -383,7 +389,7 @@ class BackendConformance(BackendSuite):
         assert rig.manifest_keys(["a"]) == [None]
         assert rig.check_totals().requests == 1
         # a later version of the request is not covered by the deletion
-        rig.commit_batch(CommitBatch(manifests=manifests[:1]))
+        rig.commit(manifests=[with_pack])
         assert rig.manifest_ids() == {"a", "b"}
         rig.commit_batch(CommitBatch(manifest_deletions=["b", "a"]))
         assert rig.check_totals().requests == 0
@@ -741,10 +747,13 @@ def _content(stats: BackendStats) -> BackendStats:
 def _batch(backend: Backend, number: int) -> CommitBatch:
     """Return a batch of two packs and a manifest, different for each number."""
     namespace = sample_identity().digest
+    first_seed = 10 * number
     packs: list[PackWriter] = []
-    for seed in (10 * number, 10 * number + 1):
-        packs.append(sample_pack(namespace, seed, blocks=2, seal=backend.seal))
-    return CommitBatch(packs, [sample_manifest(f"r{number}", number)])
+    for seed in (first_seed, first_seed + 1):
+        pack = sample_pack(namespace, seed, blocks=2, seal=backend.seal)
+        packs.append(pack)
+    manifest = sample_manifest(f"r{number}", number)
+    return CommitBatch(packs, [manifest])
 
 
 def _held(rig: NamespaceRig, batch: CommitBatch) -> list[bool]:

@@ -66,7 +66,7 @@ class Announcer:
         self._is_woken.set()
 
     def stop(self) -> None:
-        """End the thread; if it reads the list of a store, wait for that, within the time limit."""
+        """End the thread. Wait while it reads the list of a store, within the time limit."""
         self._is_stopped = True
         self._is_woken.set()
         self._thread.join()
@@ -88,7 +88,8 @@ class Announcer:
             self._announce_changes()
 
     def add_listener(self, register: Callable[[], None], stored: Announce) -> None:
-        """Register a listener; it may hear twice of a key that is stored now. Failures are logged.
+        """Register a listener. It may get a key twice that is stored during the call.
+        Failures are logged.
 
         :param register: registers the listener with LMCache: it hears of all changes after this
             call.
@@ -108,8 +109,8 @@ class Announcer:
                     logger.warning("stored keys are not announced: %s", error)
 
     def _announce_changes(self) -> None:
-        """Announce the changes of all open stores; one store that fails does not concern the
-        others."""
+        """Announce the changes of all open stores. Log the failure of a store, and continue with
+        the next one."""
         for place, store in self._stores.items():
             if self._is_stopped:
                 return

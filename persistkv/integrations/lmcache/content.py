@@ -32,7 +32,7 @@ class _Listed(NamedTuple):
     """Bytes of the object."""
 
     def cursor(self) -> str:
-        """Return the position after this entry: the order of cursors is that of the entries."""
+        """Return the position after this entry as text, which sorts as the entries do."""
         return f"{self.key.hex()}-{self.model_name}"
 
     def to_entry(self) -> Any:

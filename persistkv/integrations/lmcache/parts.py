@@ -49,7 +49,7 @@ class PutPart(Part):
 
     def submit(self, store: BlockStore, queue: CompletionQueue) -> int:
         labels = {"lmcache_model": self.place.model_name}
-        # a label applies to all keys of the call, so only a salt that they share can be one
+        # a label applies to all keys of the call: add the salt only if they share it
         if len(self.salts) == 1:
             (shared_salt,) = self.salts
             if shared_salt:

@@ -199,7 +199,7 @@ class LayoutStores:
         return place
 
     def close(self) -> bool:
-        """Close all open stores; return whether none of them hung. One that is being opened now is
+        """Close all open stores; return whether none of them hung. A store that is being opened is
         closed by the thread that opens it."""
         with self._lock:
             self._is_closed = True

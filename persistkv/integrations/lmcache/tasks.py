@@ -11,7 +11,7 @@ from persistkv.storage.blocks import BlockStore, Completion, CompletionQueue
 
 
 class _Task:
-    """A task that is not done."""
+    """A task in progress."""
 
     def __init__(self, num_keys: int, num_parts: int) -> None:
         self.results = [False] * num_keys
@@ -20,7 +20,10 @@ class _Task:
         """Parts that have not ended."""
 
     def end_part(self, positions: Sequence[int], results: Sequence[bool]) -> None:
-        """Add the results of a part, for the keys at these positions of the task."""
+        """Add the results of a part that has ended.
+
+        :param positions: for each result, the position of its key in the task.
+        """
         self.num_parts -= 1
         for position, result in zip(positions, results, strict=True):
             self.results[position] |= result

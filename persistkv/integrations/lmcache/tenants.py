@@ -36,8 +36,8 @@ class SaltRules:
         """Objects of tasks that were neither stored nor looked up."""
 
     def accepts(self, key: Any) -> bool:
-        """Return whether LMCache's ``ObjectKey`` is of a tenant. Count it if it is of none, and log
-        the first one."""
+        """Return whether LMCache's ``ObjectKey`` belongs to a tenant. Count each key that does not,
+        and log the first one."""
         problem = self._problem_of(key.cache_salt)
         if problem is None:
             return True
@@ -53,7 +53,7 @@ class SaltRules:
         return False
 
     def _problem_of(self, salt: str) -> str | None:
-        """Return why an object with this salt is of no tenant; None: it is of one."""
+        """Return why an object with this salt belongs to no tenant; None: it belongs to one."""
         if not salt:
             # keys without a salt are the default tenant's, unless the option requires a salt
             if self._requires_salt:

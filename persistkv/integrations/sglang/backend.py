@@ -229,8 +229,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return results
 
     def _store_for(self, transfer: Any) -> PoolStore | None:
-        """Return the store of a transfer's pages; None if its pool is unknown, or if it has not as
-        many indices as its pages need."""
+        """Return the store of a transfer's pages; None if its pool is unknown, or if the transfer
+        has more or fewer indices than its pages need."""
         name = _name(transfer.name)
         store = self._pools.get(name)
         indices = transfer.host_indices

@@ -24,9 +24,10 @@ class SGLangOptions(BlockStoreOptions, frozen=True, kw_only=True):
     model_path: str | None = None
     """Directory of the model's checkpoint, whose weights are fingerprinted."""
     weights: str | None = None
-    """A name for the weights instead, which must change whenever they change."""
+    """A name for the weights, which must change whenever they change. If it is set, the weights are
+    not fingerprinted, and ``model_path`` is not needed."""
     attention_backend: str
-    """Attention backend of the engine, such as ``fa3``: KV of another one may differ."""
+    """Attention backend of the engine, such as ``fa3``: KV of another backend may differ."""
     kv_cache_dtype: str | None = None
     """Type of the numbers in the KV cache, such as ``fp8_e4m3``. Required if SGLang's pools show
     only ``uint8``."""

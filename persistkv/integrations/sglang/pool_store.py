@@ -31,7 +31,7 @@ _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of ``timeout_s``: it deletes all pages of a tenant."""
 _PAGES_PER_READ = 128  # maximum number of pages in one of SGLang's calls
 _SEPARATOR = b"\0"
-"""Before the tenant's name in a key; neither hashes nor names contain it."""
+"""Separates the page's hash from the tenant's name in a key; neither contains it."""
 
 
 class PoolStore:
@@ -93,7 +93,8 @@ class PoolStore:
             return None
 
     def _open(self) -> BlockStore:
-        """Open the block store; called in a thread of ``StoreOpener``, because it may hang."""
+        """Open the block store; called in a thread of ``StoreOpener``, because the opening may
+        hang."""
         return self._options.open(
             self._identity,
             self._page_bytes,

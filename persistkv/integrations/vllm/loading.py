@@ -111,8 +111,10 @@ class StepMeter:
             self._observe(stored_tokens, stored_step_s)
 
     def _observe(self, computed: Sequence[range], step_s: float) -> None:
-        """Learn from one step, in which only these tokens were computed; ignore steps that were
-        mostly something else: decoding, or a pause."""
+        """Learn from one step. Ignore a step whose time may be mostly that of decoding or a pause.
+
+        :param computed: for each request, its tokens that the step has computed.
+        """
         num_tokens = sum(len(tokens) for tokens in computed)
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return
@@ -172,7 +174,7 @@ class WaitingChunks:
         loadable_tokens = request.num_tokens - 1
         num_loadable = loadable_tokens // chunk_tokens
         self._following = range(self._first + 1, num_loadable)
-        """Indices of the chunks after the first one that may be loaded with it."""
+        """Indices of the chunks that may be loaded after the first one."""
 
     def key_at(self, number: int) -> OffloadKey:
         """Return the key under which stores have a chunk, by its number: the first one to load has
@@ -321,8 +323,8 @@ def group_windows(offloading: Any, kv_cache_config: Any) -> tuple[int | None, ..
 
 
 def _window_of(spec: Any) -> int | None:
-    """Return how many of a prefix's last tokens the engine needs to continue after it; None:
-    all."""
+    """Return how many of a prefix's last tokens the engine needs to continue after the prefix;
+    None: all."""
     kind = type(spec).__name__
     # a state-space model needs the state after the last token
     if kind.startswith("Mamba"):

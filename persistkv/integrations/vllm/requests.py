@@ -170,9 +170,9 @@ def _parse_prefetch(req_id: str, payload: object) -> list[Prefetch]:
 
 
 def _refuses_if_invalid(action: Any) -> bool:
-    """Return whether an invalid hint refuses its request: it names the tenant, and without it the
-    request would be one of the default tenant."""
-    # a prefetch concerns later requests, so it never refuses its own
+    """Return whether an invalid hint refuses its request: the hint names a tenant, and a request
+    without this name would be one of the default tenant."""
+    # a prefetch concerns later requests, so it never refuses the request that has the hint
     if action.action_type == PREFETCH:
         return False
     return isinstance(action.payload, Mapping) and "tenant" in action.payload
@@ -261,8 +261,8 @@ class RequestLoads:
             if position is None:
                 return
             positions[key] = position
-        # The engine uses the chunks before the first one that failed. It computes the others, even
-        # those that were loaded, because a prefix has no gaps.
+        # The engine uses the chunks before the first failed one. It computes all later chunks, also
+        # loaded ones, because a prefix has no gaps.
         failed_positions = [positions[key] for key in failed]
         first_failed = min(failed_positions, default=math.inf)
         for key, position in positions.items():
@@ -306,7 +306,7 @@ class LiveRequest(RequestDescription):
         self.loads = RequestLoads(position)
         """Loads of the request."""
         self.epoch: int | None = None
-        """Number of the model weights with which the request began: once the weights are others, it
+        """Number of the model weights with which the request began: once they have changed, it
         finds and stores nothing more. None: it never finds or stores anything
         (``GuardedTier.begin_request``)."""
         self.tenant_keys: TenantKeys | None = None

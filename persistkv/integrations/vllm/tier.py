@@ -249,7 +249,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         kv_cache = find_kv_cache_config()
         numbers = None
         # The canary compares numbers that this engine computes with stored ones of another release.
-        # With KV from other connectors, it cannot tell which numbers were computed.
+        # With KV from other connectors, the canary cannot tell which numbers were computed.
         if self.options.adopt == "canary" and is_only_source(engine):
             device = str(facts["device"])
             numbers = number_layout(engine, spec, kv_cache, device=device)
@@ -372,7 +372,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if scheduler is None:
             return False
         for req_id, request in self._requests.items():
-            # ``_begin_measuring`` sets it at the end of the request's first schedule
+            # ``_begin_measuring`` sets the number at the end of the request's first schedule
             is_new = request.loads.first_unmeasured is None
             if is_new:
                 continue
@@ -392,8 +392,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         request.loads.first_unmeasured = num_cached
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """Store the chunks of a job, or report it as done without that if its request must not be
-        stored."""
+        """Store the chunks of a job. If its request must not be stored, report the job as done
+        without storing them."""
         request = self._request(job_metadata.req_context)
         keys = list(job_metadata.keys)
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
@@ -489,13 +489,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         that they ask for."""
         options = given.options
         tenant = options.tenant
-        # the epoch is None if the weights have changed, or if the request expects others
+        # the epoch is None if the weights have changed, or if the request expects other weights
         epoch = self._guard.begin_request(options.weights)
         is_refused = self._report_if_refused(context.req_id, given)
         uses_store = epoch is not None and not is_refused
         if not uses_store:
             options = RequestOptions(store=False, load=False, tenant=tenant)
-        # of several stores, the first one takes the hints
+        # only the first store of the engine handles prefetches, so that each is done once
         if uses_store and self._guard is self._stores[0]:
             for prefetch in given.prefetches:
                 self._prefetch(prefetch, tenant or DEFAULT_TENANT)
@@ -587,7 +587,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             return []
         events = []
         for event in self._tier.take_events():
-            # An event without keys only says that earlier ones were lost: vLLM has none for that.
+            # an event without keys says that earlier events were lost, which vLLM cannot express
             if not event.keys:
                 continue
             keys = [engine_key(key, self._key_bytes) for key in event.keys]
@@ -761,7 +761,8 @@ def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
 
 
 def _find_request(req_id: str) -> Any:
-    """Return vLLM's ``Request`` of this id; None if no scheduler calls, or it has none."""
+    """Return vLLM's ``Request`` of this id; None if no scheduler calls, or if it has no such
+    request."""
     scheduler = find_scheduler()
     return None if scheduler is None else scheduler.requests.get(req_id)
 

@@ -56,8 +56,8 @@ class GuardedTier:
         self._epoch = watch.epoch
         """Epoch of ``tier``, or of the one that is being opened."""
         self._is_detached = False
-        """Whether ``tier`` is out of use. It begins with a change of the weights, and ends when a
-        request has named the new weights and their tier is open."""
+        """Whether ``tier`` is out of use: from a change of the weights until the tier of the
+        newly named weights is open."""
         self._opening: threading.Thread | None = None
         """The thread that opens a tier; set until the engine's thread has seen its end. None: no
         tier is being opened."""

@@ -177,7 +177,7 @@ def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
     if getattr(offloading_worker, "watches_weights", False):
         return
     parallel = worker.vllm_config.parallel_config
-    # a load balancer of experts swaps them while the engine runs
+    # a load balancer swaps experts while the engine runs
     moves_experts = bool(getattr(parallel, "enable_eplb", False))
 
     def sample() -> bytes:

@@ -301,18 +301,20 @@ class SecondaryTierConformance(ABC):
         request_of: ReqContext,
     ) -> None:
         keys = self.keys_of(request_of)
+        first, second = keys[:2]
         stored = rig.rows[:2].copy()
-        rig.store_until_held(keys[:2], [0, 1], request_of)
+        rig.store_until_held([first, second], [0, 1], request_of)
+
         absent = make_offload_key(b"absent" * 5, 0)
         assert rig.tier.lookup(absent, request_of) is False
-        mixed = [keys[0], absent, keys[1]]
+        mixed = [first, absent, second]
         job_id = rig.load(mixed, [10, 11, 12], request_of)
         result = rig.run(job_id)
         assert result.success
         assert list(result.failed_keys) == [absent]
         # the blocks before and after the absent one are loaded
-        rig.check_loaded(keys[0], 10, stored, 0)
-        rig.check_loaded(keys[1], 12, stored, 1)
+        rig.check_loaded(first, row=10, stored=stored, source=0)
+        rig.check_loaded(second, row=12, stored=stored, source=1)
 
     def test_store_request_without_description_succeeds(self, rig: TierRig) -> None:
         context = ReqContext("plain")

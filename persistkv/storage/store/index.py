@@ -825,18 +825,27 @@ class Index:
         for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
 
-        table = _FingerprintTable(self._size_for(num_entries))
+        # new packs get numbers after those of the file
+        self._last = max(numbers, default=0)
+        entries = np.frombuffer(data, _ENTRY, count=num_entries, offset=entries_at)
+        self._load_entries(entries)
+        return data[_HEADER.size : numbers_at]
+
+    def _load_entries(self, entries: npt.NDArray[np.void]) -> None:
+        """Replace the table by one with these entries.
+
+        :param entries: array of ``_ENTRY``.
+        """
+        size = self._size_for(len(entries))
+        table = _FingerprintTable(size)
         table.prefault(0, table.slots)
-        saved = np.frombuffer(data, _ENTRY, offset=entries_at)
-        for start in range(0, num_entries, _AT_ONCE):
-            some = saved[start : start + _AT_ONCE]
+        for start in range(0, len(entries), _AT_ONCE):
+            some = entries[start : start + _AT_ONCE]
+            # copies, because a field of ``some`` is not contiguous
             fingerprints = some["fingerprint"].copy()
             pack_numbers = some["pack"].copy()
             table.insert(fingerprints, pack_numbers)
         self._replace(table)
-        # new packs get numbers after those of the file
-        self._last = max(numbers, default=0)
-        return data[_HEADER.size : numbers_at]
 
     # Replacement of the table
 

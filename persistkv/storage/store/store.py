@@ -225,6 +225,18 @@ class Store:
                 f"{len(keys)} keys for {len(block_ids)} rows and {len(depths)} depths"
             )
         self.rows.check(block_ids)
+        groups = self._groups_of(keys)
+        blocks = Blocks(keys, groups, block_ids, depths)
+        if self._is_writable:
+            return await self._accept(tenant, request, blocks)
+        self._drop(keys)
+        return StoredJob(tenant, request, blocks)
+
+    def _groups_of(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the index of each key's KV cache group.
+
+        :raises ValueError: a group does not exist.
+        """
         # the suffix of a key names its group; decode each distinct suffix once
         suffixes = [key[-GROUP_INDEX_BYTES:] for key in keys]
         group_of = {suffix: get_offload_group_idx(suffix) for suffix in set(suffixes)}
@@ -235,11 +247,7 @@ class Store:
             raise ValueError(
                 f"key of group {last_group}; there are {num_groups} groups"
             )
-        blocks = Blocks(keys, groups, block_ids, depths)
-        if self._is_writable:
-            return await self._accept(tenant, request, blocks)
-        self._drop(keys)
-        return StoredJob(tenant, request, blocks)
+        return groups
 
     async def finish(self, job: StoredJob) -> list[bytes]:
         """Wait until the rows of a job are free; return the keys whose blocks were dropped.

@@ -182,10 +182,10 @@ class BackendConformance(BackendSuite):
         # the reader outlives its first writer, and sees the next one
         writer.close()
         assert reader.backend.stats().packs == 1
-        again = self.open_rig(url)
-        again.commit(other)
+        next_writer = self.open_rig(url)
+        next_writer.commit(other)
         assert reader.backend.stats().packs == 2
-        again.close()
+        next_writer.close()
         reader.close()
 
     def test_open_unknown_option_raises_and_creates_nothing(self, url: str) -> None:
@@ -444,14 +444,14 @@ class BackendConformance(BackendSuite):
         self,
         rig: NamespaceRig,
     ) -> None:
-        needed, others, pack, last = rig.packs(4)
+        needed, of_others, pack, last = rig.packs(4)
         cursor = rig.commit(needed).cursor
-        rig.commit(others)
+        rig.commit(of_others)
         needs = [needed.pack_id]
         result = rig.commit(pack, seen=cursor, needs=needs)
         # a driver may refuse such a batch, or interleave it
         assert [result.interleaved, result.stale].count(True) == 1
-        expected = {others.pack_id}
+        expected = {of_others.pack_id}
         if not result.stale:
             expected.add(pack.pack_id)
         changes = rig.changes(cursor)
@@ -622,19 +622,21 @@ class BackendConformance(BackendSuite):
         rig: NamespaceRig,
         raw: RawStore,
     ) -> None:
+        bad_head = sample_manifest("r0", seed=0)
+        bad_keys = sample_manifest("r1", seed=1)
+        intact = sample_manifest("r2", seed=2)
         ids = ["r0", "r1", "r2"]
-        writes = [sample_manifest(name, seed) for seed, name in enumerate(ids)]
-        keys = [write.keys for write in writes]
-        rig.commit(manifests=writes)
+        rig.commit(manifests=[bad_head, bad_keys, intact])
         # head and keys are separate rows: each is lost alone
         raw.flip(RawKind.MANIFEST, rig.namespace, b"r0", -1)
         raw.flip(RawKind.MANIFEST_KEYS, rig.namespace, b"r1", -1)
         assert rig.manifest_ids() == {"r1", "r2"}
-        assert rig.manifest_keys(ids) == [keys[0], None, keys[2]]
+        assert rig.manifest_keys(ids) == [bad_head.keys, None, intact.keys]
 
-        rig.commit(manifests=writes[:2])
+        rig.commit(manifests=[bad_head, bad_keys])
         assert rig.manifest_ids() == set(ids)
-        assert rig.manifest_keys(ids) == keys
+        all_keys = [bad_head.keys, bad_keys.keys, intact.keys]
+        assert rig.manifest_keys(ids) == all_keys
 
     def test_holds_namespace_with_content_is_true_others_false(
         self,

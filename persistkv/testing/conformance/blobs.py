@@ -488,8 +488,8 @@ class BlobsConformance:
         raw.fill(_ORDER)
         selected = [name for name in _ORDER if name.startswith(prefix)]
         # names that no blob has, also outside of the prefix
-        others = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
-        for after in (*_ORDER, *others):
+        absent = ("0", "a", "a-b-c", "a-b-c/", "a/", "a/bb", "a/c", "a/c/", "a/d", "zz")
+        for after in (*_ORDER, *absent):
             larger = [name for name in selected if name > after]
             assert _names(blobs, prefix, after) == larger, after
 
@@ -615,9 +615,11 @@ def _use_all_methods(blobs: Blobs, prefix: str) -> None:
         blobs.put(name, [name.encode(), bytes(10 * _KIB)])
     assert _names(blobs, prefix) == names
     for name in names:
-        assert _read(blobs, name, 0, len(name)) == name.encode()
-    blobs.delete(names[1:])
-    assert _names(blobs, prefix) == names[:1]
+        beginning = _read(blobs, name, offset=0, length=len(name))
+        assert beginning == name.encode()
+    first, *deleted = names
+    blobs.delete(deleted)
+    assert _names(blobs, prefix) == [first]
 
 
 def _put(blobs: Blobs, *names: str) -> None:

@@ -648,7 +648,10 @@ class Index:
         self._insert_all(batch)
 
     def _insert_all(self, batch: Mapping[int, PackedKeys]) -> None:
-        """Insert the keys of packs, given by the numbers of the packs."""
+        """Insert the keys of packs.
+
+        :param batch: number of each pack → its keys.
+        """
         keys_of_packs = list(batch.values())
         counts = list(map(len, keys_of_packs))
         numbers = np.array(list(batch), np.uint32)

@@ -193,6 +193,7 @@ def plan_reads(
         their own, without the bound ``scratch_bytes``: they pass through a buffer for one frame.
     :param is_timed: whether the load has a deadline: then a remote store streams all frames.
     """
+    # pack → wanted key → row that receives its block
     rows_of: dict[HeldPack, dict[bytes, int]] = {}
     missing: dict[bytes, None] = {}  # an ordered set: a job may name a key twice
     for pack, key, row in zip(holders, keys, block_ids, strict=True):

@@ -40,7 +40,8 @@ class _Wanted(NamedTuple):
     rows: BlockMemory
     """Memory to fill: that of the engine, or of a probe."""
     deadline: float | None
-    """Time, by ``time.monotonic``, at which blocks that are not read yet fail; None: none."""
+    """Time, by ``time.monotonic``, at which blocks that are not read yet fail; None: no
+    deadline."""
 
 
 class Loader:

@@ -71,7 +71,7 @@ class _Suspect(NamedTuple):
 
     table: PackTable
     bad_frames: int
-    """Frames that did not verify and that no counter contains yet."""
+    """Number of frames that did not verify; 0 once ``StoreCounters`` contains them."""
 
 
 @dataclass

@@ -53,7 +53,7 @@ class LayoutStores:
         self._options = options
         self._weights = weights
         self._release = release
-        self._open: dict[Place, BlockStore] = {}
+        self._open_stores: dict[Place, BlockStore] = {}
         """Open stores. Read without the lock: each reader makes one call, or copies it first."""
         self._failed_at: dict[Place, float] = {}
         """Monotonic time of the last attempt to open each store that does not open."""
@@ -62,7 +62,7 @@ class LayoutStores:
 
     def get(self, place: Place) -> BlockStore | None:
         """Return an open store; None if it is not open."""
-        return self._open.get(place)
+        return self._open_stores.get(place)
 
     def of_model(self, model_name: str) -> list[BlockStore]:
         """Return the open stores of a model."""
@@ -72,11 +72,15 @@ class LayoutStores:
 
     def places_of(self, model_name: str) -> list[Place]:
         """Return the places of the open stores of a model."""
-        return [place for place in self._open.copy() if place.model_name == model_name]
+        return [
+            place
+            for place in self._open_stores.copy()
+            if place.model_name == model_name
+        ]
 
     def items(self) -> list[tuple[Place, BlockStore]]:
         """Return all open stores."""
-        return list(self._open.copy().items())
+        return list(self._open_stores.copy().items())
 
     def may_open(self, place: Place) -> bool:
         """Return whether a store may be opened now: its model is known, and it has not just
@@ -93,18 +97,13 @@ class LayoutStores:
     def open(self, place: Place) -> BlockStore | None:
         """Return the store, and open it first if it is not open; None if it does not open, which is
         logged."""
-        found = self._open.get(place)
+        found = self._open_stores.get(place)
         if found is not None:
             return found
         if self._is_closed or not self.may_open(place):
             return None
         try:
-            # too many layouts are handled like a store that does not open
-            if len(self._open) >= _MOST_LAYOUTS:
-                raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
-            identity = self._identity(place)
-            num_bytes = place.layout.num_bytes
-            store = self._options.open(identity, num_bytes, tenant_of, events=True)
+            store = self._open_new(place)
         except PersistKVError as error:
             self._failed_at[place] = time.monotonic()
             logger.error(
@@ -121,6 +120,17 @@ class LayoutStores:
         store.close()
         return None
 
+    def _open_new(self, place: Place) -> BlockStore:
+        """Open a store, which may hang.
+
+        :raises PersistKVError: it does not open, or too many layouts are open.
+        """
+        if len(self._open_stores) >= _MOST_LAYOUTS:
+            raise StoreError(f"there are {_MOST_LAYOUTS} open layouts already")
+        identity = self._identity(place)
+        num_bytes = place.layout.num_bytes
+        return self._options.open(identity, num_bytes, tenant_of, events=True)
+
     def _add(self, place: Place, store: BlockStore) -> bool:
         """Keep an open store; return False if ``close`` was called meanwhile."""
         # take the lock only now that the store is open: ``close`` must not wait for a medium that
@@ -128,7 +138,7 @@ class LayoutStores:
         with self._lock:
             if self._is_closed:
                 return False
-            self._open[place] = store
+            self._open_stores[place] = store
             self._failed_at.pop(place, None)
             return True
 
@@ -203,9 +213,9 @@ class LayoutStores:
         closed by the thread that opens it."""
         with self._lock:
             self._is_closed = True
-            closed = [store.close() for store in self._open.values()]
-            self._open.clear()
-        return all(closed)
+            have_ended = [store.close() for store in self._open_stores.values()]
+            self._open_stores.clear()
+        return all(have_ended)
 
 
 def _joined(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

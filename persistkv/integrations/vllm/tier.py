@@ -67,7 +67,7 @@ from persistkv.integrations.vllm.loading import (
 from persistkv.integrations.vllm.logs import use_vllm_logging
 from persistkv.integrations.vllm.metrics import MetricsReader, metric_definitions
 from persistkv.integrations.vllm.numbers import by_group_index, number_layout
-from persistkv.integrations.vllm.options import vllm_options
+from persistkv.integrations.vllm.options import VllmTierOptions, vllm_options
 from persistkv.integrations.vllm.regions import close_region, open_region
 from persistkv.integrations.vllm.requests import (
     GivenOptions,
@@ -132,10 +132,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         # a backend may be another package's, with a logger of its own
         backend_package, _, _ = backend.__module__.partition(".")
         use_vllm_logging("persistkv", backend_package)
-        locality = self.options.locality
-        if locality is None:
-            locality = "REMOTE" if backend.capabilities.remote else "LOCAL"
-        self.locality = Locality(locality)
+        self.locality = _locality(self.options, is_remote=backend.capabilities.remote)
         self._stores = engine_stores(offloading_spec)
         """All stores of the engine, this one included: each entry of ``secondary_tiers`` is one."""
         self._isolation = Isolation("tier persistkv")
@@ -674,6 +671,13 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         fds = self._region_fds
         self._region_fds = ()
         close_region(fds)
+
+
+def _locality(options: VllmTierOptions, *, is_remote: bool) -> Locality:
+    """Return the locality of the store in vLLM's events: the option, or that of the backend."""
+    if options.locality is not None:
+        return Locality(options.locality)
+    return Locality("REMOTE" if is_remote else "LOCAL")
 
 
 def _options_of(context: ReqContext) -> GivenOptions:

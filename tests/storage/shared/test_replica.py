@@ -14,9 +14,12 @@ import pytest
 
 from persistkv.errors import CorruptStoreError
 from persistkv.storage.catalog.rows import (
+    CHAINS,
     MANIFEST_KEYS,
+    MANIFESTS,
     PACKS,
     USES,
+    TableRows,
     Use,
     manifest_row,
 )
@@ -247,7 +250,38 @@ def test_dump_of_many_packs_gives_no_part_above_the_limit(
     replica.close()
 
 
-def test_dump_damaged_request_raises_so_that_no_base_lacks_it(tmp_path: Path) -> None:
+def drop_row(rows: TableRows, table: str, name: bytes) -> None:
+    rows.delete(table, name)
+
+
+def cut_row(rows: TableRows, table: str, name: bytes) -> None:
+    rows.put(table, name, b"damaged")
+
+
+def flip_row(rows: TableRows, table: str, name: bytes) -> None:
+    """Change the last byte of a row."""
+    row = bytearray(rows.get(table, name) or b"")
+    row[-1] ^= 1
+    rows.put(table, name, bytes(row))
+
+
+@pytest.mark.parametrize(
+    ("table", "damage"),
+    [
+        (MANIFEST_KEYS, cut_row),
+        (MANIFEST_KEYS, drop_row),
+        (MANIFESTS, cut_row),
+        (MANIFESTS, drop_row),
+        (MANIFESTS, flip_row),
+        (CHAINS, cut_row),
+        (CHAINS, drop_row),
+    ],
+)
+def test_dump_damaged_request_raises_so_that_no_base_lacks_it(
+    tmp_path: Path,
+    table: str,
+    damage: Callable[[TableRows, str, bytes], None],
+) -> None:
     name = manifest_row(NAMESPACE, "r0")
     head = encode_manifest(sample_manifest("r0", 1).manifest)
     nonce = bytes(NONCE_BYTES)
@@ -255,9 +289,29 @@ def test_dump_damaged_request_raises_so_that_no_base_lacks_it(tmp_path: Path) ->
     replica = new_replica(tmp_path)
     replica.apply([("x", Delta(manifests=[entry]))])
     with replica.rows(write=True) as rows:
-        rows.put(MANIFEST_KEYS, name, b"damaged")
+        damage(rows, table, name)
 
     with pytest.raises(CorruptStoreError):
         list(replica.dump(1 << 20))
 
+    replica.close()
+
+
+@pytest.mark.parametrize("damage", [cut_row, drop_row, flip_row])
+def test_dump_damaged_pack_raises_so_that_no_base_lacks_it(
+    tmp_path: Path,
+    damage: Callable[[TableRows, str, bytes], None],
+) -> None:
+    pack = sample_pack(NAMESPACE, 0)
+    payload_of(pack)
+    entry = PackEntry(pack.pack_id, bytes(NONCE_BYTES), pack.table.encode(), 1.0)
+    replica = new_replica(tmp_path)
+    replica.apply([("x", Delta(packs=[entry]))])
+    with replica.rows(write=True) as rows:
+        damage(rows, PACKS, NAMESPACE + pack.pack_id)
+
+    with pytest.raises(CorruptStoreError):
+        list(replica.dump(1 << 20))
+
+    assert replica.is_damaged
     replica.close()

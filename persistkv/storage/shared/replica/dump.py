@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from persistkv.errors import CorruptStoreError
+from persistkv.errors import CorruptPackError, CorruptStoreError
 from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
@@ -15,7 +15,8 @@ from persistkv.storage.catalog.rows import (
     TableRows,
     Use,
 )
-from persistkv.storage.format.pack import ID_BYTES
+from persistkv.storage.format.manifest import decode_manifest
+from persistkv.storage.format.pack import ID_BYTES, without_trailer
 from persistkv.storage.shared.format import (
     Delta,
     Dropped,
@@ -106,9 +107,7 @@ def _request_entries(
     if version.pin_version > version.dropped:
         yield Pin(digest, version.pin_version, version.was_pin)
     if version.is_alive:
-        entry = _manifest_entry(rows, namespace, digest, version.written)
-        if entry is not None:
-            yield entry
+        yield _manifest_entry(rows, namespace, digest, version.written)
 
 
 def _manifest_entry(
@@ -116,29 +115,27 @@ def _manifest_entry(
     namespace: bytes,
     digest: bytes,
     version: int,
-) -> ManifestEntry | None:
-    """Return the content of a request; None: it is not held.
+) -> ManifestEntry:
+    """Return the content of a request that is not deleted.
 
-    :raises CorruptStoreError: the row of its keys is damaged. Without the request, a base would
-        remove it from the index.
+    :raises CorruptStoreError: one of its rows is missing or damaged. Without the request, a base
+        would remove it from the index.
     """
     name = namespace + digest
-    head = rows.get(MANIFESTS, name)
+    head = bytes(rows.get(MANIFESTS, name) or b"")
     keys_row = rows.get(MANIFEST_KEYS, name)
     keys = KeysRow.decode(keys_row)
-    if keys_row is not None and keys is None:
-        raise CorruptStoreError(
-            f"keys of request {digest.hex()} are damaged in the replica"
-        )
     chain_row = rows.get(CHAINS, name)
     chain = Chain.decode(chain_row)
-    if head is None or keys is None or chain is None:
-        return None
+    if keys is None or chain is None or not _is_head(head):
+        raise CorruptStoreError(
+            f"the rows of request {digest.hex()} are damaged in the replica"
+        )
     return ManifestEntry(
         digest=digest,
         version=version,
         time=chain.time,
-        head=bytes(head),
+        head=head,
         packs=b"".join(chain.packs),
         keys=keys.nonce,
         offset=keys.offset,
@@ -147,16 +144,43 @@ def _manifest_entry(
     )
 
 
+def _is_head(data: bytes) -> bool:
+    """Return whether these bytes are a valid head of a manifest."""
+    try:
+        decode_manifest(data)
+    except CorruptPackError:
+        return False
+    return True
+
+
+def _checked_table(table: bytes, pack_id: bytes) -> bytes:
+    """Return the encoded table of a pack if its checksum is right.
+
+    :raises CorruptStoreError: it is damaged. Readers of a base would skip the pack, and a sweep
+        would delete its blob.
+    """
+    try:
+        without_trailer(table)
+    except CorruptPackError as error:
+        raise CorruptStoreError(
+            f"the row of pack {pack_id.hex()} is damaged in the replica ({error})"
+        ) from None
+    return table
+
+
 def _pack_entries(rows: TableRows, namespace: bytes) -> Iterator[PackEntry]:
     """Iterate over all blobs of packs, each with the time of the pack's last use; 0 if the row of
-    the use is missing or damaged."""
+    the use is missing or damaged.
+
+    :raises CorruptStoreError: the table of a pack is missing or damaged.
+    """
     for blob_name, row in rows.range(BLOBS, start=b""):
         pack_id = bytes(blob_name[:ID_BYTES])
         nonce = bytes(blob_name[ID_BYTES:])
         name = namespace + pack_id
         blob = decode_blob_row(bytes(row))
         # the row of the blob that the catalogue shows has no table: the catalogue has it
-        table = blob.table or shown_table(rows, name)
+        table = _checked_table(blob.table or shown_table(rows, name), pack_id)
         use_row = rows.get(USES, name)
         use = Use.decode(use_row)
         time = 0.0 if use is None else use.time

@@ -87,8 +87,9 @@ class ReplicaFolder:
 
     def close(self, replica: Replica, *, keep: bool) -> None:
         """Close the replica; ``keep`` it for the next process, unless it has traces of forgotten
-        tenants. Failures are only logged."""
-        is_kept = keep and not replica.has_traces and self._temporary is None
+        tenants or is damaged. Failures are only logged."""
+        is_sound = not replica.has_traces and not replica.is_damaged
+        is_kept = keep and is_sound and self._temporary is None
         try:
             replica.close(keep=is_kept)
             # write the marker after the files are complete

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import lmdb
 
-from persistkv.errors import StoreError
+from persistkv.errors import CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog.catalogue import Catalogue
 from persistkv.storage.catalog.order import TimedOrder
@@ -184,6 +184,8 @@ class Replica:
         self.has_traces = False
         """Whether its free pages may have content of forgotten tenants: then it is not kept for the
         next process."""
+        self.is_damaged = False
+        """Whether a row was found damaged: then it is not kept for the next process, either."""
         self._directory = directory
         self._closed = False
         self._running = 0
@@ -594,10 +596,14 @@ class Replica:
         delta with a single pack or request may be larger. Close the iterator, which holds a
         transaction.
 
-        :raises CorruptStoreError: a row of a request is damaged.
+        :raises CorruptStoreError: a row of a pack or request is damaged; ``is_damaged`` is set.
         """
-        with self.rows() as rows:
-            yield from dump_deltas(rows, self.namespace, part_bytes)
+        try:
+            with self.rows() as rows:
+                yield from dump_deltas(rows, self.namespace, part_bytes)
+        except CorruptStoreError:
+            self.is_damaged = True
+            raise
 
     def close(self, *, keep: bool = False) -> None:
         """Close the environment when the transactions of other threads have ended. Later

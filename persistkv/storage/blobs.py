@@ -89,8 +89,8 @@ class Blobs(ABC):
         A buffer is taken from the iterable only when the buffers before it are full: an iterator
         can process each buffer when the next one is taken. When all buffers are full, the iterator
         is exhausted, so that it can process the last one. Its exceptions pass unchanged, and end
-        the call: so a late load ends. The caller abandons a call that hangs, so a medium needs no
-        deadline, but should have one.
+        the call, such as that of a load at its deadline. The caller abandons a call that hangs, so
+        a medium needs no deadline, but should have one.
 
         :param length: the number of bytes that the buffers hold together. A medium that requests a
             range from a server must know its end before it takes the first buffer.

@@ -34,7 +34,8 @@ class AbandonableCall(Protocol[T_co]):
 
     def abandon(self) -> T_co | None:
         """Return the result of the work that is done so far. From then on, the call does not access
-        the caller's buffers, and its own result is ignored. None: it must be waited for.
+        the caller's buffers, and its own result is ignored. None: the call cannot be abandoned, and
+        the caller must wait for its end.
 
         Called from another thread while the call is running, or when it has just ended.
         """
@@ -257,7 +258,7 @@ class ThreadPool:
             future.set_result(result)
         except InvalidStateError:  # the call has ended
             return
-        # at most one
+        # at most one thread runs the call
         for worker in running:
             worker.abandoned = future
             self._replace(worker)

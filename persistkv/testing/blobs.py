@@ -362,7 +362,9 @@ class _Countdown:
     """Condition of a fault: it is met by the first calls that ``only`` accepts. Thread-safe."""
 
     def __init__(self, times: int | None, only: Callable[[str], bool] | None) -> None:
+        """Parameters as for ``FaultyBlobs.fail``."""
         self._left = times
+        """Number of further calls that meet the condition; None: all."""
         self._only = only
         self._lock = threading.Lock()
 

@@ -351,7 +351,8 @@ class NamespaceView:
                 self.report.add(removed=absent)
 
     def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
-        """Remove packs from the index, and record their keys in ``report``, or that keys are lost.
+        """Remove packs from the index, and report their keys as removed; if the keys of a pack are
+        not known, mark the report as incomplete.
 
         :param packs: pack id → the pack's table, or ``PackedKeys.fingerprints`` if the caller does
             not have it.
@@ -753,7 +754,7 @@ class NamespaceView:
         return shortened(requests, pack_of, self.block_bytes, self.cursor)
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the ids of packs that hold these keys, without keys that are not held. Raises as
+        """Return, for each of these keys that is held, the id of a pack that holds it. Raises as
         ``holders``."""
         if not keys:
             return {}
@@ -874,11 +875,14 @@ def make_manifest(
 
 
 class NamedRequest(NamedTuple):
-    """A stored request."""
+    """A stored request whose manifest names certain packs."""
 
     manifest: RequestManifest
+    """Head of the manifest."""
     keys: ManifestKeys
+    """For each KV cache group, the keys that the manifest lists."""
     pinned: bool
+    """Whether the manifest is pinned."""
 
 
 def read_requests(

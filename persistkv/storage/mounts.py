@@ -82,6 +82,9 @@ def type_of(path: Path) -> str | None:
     for line in lines:
         mount, _, file_system = line.partition(" - ")
         fields = mount.split()
-        if len(fields) > 2 and fields[2] == number:
+        if len(fields) < 3:
+            continue
+        device_number = fields[2]
+        if device_number == number:
             return file_system.split()[0] if file_system else None
     return None

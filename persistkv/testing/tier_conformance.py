@@ -202,14 +202,16 @@ class SecondaryTierConformance(ABC):
     @pytest.fixture
     def request_of(self, rig: TierRig) -> Iterator[ReqContext]:
         """A request with two groups of eight blocks each, announced to the tier."""
-        depth = self.num_blocks // 2
-        description = RequestDescription(2)
-        for group in range(2):
+        num_groups = len(LAYOUT.groups)
+        depth = self.num_blocks // num_groups
+        description = RequestDescription(num_groups)
+        for group in range(num_groups):
             # the same hashes in both groups: keys differ in the group alone
             keys = []
             for number in range(1, depth + 1):
                 block_hash = bytes([number]) * 32
-                keys.append(make_offload_key(block_hash, group))
+                key = make_offload_key(block_hash, group)
+                keys.append(key)
             description.extend(group, keys)
         description.num_tokens = 16 * depth
         context = ReqContext("request", description=description)

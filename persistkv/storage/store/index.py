@@ -629,7 +629,8 @@ class Index:
         size = max(keys * 3 // 2, _LEAST_KEYS)
         if self._most_keys is None:
             return size
-        return max(keys, min(size, self._most_keys))
+        bounded = min(size, self._most_keys)
+        return max(keys, bounded)
 
     def add(self, tables: Iterable[PackTable]) -> None:
         """Add packs by their tables; packs that the index has already are ignored."""

@@ -102,7 +102,8 @@ class BackendConformance(BackendSuite):
         assert again.manifests() == [manifest.manifest]
         assert again.manifest_keys(["r1"]) == [manifest.keys]
         again.check_added(cursor)
-        assert _content(again.check_totals()) == _content(stats)
+        stats_again = again.check_totals()
+        assert _content(stats_again) == _content(stats)
         again.close()
 
     def test_open_read_only_missing_store_raises_and_creates_nothing(
@@ -160,12 +161,14 @@ class BackendConformance(BackendSuite):
         pack, other = first.packs(2)
         first.commit(pack)
         # the cursor of the second handle is from before this commit
-        assert second.commit(other, seen=cursor).stale
+        result = second.commit(other, seen=cursor)
+        assert result.stale
         second.check_added(cursor, pack)
         # a handle stays usable after another one is closed
         first.close()
         second.check_read(pack)
-        assert not second.commit(other).stale
+        unchecked = second.commit(other)
+        assert not unchecked.stale
         second.check_totals()
         second.close()
 
@@ -233,8 +236,9 @@ class BackendConformance(BackendSuite):
 
     def test_commit_pack_of_other_namespace_raises(self, rig: NamespaceRig) -> None:
         other = sample_identity(9).digest
+        pack_of_other = sample_pack(other, 1)
         with pytest.raises(StoreError):
-            rig.commit(sample_pack(other, 1))
+            rig.commit(pack_of_other)
         rig.check_holds()
 
     def test_commit_existing_pack_id_keeps_first_pack(self, rig: NamespaceRig) -> None:
@@ -272,7 +276,9 @@ class BackendConformance(BackendSuite):
         assert rig.read(good) is None
         assert rig.manifest_ids() == set()
         rig.check_added(cursor)
-        assert _content(rig.check_totals()) == _content(stats)
+        stats_after = rig.check_totals()
+        assert _content(stats_after) == _content(stats)
+        # the pack that could be read is not lost: it can be committed
         rig.commit(good, seen=cursor)
         rig.check_read(good)
 
@@ -296,7 +302,8 @@ class BackendConformance(BackendSuite):
         small_rig.check_totals()
 
         fits = small_rig.pack(3)
-        assert not small_rig.commit(fits, seen=cursor).stale
+        result = small_rig.commit(fits, seen=cursor)
+        assert not result.stale
         small_rig.check_read(fits)
 
     def test_commit_emptied_store_can_be_refilled(
@@ -383,7 +390,8 @@ class BackendConformance(BackendSuite):
         rig.commit_batch(CommitBatch([pack], manifests, pins=pins))
         # an unknown id is ignored
         batch = CommitBatch(manifest_deletions=["a", "absent"])
-        assert not rig.commit_batch(batch).evicted
+        result = rig.commit_batch(batch)
+        assert not result.evicted
         rig.check_read(pack)
         assert rig.manifest_ids() == {"b"}
         assert rig.manifest_keys(["a"]) == [None]
@@ -423,10 +431,13 @@ class BackendConformance(BackendSuite):
         assert rig.manifest_ids() == set()
 
         # an empty batch changes nothing, so the cursor stays current
-        assert rig.commit_batch(CommitBatch()).cursor == cursor
-        assert not rig.commit(second, seen=cursor).stale
+        empty = rig.commit_batch(CommitBatch())
+        assert empty.cursor == cursor
+        current = rig.commit(second, seen=cursor)
+        assert not current.stale
         # without ``seen``, no batch is stale
-        assert not rig.commit(deletions=[first.pack_id]).stale
+        unchecked = rig.commit(deletions=[first.pack_id])
+        assert not unchecked.stale
         rig.check_holds(second)
 
     def test_commit_needed_pack_removed_is_stale(self, rig: NamespaceRig) -> None:
@@ -468,11 +479,11 @@ class BackendConformance(BackendSuite):
         first, second, third = rig.packs(3)
         rig.commit(first)
         cursor = rig.changes(None).cursor
-        none = rig.changes(cursor)
-        assert none.cursor == cursor
-        assert not none.reset
-        assert list(none.added) == []
-        assert list(none.removed) == []
+        no_changes = rig.changes(cursor)
+        assert no_changes.cursor == cursor
+        assert not no_changes.reset
+        assert list(no_changes.added) == []
+        assert list(no_changes.removed) == []
 
         rig.commit(second)
         rig.commit(third, deletions=[first.pack_id])
@@ -610,7 +621,8 @@ class BackendConformance(BackendSuite):
         pack = rig.pack(1, blocks=30, block_bytes=70_000)
         rig.commit(pack)
         expected = bytearray(payload_of(pack))
-        assert raw.get(RawKind.PAYLOAD, rig.namespace, pack.pack_id) == expected
+        stored = raw.get(RawKind.PAYLOAD, rig.namespace, pack.pack_id)
+        assert stored == expected
         # a driver returns the bytes as they are: its callers verify them
         for offset in (0, 1_048_576, 1_500_000):
             raw.flip(RawKind.PAYLOAD, rig.namespace, pack.pack_id, offset)
@@ -694,13 +706,17 @@ class BackendConformance(BackendSuite):
         rig = self.open_rig(url)
         with other_process(_commit_all, self.driver, url, theirs) as returned:
             for number in ours:
-                rig.commit_batch(_batch(rig.backend, number))
-            assert [_receive(returned) for _ in theirs] == list(theirs)
+                batch = _batch(rig.backend, number)
+                rig.commit_batch(batch)
+            received = [_receive(returned) for _ in theirs]
+            assert received == list(theirs)
             # the process has sent nothing else, and has closed its end
             with pytest.raises(EOFError):
                 _receive(returned)
         for number in (*ours, *theirs):
-            assert all(_held(rig, _batch(rig.backend, number)))
+            batch = _batch(rig.backend, number)
+            held = _held(rig, batch)
+            assert all(held)
         rig.check_totals()
         rig.close()
 
@@ -714,14 +730,17 @@ class BackendConformance(BackendSuite):
         # each batch has one request: look at all stored batches, and at two that may be incomplete
         num_batches = rig.backend.stats().requests + 2
         for number in range(num_batches):
-            held = _held(rig, _batch(rig.backend, number))
+            batch = _batch(rig.backend, number)
+            held = _held(rig, batch)
             # a batch is stored as a whole, or not at all
             assert len(set(held)) == 1
             if number in acknowledged:
                 assert all(held)
         assert max(acknowledged) < rig.backend.stats().requests
         rig.check_totals()
-        rig.commit_batch(_batch(rig.backend, 5_000_000))
+        # the store accepts another batch
+        another = _batch(rig.backend, 5_000_000)
+        rig.commit_batch(another)
         rig.close()
 
 

@@ -60,7 +60,8 @@ class RawStore(ABC):
 
     def flip(self, kind: RawKind, namespace: bytes, name: bytes, offset: int) -> None:
         """Invert one stored byte of an item; a negative offset counts from the end."""
-        data = bytearray(self.get(kind, namespace, name))
+        stored = self.get(kind, namespace, name)
+        data = bytearray(stored)
         data[offset] ^= 0xFF
         self.put(kind, namespace, name, bytes(data))
 

@@ -43,8 +43,10 @@ class Check(msgspec.Struct, frozen=True):
     """The outcome of one check."""
 
     check: str
+    """Name of the check."""
     level: Level
     found: str
+    """What the check has found, in words."""
     todo: str = ""
     """The remedy; empty if none is needed."""
 
@@ -71,7 +73,9 @@ class CallsCheck:
         self._remedies = remedies
         self._writes = writes
         self._name = f"probe-{secrets.token_hex(16)}"
+        """Name of the blob."""
         self._content = secrets.token_bytes(_PROBE_BYTES)
+        """Bytes of the blob."""
         self._ahead_s = 0.0
         """By how much the medium's clock is ahead of this machine's, as ``_put`` has found it;
         negative: behind."""

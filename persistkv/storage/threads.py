@@ -114,6 +114,7 @@ class StoreThreads:
             # None: the call cannot be abandoned, and ``read_until`` waits for its end
             if result is not None:
                 self._readers.abandon(future, result)
+        # drop the calls, which refer to rows
         running.clear()
 
     def start(self, call: Callable[[], T]) -> Callable[[], T]:

@@ -96,6 +96,7 @@ class Scratch:
         rest = memoryview(buffer)
 
         def take(num_bytes: int) -> memoryview:
+            """Return the next bytes of the buffer; new memory if it has too few left."""
             nonlocal rest
             # take whole pages, so that the next piece begins at a page, too
             taken = align(num_bytes)

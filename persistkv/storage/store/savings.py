@@ -131,7 +131,7 @@ class SavingsRecorder:
         self._num_added = 0
         """Number of calls of ``add``."""
         self._num_written = 0
-        """Number of these calls whose counts are surely in the note."""
+        """Number of calls of ``add`` whose counts are surely in a note of the store."""
         # sets ``_day``, ``_name`` and ``_total``
         self._begin(today())
         self.prefill = (0, 0.0)

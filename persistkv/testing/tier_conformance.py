@@ -229,7 +229,7 @@ class SecondaryTierConformance(ABC):
     def test_get_tier_type_returns_nonempty_name(self, rig: TierRig) -> None:
         name = rig.tier.get_tier_type()
         assert name
-        # the class tells the name, too, without an object
+        # the class has the same name, also without an object
         assert type(rig.tier).get_tier_type() == name
 
     def test_load_stored_blocks_writes_their_bytes_only(

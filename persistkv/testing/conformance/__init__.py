@@ -727,7 +727,7 @@ class BackendConformance(BackendSuite):
         with other_process(_commit_all, self.driver, url, numbers) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
         rig = self.open_rig(url)
-        # each batch has one request: look at all stored batches, and at two that may be incomplete
+        # each batch has one request: check all stored batches, and two that may be incomplete
         num_batches = rig.backend.stats().requests + 2
         for number in range(num_batches):
             batch = _batch(rig.backend, number)

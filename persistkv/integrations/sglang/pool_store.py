@@ -29,7 +29,8 @@ StoreCall: TypeAlias = Callable[[BlockStore, Sequence[bytes]], list[bool]]
 _KEYS_PER_DELETION = 4096  # maximum number of keys in one call of a ``clear``
 _CLEAR_CALLS = 12
 """Time limit of a ``clear``, as a multiple of ``timeout_s``: it deletes all pages of a tenant."""
-_PAGES_PER_READ = 128  # maximum number of pages in one of SGLang's calls
+_PAGES_PER_READ = 128
+"""Maximum number of pages in one of SGLang's calls: its ``STORAGE_BATCH_SIZE``."""
 _SEPARATOR = b"\0"
 """Separates the page's hash from the tenant's name in a key; neither contains it."""
 

@@ -227,14 +227,14 @@ class WeightsWatch:
         rpc: Rpc = executor.collective_rpc
 
         def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
-            call = _Call(method, args, kwargs)
+            call = _WorkerCall(method, args, kwargs)
             if call.is_harmless:
                 return rpc(method, *args, **kwargs)
             return self._observe(rpc, call)
 
         executor.collective_rpc = observed
 
-    def _observe(self, rpc: Rpc, call: _Call) -> Any:
+    def _observe(self, rpc: Rpc, call: _WorkerCall) -> Any:
         """Make a call that may change the weights; note when it has ended."""
         # set the reason before the call, because a load that ends during the call must not be
         # served
@@ -256,7 +256,7 @@ class WeightsWatch:
             self._ended(call)
         return result
 
-    def _reason_of(self, call: _Call) -> str | None:
+    def _reason_of(self, call: _WorkerCall) -> str | None:
         """Return why the weights count as changed by a call; None: the comparison decides."""
         if call.changes_weights:
             return f"call of {call.name}"
@@ -269,7 +269,7 @@ class WeightsWatch:
         # an unknown method counts as a change, because no worker compares
         return f"call of {call.name}, with workers that report nothing"
 
-    def _ended(self, call: _Call) -> None:
+    def _ended(self, call: _WorkerCall) -> None:
         """Note that a call that may change the weights has ended."""
         self._num_calls -= 1
         if call.wakes_weights:
@@ -279,7 +279,7 @@ class WeightsWatch:
         self.require_comparison()
 
 
-class _Call(NamedTuple):
+class _WorkerCall(NamedTuple):
     """A call of ``collective_rpc``."""
 
     method: Any

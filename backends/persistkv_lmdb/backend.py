@@ -444,8 +444,9 @@ class LmdbBackend(Backend):
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
-                # The caller drops the content of these tenants that it has accepted so far. From
-                # now on, refuse content only of tenants that are forgotten again.
+                # The caller drops the content of these tenants that it has accepted so far. Note
+                # how often each was forgotten: content is refused if a tenant was forgotten more
+                # often than noted.
                 times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
                     self._forgotten[name] = times_forgotten.get(name, 0)

@@ -223,11 +223,13 @@ class LoadTimes:
             usual.add(num_bytes, usual_s * change**shares.usual)
 
     def _shares_of(self, change: float) -> _Shares:
-        """Return how far the two estimates follow a load.
+        """Return how far two estimates follow a load: the slowdown of the store, and the usual time
+        of loads of this size.
 
         :param change: how many times as long as expected the load took.
         """
-        # the store has changed, or the usual time of this size is wrong
+        # Either the store has changed, or the usual time of this size is wrong. It is not known
+        # which: the slowdown follows fully, the usual time a part of the way.
         if not 1 / _CHANGE < change < _CHANGE:
             return _Shares(slowdown=1.0, usual=_OWN_SHARE)
         # earlier samples say nothing about the slowdown after a stall

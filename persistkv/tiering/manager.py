@@ -193,7 +193,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Return, for each key in a prefix that secondary tiers hold, the tier to load it from.
 
         The first call for a request that finds held blocks also decides how many of them it loads.
-        The first block that it does not load is a miss for ``_lookup``.
+        The result has the rest, too: the decision makes the first of them a miss, which ``_lookup``
+        finds before it looks here.
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
@@ -208,7 +209,8 @@ class TieringOffloadingManager(OffloadingManager):
             return {}
         # all keys of a prefix are of one group, and all tiers have the same configuration
         group = get_offload_group_idx(keys[0])
-        config = self.secondary_tiers[0].config
+        first_tier = next(iter(held))
+        config = first_tier.tier.config
         block_bytes = config.layout.groups[group].block_bytes
         runs = assign_runs(held, block_bytes)
         if request.decision is None:

@@ -167,7 +167,11 @@ class CPUCopyEngine(CopyEngine):
         blocks: IntArray,
         sub_blocks: IntArray,
     ) -> None:
-        """Copy between consecutive pages and any places in rows."""
+        """Copy between consecutive pages and any places in rows.
+
+        :param blocks: numbers of the pages, which are consecutive.
+        :param sub_blocks: for each page, its place in the rows.
+        """
         is_load = self.direction is Direction.LOAD
         first = int(blocks[0])
         run = pages[first : first + len(blocks)]

@@ -329,6 +329,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
         """Count the tokens that the engine has computed of a request whose chunks it stores."""
         start = request.loads.first_unmeasured
+        # None until the first schedule of the request has ended
         if start is None:
             return
         stop = start

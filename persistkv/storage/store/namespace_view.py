@@ -321,6 +321,7 @@ class NamespaceView:
             # unpack full keys, which takes time, only if events or known collisions need them
             if self._announced is not None or self._collisions:
                 keys = table.keys.unpack()
+                # lookups miss a key that has collided with another key, until a pack stores it
                 stored_now = [key for key in keys if key in self._collisions]
                 self._set_collisions(stored_now, collided=False)
                 self._announce(table, keys)

@@ -114,12 +114,14 @@ class Follower:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
         self._list_at = now + pause_s * self._jitter()
+        # the least age of the commits to read from the inbox; None: do not list it
         inbox_age_s = None
         # The segments of an engine that merges regularly include the commits. List the inbox all
         # the same, but rarely, because that engine may be unable to read some commits.
         lists_inbox = not self._is_merged_regularly or now >= self._inbox_at
         if lists_inbox:
             self._inbox_at = now + _INBOX_S
+            # younger commits are still expected in the next segment
             inbox_age_s = _OLD_COMMIT_S
         commits = self._reader.refresh(inbox_age_s=inbox_age_s)
         if self._merger is not None:

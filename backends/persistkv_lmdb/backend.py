@@ -187,6 +187,7 @@ class LmdbBackend(Backend):
         """Held by the thread that replaces ``_shared`` (``_follow``)."""
         self._read_only = read_only
         self.capabilities = Capabilities(writable=not read_only)
+        # an engine writes its status to a file of the store, which a read-only handle must not do
         if read_only:
             self.status_interval_s = None
         self._direct = not cached

@@ -474,8 +474,8 @@ class BatchCommit:
 
         goal = room.low_watermark()
         commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
-        # Shrink the segments until they have no more than the catalogue leaves them. This follows
-        # the eviction, because only the space of free pages can be returned.
+        # Shrink the segments to their limit: the rest of the capacity is for the catalogue. This
+        # follows the eviction, because only the space of free pages can be returned.
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
             room.reserve_ahead(writer)
@@ -579,8 +579,8 @@ class BatchCommit:
         # Deletions need few pages. The pages that the last transaction freed may be enough, and the
         # empty commit makes them reusable.
         self._environment.commit_nothing()
-        # First delete manifests that share a pack, in transactions of their own, which need even
-        # fewer pages.
+        # For each pack that more than one manifest names, first delete these manifests in short
+        # transactions, which need even fewer pages. ``write`` deletes what is left.
         self._drop_shared_manifests(shared_by=1)
         return self.write()
 
@@ -655,8 +655,8 @@ class BatchCommit:
         """
         tenants = tenants_of(self._batch)
         # First refuse tenants that were forgotten since the content was accepted. Then refuse
-        # tenants that a process is forgetting now: it would not find the content that this commit
-        # adds.
+        # tenants that a process is forgetting now, because that process may miss the content that
+        # this commit adds.
         self._environment.database.keys.refuse(tenants, self._forgotten)
         self._environment.refuse_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, without_growth=without_growth)
@@ -704,7 +704,8 @@ class BatchCommit:
         """Check whether other commits have changed the namespace since ``_seen``.
 
         If they have, raise StaleError unless the batch names the packs that it needs, and all of
-        them are still held. In that case, set ``_interleaved``.
+        them are still held. In that case, set ``_interleaved``: the result then tells the caller to
+        apply the changes of these commits.
 
         :param cursor: present position in the change log.
         """

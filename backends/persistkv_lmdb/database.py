@@ -101,6 +101,7 @@ def _read_shares(rows: TableRows) -> Shares:
         three_quarters = capacity // 4 * 3
         least_share = min(MIN_CATALOGUE, three_quarters)
         share = max(capacity // _CATALOGUE_SHARE, least_share)
+    # ``lock.mdb`` and the guard file take a part of the catalogue's share
     catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
     return Shares(capacity, inline, catalogue_bytes)
 
@@ -259,7 +260,8 @@ class Database:
             is_new = not txn.stat()["entries"]
             self._databases = create_databases(env, txn, self._policy)
             if is_new:
-                # make the keys durable before the row: without them, the store could never be read
+                # make the key file durable before the row that names its keyring: without the keys,
+                # the store could never be read
                 keyring_id = self.keys.prepare(create=True)
                 write_keyring(TableRows(txn, self._databases), keyring_id)
 

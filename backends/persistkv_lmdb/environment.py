@@ -151,7 +151,8 @@ class Environment:
             with files.translated_at_open(path):
                 self.files = SegmentFiles(path, read_only=read_only)
             on_failure.callback(self.files.close)
-            # LMDB was opened with the map size that its file records: set the present bound
+            # LMDB was opened with the map size that its file records: set the one that follows from
+            # the recorded capacity
             if not read_only:
                 with self._suspect_on_error(), files.translated(path):
                     self.database.remap()
@@ -188,6 +189,7 @@ class Environment:
                     # check again, because another process may have replaced the files during the
                     # waits
                     self._check_current()
+                    # the transaction, or a repair without which none can begin
                     begun = self._begin(write)
                     if isinstance(begun, lmdb.Transaction):
                         running: AbstractContextManager[object] = begun
@@ -317,7 +319,8 @@ class Environment:
         """Refuse content of a tenant in all processes, as long as this one lives; return the key of
         the row in ``META`` that refuses it, whose deletion ends the refusal. Delete the rows with
         which dead processes refused tenants."""
-        # release before ``claim_writer``, which may return the number of a dead process
+        # release first: the claimed number may be that of a dead process, whose reservation would
+        # then count as this process's
         self.release_reserved(transaction)
         own_number = self.claim_writer(transaction)
         for key, writer in read_refusals(transaction).items():

@@ -528,6 +528,8 @@ class WriterLock:
 
     def close(self) -> None:
         """Close the file; idempotent. In a forked child, the parent keeps its lock."""
+        # This closes the wait's descriptor in a forked child only: elsewhere, the thread that waits
+        # closes it.
         if self._wait is not None:
             self._wait.close_after_fork()
         if self._fd >= 0:

@@ -212,8 +212,10 @@ class LmdbForgetting:
 
 
 def _is_of(tenant: str, table: str, row: Buffer) -> bool:
-    """Return whether a row of a store without a key belongs to a tenant."""
+    """Return whether a row of a store without a key belongs to a tenant: the row is not sealed, so
+    its content shows the tenant."""
     if table == PACKS:
+        # the pack's table follows a sequence number
         head = table_head(bytes(row[SEQUENCE.size :]))
         return head is not None and head.tenant == tenant
     if table == MANIFESTS:

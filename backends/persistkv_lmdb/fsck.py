@@ -145,7 +145,8 @@ def _start(directory: Path) -> subprocess.Popen[bytes]:
     program = PROGRAM.format(
         path=sys.path, directory=str(directory), parent=os.getpid()
     )
-    # the last argument only names the process in lists; one thread is enough for libraries
+    # the child ends when its parent, this process, dies; its last argument only names it in process
+    # lists; one thread is enough for libraries
     return subprocess.Popen(
         [sys.executable, "-c", program, "persistkv-walk"],
         stdin=subprocess.DEVNULL,

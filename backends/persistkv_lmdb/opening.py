@@ -196,6 +196,7 @@ class Guard:
         try:
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
         except (BlockingIOError, PermissionError):
+            # systems report a conflicting lock as EAGAIN or as EACCES
             return False
         return True
 
@@ -302,6 +303,7 @@ class Guard:
         logger.info(
             "%s: unclean shutdown, integrity check: %s", self._directory, found.reason
         )
+        # a process that was killed may not have synced its last commit
         self._sync_leftover()
         return True
 

@@ -293,8 +293,9 @@ class _Rebuild:
         """Return the packs to list, ordered by name; count the others. A pack is listed if
 
         1. its namespace is known,
-        2. it overlaps no pack that ends later,
-        3. it is the copy of its content that was written last.
+        2. it overlaps no pack that ends later, because each page belongs to one pack at most,
+        3. no other copy of it was written later: a pack that was evicted and stored again may have
+           left an old copy.
         """
         known: list[ScannedPack] = []
         for pack in packs:
@@ -451,8 +452,11 @@ class _Rebuild:
         return max(DEFAULT_CAPACITY, align(needed))
 
     def _replace_catalogue(self, part: Path) -> Path | None:
-        """Rename the damaged catalogue into a new directory, if there is one, then the new one to
-        its place. Return that directory; None: there was no catalogue."""
+        """Move the damaged catalogue, if it exists, into a new directory, and rename the new
+        catalogue to its place. Return that directory; None: there was no catalogue.
+
+        :param part: file of the new catalogue.
+        """
         data = self._path / files.DATA_FILE
         damaged = None
         if data.exists():

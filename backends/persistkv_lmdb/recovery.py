@@ -96,8 +96,8 @@ class RecoveryFiles:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
-            # write the first record of the list while the disk has space: on a full disk,
-            # ``_erase_all`` replaces it
+            # Begin the list of erasures, with a record that covers nothing, while the disk has
+            # space: on a full disk, ``_erase_all`` overwrites this record, which needs no space.
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
             held = _content(path, _MOST_IDENTITY_BYTES)

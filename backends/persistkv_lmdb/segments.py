@@ -412,6 +412,7 @@ class SegmentFiles:
         found to be removed."""
         if self._lacks_file:
             return False
+        # None: the directory was not used yet, or does not exist
         held = self._segments_id
         # build the path as text, because joining paths takes three times as long as the system call
         return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")

@@ -126,7 +126,8 @@ class S3Blobs(Blobs):
             self._bucket.delete([self._key(name) for name in names])
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
-        """See ``Blobs.erase``: also of a bucket whose versioning is suspended."""
+        """See ``Blobs.erase``. Old versions are also deleted if the versioning of the bucket is
+        suspended, because the bucket still keeps them."""
         check_prefix(prefix)
         left: list[str] = []
         # delete the objects first: in a versioned bucket, this adds markers, which are deleted

@@ -580,7 +580,7 @@ class BatchCommit:
         # empty commit makes them reusable.
         self._environment.commit_nothing()
         # For each pack that more than one manifest names, first delete these manifests in short
-        # transactions, which need even fewer pages. ``write`` deletes what is left.
+        # transactions, which need even fewer pages. ``write`` deletes the remaining ones.
         self._drop_shared_manifests(shared_by=1)
         return self.write()
 
@@ -704,8 +704,8 @@ class BatchCommit:
         """Check whether other commits have changed the namespace since ``_seen``.
 
         If they have, raise StaleError unless the batch names the packs that it needs, and all of
-        them are still held. In that case, set ``_interleaved``: the result then tells the caller to
-        apply the changes of these commits.
+        them are still held. In that case, set ``_interleaved``: the caller must apply the changes
+        of these commits.
 
         :param cursor: present position in the change log.
         """

@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import groupby, islice
 from pathlib import Path
@@ -482,17 +482,21 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
     """Open the segment files of a store, and return them by number, without those that have no
     whole page. The caller closes them."""
     found: dict[int, OpenSegment] = {}
-    for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
-        number = segment_number(file.name)
-        if number is None:
-            continue
-        fd = files.open_regular(file, os.O_RDONLY)
-        status = os.fstat(fd)
-        pages = status.st_size // PAGE_BYTES
-        if pages:
-            found[number] = OpenSegment(fd, pages)
-        else:
-            os.close(fd)
+    # if a file cannot be opened, close those that were opened before it
+    with ExitStack() as on_failure:
+        for file in sorted((path / files.SEGMENT_DIRECTORY).iterdir()):
+            number = segment_number(file.name)
+            if number is None:
+                continue
+            fd = files.open_regular(file, os.O_RDONLY)
+            status = os.fstat(fd)
+            pages = status.st_size // PAGE_BYTES
+            if pages:
+                found[number] = OpenSegment(fd, pages)
+                on_failure.callback(os.close, fd)
+            else:
+                os.close(fd)
+        on_failure.pop_all()
     return found
 
 

@@ -419,6 +419,21 @@ def test_rebuild_without_packs_changes_nothing(store: LmdbBackend, path: Path) -
     assert not (path / "data.mdb").exists()
 
 
+def test_rebuild_with_a_directory_among_the_segments_leaves_no_file_open(
+    store: LmdbBackend,
+    path: Path,
+) -> None:
+    add_samples(store, 1)
+    lose_catalogue(store, path)
+    (path / "segments" / "00000001.seg").mkdir()
+    before = sorted(os.listdir("/proc/self/fd"))
+
+    with pytest.raises(StoreError, match="no regular file"):
+        rebuild(path)
+
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 # Deleted and evicted packs
 
 

@@ -393,6 +393,7 @@ class SharedBackend(Backend):
         if length > _MOST_IDENTITY_BYTES:
             expected = f"{_MOST_IDENTITY_BYTES} bytes at most"
             raise ConfigurationError("identity", f"{length} bytes", expected)
+        # an engine also starts while the medium does not answer: the namespace is added later
         if not self._policy.has_answered():
             return self._open_later(identity)
         found = self._find_namespace(identity.digest)

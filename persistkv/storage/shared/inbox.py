@@ -129,7 +129,8 @@ class Inbox:
         return CommitResult(cursor, removals.tables)
 
     def _start(self) -> _Start:
-        """Return the present time on each clock."""
+        """Return the present time on each clock. While that of the medium is unknown, it is
+        ``LATEST_TIME``: ``commit`` takes the earliest time in the replies to the uploads."""
         clock = self._clock
         return _Start(
             medium=self._medium.time.now() or LATEST_TIME,
@@ -138,8 +139,8 @@ class Inbox:
         )
 
     def _check_age(self, start: _Start, written: float | None = None) -> None:
-        """Raise a StoreError if any clock shows that a commit takes too long. The medium's may be
-        wrong in some replies, and the monotonic one stops while the machine is suspended.
+        """Raise a StoreError if any clock shows that a commit takes too long. The medium's clock
+        may be wrong in some replies; the monotonic clock stops while the machine is suspended.
 
         :param written: time of a request of the commit, on the medium's clock; None: compare only
             the machine's clocks.
@@ -184,7 +185,8 @@ class Inbox:
         now: float,
     ) -> Delta:
         """Return the requests that a commit writes, pins or unpins. Each change of a request gets a
-        version above all that this engine knows of it.
+        version above all that this engine knows of it; that of a written request is also at least
+        ``_least_version``, because other engines may know greater ones.
 
         :param places: where the keys of each written request are.
         :param pins: see ``CommitPlan``.

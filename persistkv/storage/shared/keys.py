@@ -277,14 +277,14 @@ class StoreKeys:
             self._put_tenant(data_key)
 
     def rotate(self, key: StoreKey) -> None:
-        """Wrap the data keys of the store with another key of the user, from which on only that one
-        opens the store. Handles that are open stay open.
+        """Wrap the data keys of the store with ``key``, which alone opens the store from then on.
+        Handles that are open stay open.
 
         If this call fails or is killed, at least one of the two keys opens the store. While the
         present one does, the call can be repeated.
 
-        :raises ConfigurationError: the store has no key; its key is the other one already, or was
-            replaced; or the other one has content of its own. Nothing was changed.
+        :raises ConfigurationError: the store has no key; its key is ``key`` already, or was
+            replaced; or ``key`` has content of its own. Nothing was changed.
         :raises StoreError: the medium failed.
         """
         present_key = self._key
@@ -448,12 +448,13 @@ class StoreKeys:
         if not successors:
             return wrapped
         ids_in_newer = self._wrapped_ids(successors)
-        # No newer store key wraps anything: the store was rotated back to this key, and a late
-        # request has written its blob ``replaced`` again.
+        # No newer store key wraps anything: a rotation back to this key has deleted the blobs of
+        # the newer ones, and a late request of an earlier rotation has then written the blob
+        # ``replaced`` of this key again.
         if wrapped and not ids_in_newer:
             return wrapped
-        # Other entries are from an engine whose request took effect after the rotation. The newer
-        # store key cannot read content that they seal.
+        # A data key that no newer store key wraps is from an engine whose request took effect after
+        # the rotation: who opens the store with the newer key cannot read content under it.
         usable = [entry for entry in wrapped if entry.id in ids_in_newer]
         if usable:
             return usable

@@ -162,7 +162,7 @@ class SharedNamespace:
         """Delete the blobs of a tenant that the index does not name, after its record was written;
         without a key, write the index again without the tenant.
 
-        :raises StoreError: the medium failed; some may be deleted.
+        :raises StoreError: the medium failed; some of the blobs may be deleted.
         """
         with self._lock:
             self._remove_forgotten()

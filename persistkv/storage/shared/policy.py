@@ -91,7 +91,8 @@ class RecordedPolicy:
         self._created_at = -math.inf
         """Monotonic time at which this handle created the store; minus infinity: it did not."""
         self._records_at = -math.inf
-        """Monotonic time at which the records of forgotten tenants are read in any case."""
+        """Monotonic time from which on ``refresh`` reads the records of forgotten tenants even if
+        the policy shows no new ones."""
         self.due_at = self._clock.monotonic()
         """Monotonic time at which ``is_due`` is true."""
         self.last_error = ""

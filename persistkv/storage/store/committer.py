@@ -176,7 +176,7 @@ class Committer:
         uses = list(self._queue.uses)
         self._queue.uses = {}
         while waiting:
-            # remove it, so that its copies of blocks are freed as soon as it has ended
+            # remove the transaction, because ``waiting`` would keep its copies of blocks
             transaction = waiting.popleft()
             error = await self._try_commit(transaction, uses)
             if error is None:

@@ -306,7 +306,7 @@ class Deleter:
             requests = [_without(request, keys) for request in named]
             # a rewritten manifest names the packs that hold its keys after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
-            # without a check for other commits (None); ``_try_replace`` adds it to the last batch
+            # None: no check for other commits; ``_try_replace`` adds the check to the last batch
             batch = shortened(requests, pack_of, catalogue.block_bytes, seen=None)
             batches.append(batch)
         if not batches:

@@ -126,8 +126,8 @@ class LookupTable:
         self._memory: mmap.mmap | None = None
         """The mapped table; None: empty."""
         self._table = _empty_table()
-        """The slots with the number of entries behind them, and the number of slots. One value,
-        because other threads read it."""
+        """The words of the table (its slots, then one word with the number of entries), and the
+        number of slots. One value, so that a thread never mixes two tables."""
 
     def map(self, fd: int, slots: int) -> None:
         """Map a table that the host sent, in place of the previous one, which ``release_some``

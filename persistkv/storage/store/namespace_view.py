@@ -315,13 +315,15 @@ class NamespaceView:
         self._announce_gone()
 
     def _add(self, tables: Sequence[PackTable]) -> None:
-        """Add packs to the index, and report their keys. They are no suspects any more."""
+        """Add packs to the index, and report their keys. A suspect, which is a pack whose read has
+        failed, counts as intact again."""
         for table in tables:
             self._repair_work.suspects.pop(table.pack_id, None)
             # unpack full keys, which takes time, only if events or known collisions need them
             if self._announced is not None or self._collisions:
                 keys = table.keys.unpack()
-                # lookups miss a key that has collided with another key, until a pack stores it
+                # Lookups treat a key in ``_collisions`` as absent, although a held key has its
+                # fingerprint. Now a pack stores the key, so lookups must find it.
                 stored_now = [key for key in keys if key in self._collisions]
                 self._set_collisions(stored_now, collided=False)
                 self._announce(table, keys)
@@ -653,10 +655,12 @@ class NamespaceView:
 
     async def _quarantine(self) -> None:
         """Refresh, and delete the suspected packs that no process has removed or replaced since, if
-        the store is writable. Manifests that name them are shortened to the part before.
+        the store is writable. A manifest that names such a pack is shortened to the blocks before
+        it.
 
-        If the refresh fails, all of them are restored to the index: a later read decides. If a
-        deletion fails, or other processes commit during each attempt, they stay out of the index.
+        If the refresh fails, all suspects are restored to the index: a later read shows whether
+        they are bad. If a deletion fails, or other processes commit during each attempt, they stay
+        out of the index.
         """
         # reset before the work: a read that fails during the work sets it again
         self._repair_work.undecided = False
@@ -733,13 +737,13 @@ class NamespaceView:
         heads = await self.call(partial(queries.manifests_naming, bad))
         batch = CommitBatch()
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
-            # another batch follows the previous one: commit the previous one
+            # commit the previous batch, because another one follows
             if batch.manifests:
                 result = await self.commit(batch)
                 if result.stale:
                     return None
-                # moves ``cursor`` behind this commit, so that the next one is not stale because of
-                # it
+                # ``committed`` moves ``cursor`` behind this commit, because an older cursor would
+                # make the next commit stale
                 await self.committed([], result, follows_cursor=True)
             batch = await self._shortened_batch(
                 heads[start : start + SHORTENED_AT_ONCE]

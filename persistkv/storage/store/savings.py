@@ -298,7 +298,8 @@ def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool
         return False
     totals = _sum(contents)
     if len(totals) != 1:
-        # all notes are damaged, or are of a namespace whose id begins with the same digits
+        # All notes are damaged, or they are of several namespaces: their names contain only the
+        # first eight digits of the namespace, which several namespaces may share.
         return False
     (total,) = totals.values()
     content = msgspec.msgpack.encode(total)

@@ -48,10 +48,10 @@ class Eraser:
 
     def erase(self, removals: Removals) -> Sequence[str]:
         """Delete packs that the index names, and the keys of requests; return what the medium keeps
-        (``Blobs.erase``).
+        (``Blobs.erase``), in sentences.
 
         :param removals: packs and requests of the tenant in the replica.
-        :raises StoreError: the medium failed; some may be deleted.
+        :raises StoreError: the medium failed; some of the blobs may be deleted.
         """
         names = self._names
         packs = [names.pack(name) for name in removals.packs]
@@ -64,7 +64,7 @@ class Eraser:
     def erase_unnamed(self) -> Erased:
         """Delete packs that the index does not name, such as those of a commit in progress.
 
-        :raises StoreError: the medium failed; some may be deleted.
+        :raises StoreError: the medium failed; some of the blobs may be deleted.
         """
         packs: list[str] = []
         stored_bytes = 0

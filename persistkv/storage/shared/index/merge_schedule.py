@@ -89,6 +89,7 @@ class MergeSchedule:
         self._merged_at = now
         # count the merge as failed until ``end_merge`` is called
         self._failures += 1
+        # this merge makes a planned one needless, and one in place of another engine
         self._planned_at = math.inf
         self._stopped_at = math.inf
 

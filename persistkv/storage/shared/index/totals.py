@@ -246,7 +246,8 @@ class TotalsBoard:
         whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        # before the first exchange, no other totals are known: the whole limits may be used
+        # before the first exchange, no totals of other namespaces are known, so this namespace may
+        # use the limits in full
         others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)
@@ -532,7 +533,8 @@ def _store_horizon(
     """Return the time before which content of any namespace is evicted or expires; minus infinity:
     none is.
 
-    :param tenant_horizons: as in ``Totals.without``.
+    :param tenant_horizons: for each tenant above its quota, by the digest of its name: the time
+        before which its content is evicted.
     :param now: present time on the medium's clock.
     """
     horizon = -math.inf

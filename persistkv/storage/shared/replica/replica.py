@@ -444,7 +444,8 @@ class Replica:
             those that are evicted from each tenant with a quota, and for those that are evicted to
             reach the capacity.
         """
-        # try the evictions out and roll them back, as in ``plan``
+        # Try the evictions out and roll them back: the replica changes when the index object that
+        # records them is applied.
         with self.rows(write=True, abort=True) as rows:
             order = TimedOrder(rows)
             transaction = CatalogTransaction(
@@ -452,6 +453,7 @@ class Replica:
             )
             # remove expired content first, which may leave nothing to evict
             if now:
+                # ``expire`` measures ages from the time of the order
                 order.set_time(now)
                 transaction.expire(limits.ttl_s, at_most)
             evict(transaction, rows, order, limits, at_most)
@@ -540,7 +542,8 @@ class Replica:
         found = Removals()
         # nonces of the blobs with keys of forgotten requests
         key_blobs: set[bytes] = set()
-        # nonces of the blobs with keys of other requests, perhaps of the same commit
+        # nonces of the blobs with keys of other requests, which must be kept: one blob has the keys
+        # of all requests of a commit
         kept_key_blobs: set[bytes] = set()
         with self.rows() as rows:
             search = ForgottenRows(rows, self.namespace, forgotten)

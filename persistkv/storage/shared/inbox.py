@@ -194,6 +194,7 @@ class Inbox:
         namespace = self._replica.namespace
         written_digests: list[bytes] = []
         for write in writes:
+            # the key of a manifest's rows is the namespace, then the digest of the id
             row = manifest_row(namespace, write.manifest.id)
             written_digests.append(row[ID_BYTES:])
         pinned_digests = [digest for digest, _ in pins]

@@ -824,6 +824,7 @@ class Index:
         numbers_at = _HEADER.size + cursor_bytes
         ids_at = numbers_at + _PACK_NUMBER.itemsize * num_packs
         entries_at = ids_at + ID_BYTES * num_packs
+        cursor = data[_HEADER.size : numbers_at]
         numbers = np.frombuffer(data[numbers_at:ids_at], _PACK_NUMBER).tolist()
         ids = PackedKeys(data[ids_at:entries_at], ID_BYTES).unpack()
         for pack_id, number in zip(ids, numbers, strict=True):
@@ -833,7 +834,7 @@ class Index:
         self._last = max(numbers, default=0)
         entries = np.frombuffer(data, _ENTRY, count=num_entries, offset=entries_at)
         self._load_entries(entries)
-        return data[_HEADER.size : numbers_at]
+        return cursor
 
     def _load_entries(self, entries: npt.NDArray[np.void]) -> None:
         """Replace the table by one with these entries.

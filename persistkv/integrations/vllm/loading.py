@@ -34,10 +34,10 @@ from persistkv.tiering.persistent import PersistentTier
 # minimum number of tokens of a step that shows the speed of prefills
 _FEWEST_TOKENS = 64
 _LONGEST_STEP_S = 30.0  # seconds: a longer step includes a pause of the engine
-# minimum ratio of the time of a step to the expected time that shows a pause
+# A step of more than so many times its expected time includes a pause, or mostly decoding. (So a
+# lasting slowdown by more than this is not learned: a row of such steps is usual in an engine that
+# decodes large batches.)
 _PAUSE_RATIO = 5.0
-# number of steps in a row with at least this ratio that show a slower engine instead of pauses
-_SLOW_STEPS = 4
 
 # start of the name of a class of KV cache specs, and its field with the window
 _WINDOW_FIELDS = (
@@ -78,13 +78,11 @@ class StepMeter:
         for requests in it."""
         self._computed: dict[str, range] = {}
         """Tokens of the step that ended last whose chunks were stored so far, by request."""
-        self._num_slow_steps = 0
-        """Number of steps in a row that took as long as if they included a pause."""
 
     def add(self, req_id: str, start: int, stop: int) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
         counted = self._computed.get(req_id)
-        # add up, because the chunks of one step may arrive in several jobs
+        # join the ranges, because the chunks of one step may arrive in several jobs
         if counted is not None:
             start = min(start, counted.start)
             stop = max(stop, counted.stop)
@@ -119,10 +117,8 @@ class StepMeter:
         if num_tokens < _FEWEST_TOKENS or step_s > _LONGEST_STEP_S:
             return
         expected_s = self._expected_s(computed)
-        is_slow = expected_s is not None and step_s > _PAUSE_RATIO * expected_s
-        self._num_slow_steps = self._num_slow_steps + 1 if is_slow else 0
-        # a few slow steps include pauses, which say nothing about the speed
-        if 0 < self._num_slow_steps < _SLOW_STEPS:
+        includes_pause = expected_s is not None and step_s > _PAUSE_RATIO * expected_s
+        if includes_pause:
             return
         for tokens in computed:
             share = len(tokens) / num_tokens

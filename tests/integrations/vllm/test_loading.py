@@ -180,29 +180,6 @@ def test_step_meter_ignores_decoding_and_pauses() -> None:
     assert recorded == [(1000, 1.0)]
 
 
-def test_step_meter_lasting_slowdown_is_learned() -> None:
-    """Many slow steps in a row are no pauses: the engine has become slower."""
-    clock, prefill = Clock(), PrefillSpeed()
-    meter = StepMeter(prefill, lambda *measured: None, clock)
-
-    def step(seconds: float) -> None:
-        meter.end_schedule(is_busy=True)
-        clock.now += seconds
-        meter.end_schedule(is_busy=True)
-        meter.add("a", 0, 1000)
-        meter.end_schedule(is_busy=True)
-
-    for _ in range(100):
-        step(1.0)
-    for _ in range(3):
-        step(6.0)
-    assert prefill.expected_s(0, 1000) == pytest.approx(1.0)
-    step(1.0)
-    for _ in range(200):
-        step(6.0)
-    assert prefill.expected_s(0, 1000) == pytest.approx(6.0, rel=0.05)
-
-
 def test_step_meter_wait_for_next_request_is_no_computation() -> None:
     clock, prefill = Clock(), PrefillSpeed()
     meter = StepMeter(prefill, lambda *measured: None, clock)

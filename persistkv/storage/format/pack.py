@@ -551,6 +551,15 @@ def without_trailer(data: Buffer, magic: bytes = _MAGIC) -> bytes:
     return table
 
 
+def is_whole(table: Buffer) -> bool:
+    """Return whether the checksum in the trailer of an encoded table is right."""
+    try:
+        without_trailer(table)
+    except CorruptPackError:
+        return False
+    return True
+
+
 def _check_frames(table: PackTable) -> None:
     """Raise CorruptPackError unless the frames are valid, follow each other in the payload, and add
     up to the totals of the table."""

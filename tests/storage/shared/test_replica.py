@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from persistkv.errors import CorruptStoreError
+from persistkv.storage.catalog import LOG_ENTRIES
 from persistkv.storage.catalog.rows import (
     CHAINS,
     MANIFEST_KEYS,
@@ -35,9 +37,11 @@ from persistkv.storage.shared.format import (
     Pin,
     Tombstone,
     UseEntry,
+    decode_delta,
     encode,
 )
 from persistkv.storage.shared.replica import Replica
+from persistkv.storage.shared.replica.rows import BLOBS, VERSIONS
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 
@@ -314,4 +318,84 @@ def test_dump_damaged_pack_raises_so_that_no_base_lacks_it(
         list(replica.dump(1 << 20))
 
     assert replica.is_damaged
+    replica.close()
+
+
+def flip_bit(rows: TableRows, table: str, name: bytes, place: int) -> None:
+    """Flip the highest bit of a byte of a row."""
+    row = bytearray(rows.get(table, name) or b"")
+    row[place] ^= 0x80
+    rows.put(table, name, bytes(row))
+
+
+@pytest.mark.parametrize(
+    ("table", "place"),
+    [(USES, 15), (CHAINS, 15), (VERSIONS, 7), (MANIFEST_KEYS, 23), (BLOBS, 7)],
+)
+def test_dump_of_flipped_number_gives_no_part_that_readers_refuse(
+    tmp_path: Path,
+    table: str,
+    place: int,
+) -> None:
+    """A time or a size may be out of range then, for which readers refuse the whole part."""
+    pack = sample_pack(NAMESPACE, 0)
+    payload_of(pack)
+    name = manifest_row(NAMESPACE, "r0")
+    head = encode_manifest(sample_manifest("r0", 1).manifest)
+    nonce = bytes(NONCE_BYTES)
+    delta = Delta(
+        packs=[PackEntry(pack.pack_id, nonce, pack.table.encode(), 1.0)],
+        manifests=[ManifestEntry(name[ID_BYTES:], 1, 1.0, head, b"", nonce, 0, 10)],
+    )
+    keys = {
+        USES: NAMESPACE + pack.pack_id,
+        BLOBS: pack.pack_id + nonce,
+        VERSIONS: name[ID_BYTES:],
+    }
+    replica = new_replica(tmp_path)
+    replica.apply([("x", delta)])
+    with replica.rows(write=True) as rows:
+        flip_bit(rows, table, keys.get(table, name), place)
+
+    with suppress(CorruptStoreError):
+        for part in replica.dump(1 << 20):
+            decode_delta(encode(part))
+    replica.close()
+
+
+def test_dump_cut_blob_row_is_damage(tmp_path: Path) -> None:
+    pack = sample_pack(NAMESPACE, 0)
+    payload_of(pack)
+    nonce = bytes(NONCE_BYTES)
+    entry = PackEntry(pack.pack_id, nonce, pack.table.encode(), 1.0)
+    replica = new_replica(tmp_path)
+    replica.apply([("x", Delta(packs=[entry]))])
+    with replica.rows(write=True) as rows:
+        rows.put(BLOBS, pack.pack_id + nonce, b"")
+
+    with pytest.raises(CorruptStoreError):
+        list(replica.dump(1 << 20))
+
+    assert replica.is_damaged
+    replica.close()
+
+
+def test_apply_large_object_skips_pack_with_damaged_table(tmp_path: Path) -> None:
+    """Also if an object has so many packs that their rows are written at once."""
+    nonce = bytes(NONCE_BYTES)
+    entries = []
+    for number in range(LOG_ENTRIES + 10):
+        pack = sample_pack(NAMESPACE, number, blocks=1, block_bytes=16)
+        payload_of(pack)
+        entries.append(PackEntry(pack.pack_id, nonce, pack.table.encode(), 1.0))
+    table = bytearray(entries[7].body)
+    table[-40] ^= 1  # in a key
+    entries[7] = msgspec.structs.replace(entries[7], body=bytes(table))
+    replica = new_replica(tmp_path)
+    replica.apply([("x", Delta(packs=entries))])
+
+    parts = list(replica.dump(1 << 24))
+
+    dumped = {entry.pack_id for part in parts for entry in part.packs}
+    assert dumped == {entry.pack_id for entry in entries} - {entries[7].pack_id}
     replica.close()

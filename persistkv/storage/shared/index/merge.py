@@ -541,7 +541,8 @@ class Merger:
     def plan_base(self) -> None:
         """Plan a base if one is wanted, or cancel the plan. The engine that has merged last writes
         the base at once, other engines only after minutes, so that usually one engine writes it."""
-        if not self._is_base_wanted():
+        # each attempt with a damaged replica would fail: leave the base to other engines
+        if self._replica.is_damaged or not self._is_base_wanted():
             self._base_wanted_at = math.inf
             return
         is_planned = self._base_wanted_at < math.inf

@@ -50,6 +50,7 @@ from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,
     TableHead,
+    is_whole,
     table_head,
 )
 from persistkv.storage.format.pack_writer import PlacedPack
@@ -501,10 +502,10 @@ class _Additions:
         """Totals of the new packs of each tenant except the default one."""
 
     def add(self, namespace: bytes, entry: PackEntry) -> bool:
-        """Add a pack; return False, and add nothing, if its table is not one of this pack, or its
-        tenant is forgotten."""
+        """Add a pack; return False, and add nothing, if its table is damaged or not one of this
+        pack, or its tenant is forgotten."""
         head = table_head(entry.body)
-        if head is None:
+        if head is None or not is_whole(entry.body):
             return False
         is_of_pack = head.namespace == namespace and head.pack_id == entry.pack_id
         if not is_of_pack:

@@ -17,6 +17,7 @@ environment.
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -604,9 +605,13 @@ class Replica:
         try:
             with self.rows() as rows:
                 yield from dump_deltas(rows, self.namespace, part_bytes)
-        except CorruptStoreError:
+        except (CorruptStoreError, struct.error) as error:
             self.is_damaged = True
-            raise
+            # ``struct.error``: a row has another length
+            raise CorruptStoreError(
+                f"replica of the index in {self._directory}: {error}. The next opening of the "
+                f"store reads the index anew"
+            ) from None
 
     def close(self, *, keep: bool = False) -> None:
         """Close the environment when the transactions of other threads have ended. Later

@@ -386,7 +386,7 @@ class LmdbBackend(Backend):
             namespace = self.environment.opened_namespaces.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # the row must exist, because the commit of the first content writes it
+        # a lost row must be written here, because only the commit of the first content writes it
         has_lost_row = has_content and recorded is None
         if has_lost_row and self.capabilities.writable:
             with self.rows(write=True) as rows:

@@ -444,6 +444,7 @@ def _has_its_lock_file(env: lmdb.Environment) -> bool:
     """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
     The caller holds the writer lock.
     """
+    # a write transaction takes its number from the lock file; aborted, it leaves no trace
     begun = env.begin(write=True)
     try:
         return _is_next(env, begun)

@@ -501,6 +501,7 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
+                # also in a nested hold, because the outer one may have had no ``recover``
                 if recover is not None and self.interrupted:
                     recover()
                 yield

@@ -107,8 +107,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         keys: Keys,
         req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
-        """Pass on the blocks that were looked up often enough, and those that are held: the tiers
-        of ``backing`` may need every block of a request."""
+        """Pass on the blocks that were looked up often enough, and those that ``backing`` holds
+        already: its tiers may need every block of a request, even one that needs no new row."""
         offered = []
         for key in keys:
             num_lookups = self._num_lookups.get(key, 0)

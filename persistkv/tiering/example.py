@@ -94,7 +94,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
     def shutdown(self) -> None:
         self.pending_jobs.clear()
         self.blocks.clear()
-        # release the view, without which the owner of the rows could not unmap them
+        # release the view: as long as it exists, the owner of the rows cannot unmap them
         self._flat.release()
 
     def _submit(self, job: JobMetadata) -> None:

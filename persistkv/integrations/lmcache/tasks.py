@@ -116,8 +116,8 @@ class TaskQueue:
     def _collect(self) -> None:
         """Add the results of ended calls to their tasks. A task is done when its last call has
         ended."""
-        # Leave the clearing of the descriptor to LMCache: cleared here, it would not show the end
-        # of a part that LMCache has not seen yet.
+        # LMCache polls the event descriptor, and clears it. Do not clear it here: then LMCache
+        # would miss the end of a part that it has not seen yet.
         for ended in self._completions.take(clear=False):
             call = self._calls.pop(ended.job_id)
             task = self._tasks[call.task]

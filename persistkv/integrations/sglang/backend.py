@@ -292,7 +292,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> bool:
         """Store pages; return whether all of them are durable."""
         store = self._pools[MAIN_POOL]
-        # tensors do not have the byte order of pages that are stored straight from the pool
+        # Only flat pages have the byte order of tensors. Other pages are stored straight from the
+        # pool: tensors among them would be read in the wrong order.
         if not store.has_flat_pages or values is None:
             return False
         stored = store.write_tensors(keys, values, depth=None)

@@ -339,7 +339,7 @@ class Request:
 
         :param num_tokens: tokens that have KV in the cache.
         """
-        # the tables have the blocks that were full before this call
+        # ``_num_blocks`` is the length of the tables: the blocks that were full before this call
         first_new_block = self._num_blocks
         self._num_kept = num_tokens // self._paged_cache.block_size
         new_blocks = range(first_new_block, self._num_kept)

@@ -268,7 +268,7 @@ def _parts_of(address: int, num_bytes: int) -> list[_Part]:
         next_address += mapped_bytes
         if next_address == end:
             return parts
-    # the last mapping ends before the range
+    # no mapping covers the end of the range
     return []
 
 

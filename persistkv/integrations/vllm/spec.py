@@ -241,7 +241,8 @@ class _CanonicalCopyEngine(CPUCopyEngine):
 
 
 def _mappings(kv_caches: Any) -> Mappings:
-    """Return the positions of the pages' bytes in rows of the canonical layout."""
+    """Return the positions of the pages' bytes in rows of the canonical layout, by tensor and page
+    size: references that agree in both have the same mapping."""
     mappings = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:

@@ -493,7 +493,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         uses_store = epoch is not None and not is_refused
         if not uses_store:
             options = RequestOptions(store=False, load=False, tenant=tenant)
-        # only the first store of the engine handles prefetches, so that each is done once
+        # If the engine has several stores, the first of their adapters handles prefetches, so that
+        # each is done once.
         if uses_store and self._guard is self._stores[0]:
             for prefetch in given.prefetches:
                 self._prefetch(prefetch, tenant or DEFAULT_TENANT)

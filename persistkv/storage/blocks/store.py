@@ -130,7 +130,8 @@ class BlockStore:
         self._owner_pid = os.getpid()
         """The process that opened the store; a forked child has another."""
         self._start_lock = threading.Lock()
-        """Held while a call is started, or the end of the service: no call starts after it."""
+        """Held while a call starts, and while the service is told to end, so that no call starts
+        after the end."""
         self._is_closed = False
         self.counters = BlockCounters(self._store.counters)
         """Counters since the opening. They change while calls run."""

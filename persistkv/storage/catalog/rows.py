@@ -84,7 +84,7 @@ class TableRows:
     each table.
 
     In a store with a key, the values of some tables are sealed. A sealed value that does not open
-    reads as empty, which the decoders refuse as damaged.
+    reads as empty, which is no valid value of any row.
 
     A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
     transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
@@ -130,7 +130,8 @@ class TableRows:
         self.txn.put(key, value, db=self._databases[table])
 
     def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write many rows at once, as ``put`` does for the store itself, not for a tenant."""
+        """Write many rows at once that belong to no tenant."""
+        # sealed rows are encrypted one by one
         if table in self._sealed:
             for key, value in rows:
                 self.put(table, key, value)

@@ -346,6 +346,7 @@ class CatalogTransaction:
             # use is unknown
             if use is None or use.time + chain.ttl_s > self._order.time:
                 continue
+            # packs in ``_keep`` are those of the transaction's own batch
             if pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 

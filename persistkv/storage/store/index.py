@@ -192,8 +192,8 @@ class LookupTable:
         slot = fingerprint % slots
         while found := table[slot]:  # 0 is an empty slot
             if found == fingerprint:
-                # the key is absent if it is a known collision: the fingerprint is that of another
-                # key
+                # The key is absent if it is a known collision: the fingerprint is that of another
+                # key. Usually no collision is known, and the key need not be hashed again.
                 return not self._collisions or key not in self._collisions
             slot += 1
             if slot == slots:
@@ -948,8 +948,9 @@ class Index:
         return fd, self._table.slots
 
     def release_retired(self) -> None:
-        """Release replaced tables, because the reader has mapped the one that was shared last,
-        which is kept. Large tables are only queued; ``replace_some`` releases them in slices."""
+        """Release replaced tables. Call it when the engine has mapped the table that was shared
+        last, which is kept. Large tables are only queued; ``replace_some`` releases them in slices.
+        """
         retired = self._retired
         self._retired = []
         for table in retired:

@@ -153,7 +153,8 @@ class SavingsRecorder:
                 self.prefill = (total.prefill_tokens, total.prefill_s)
 
     def _begin(self, day: int) -> None:
-        """Begin a source of this day, with a new random name and empty totals."""
+        """Begin a source, the note of this engine for one day, with a new random name and empty
+        totals."""
         self._day = day
         """Day of the source: number of days since the epoch."""
         source = secrets.token_hex(8)

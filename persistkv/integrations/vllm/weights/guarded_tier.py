@@ -237,8 +237,8 @@ class GuardedTier:
     def holds(self, key: OffloadKey, epoch: int | None) -> bool:
         """Return whether the store of the present weights holds a block.
 
-        :param epoch: epoch of the request that asks. This method and the ones below refuse requests
-            of earlier epochs.
+        :param epoch: epoch of the request that asks. This method, and all below that have this
+            parameter, refuse requests of earlier epochs.
         """
         # A detached tier needs no check, because it holds nothing. The epoch needs one: ``tier`` is
         # that of ``_epoch``, which becomes the watch's epoch only once the old tier has no jobs.
@@ -375,7 +375,8 @@ class GuardedTier:
         return self.tier.ask_recent(max_blocks, prefetched=prefetched)
 
     def take_recent(self) -> list[StoredContext] | None:
-        return self.tier.take_recent() if self.is_in_use else None
+        # empty: the tier that was asked will not answer any more
+        return self.tier.take_recent() if self.is_in_use else []
 
     @property
     def prefetch_waits(self) -> bool:

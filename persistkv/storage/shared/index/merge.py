@@ -586,7 +586,7 @@ class Merger:
         """Write the whole index again, and erase the objects that it replaces, with their older
         versions; return what the medium keeps of them (``Blobs.erase``).
 
-        :raises StoreError: the medium failed.
+        :raises StoreError: the medium failed, or the replica is damaged.
         """
         # repeat until the inbox is empty; give up if other engines keep filling it
         for _ in range(_MOST_MERGES):
@@ -603,8 +603,8 @@ class Merger:
         """Write a base: an object that includes all listed objects of the index that were read.
 
         :param least_objects: if the base would include fewer objects, it is not written.
-        :raises StoreError: the medium failed. The content of the index is unchanged, although some
-            parts of the base may be written.
+        :raises StoreError: the medium failed, or the replica is damaged. The content of the index
+            is unchanged, although some parts of the base may be written.
         """
         began = self._clock.monotonic()
         self._base_wanted_at = math.inf

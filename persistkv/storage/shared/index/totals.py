@@ -246,8 +246,8 @@ class TotalsBoard:
         whatever its age.
         """
         mine = self._own.get(namespace, _NOTHING)
-        # before the first exchange, no totals of other namespaces are known, so this namespace may
-        # use the limits in full
+        # before the first exchange of this namespace, its own totals are not known: do not subtract
+        # those of the others
         others: list[Totals] = []
         if namespace in self._own:
             others = self._present_others(namespace)

@@ -170,14 +170,14 @@ def group_layouts(
     head_sharded: bool = False,
 ) -> tuple[GroupLayout, ...]:
     """Return for each KV cache group the byte ranges of a row that its blocks use, in the cells of
-    all workers.
+    all workers. A cell is the part of a row that one worker writes.
 
     :param head_sharded: see ``WorkerGeometry``.
     """
     if head_sharded:
         heads_of_tensors(kv_caches)  # this raises if the caches cannot be head-sharded
-        # The heads of all workers follow each other, so the ranges are those of one worker whose
-        # pages are so many times as long.
+        # The heads of all workers follow each other, so the row is like the single cell of one
+        # worker whose pages are so many times as long.
         num_cells = 1
         page_factor = num_workers
     else:

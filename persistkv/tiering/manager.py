@@ -571,7 +571,8 @@ class TieringOffloadingManager(OffloadingManager):
             in_primary = self.primary_tier.lookup(key, req_context)
             if in_primary:
                 readable.append(key)
-            # not after a lost promotion, which may never end
+            # None: the block is being written. Do not wait for a lost promotion, which may never
+            # end.
             elif in_primary is None and key not in self._promotions.lost:
                 request.awaited_writes.add(key)
                 awaiting = self._awaiting_write.setdefault(key, set())

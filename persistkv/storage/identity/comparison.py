@@ -127,7 +127,8 @@ def compare(
     norms = np.concatenate(norm_parts)
     worst_cell = int(np.argmax(errors))
     error = float(errors[worst_cell])
-    # blocks of zeros always agree, so they are no evidence
+    # ``num_tokens`` are the tokens for which this comparison is evidence. Blocks of zeros are no
+    # evidence, because they always agree.
     is_mostly_zero = np.count_nonzero(norms) * 2 <= len(norms)
     num_tokens = 0
     if math.isfinite(error) and not is_mostly_zero:

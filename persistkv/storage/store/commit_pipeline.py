@@ -330,8 +330,8 @@ def plan_packs(
     Blocks of unknown depth form packs of their own, cut in the order of the job.
 
     :param max_bytes: bound on the raw bytes of a pack, unless one block of each group takes more.
-        Two stores cut the same packs of a prefix if ``max_bytes`` is at least 32 MiB in both, or
-        equal in both.
+        Two stores cut the same packs of a prefix if ``max_bytes`` is equal in both, or at least
+        32 MiB in both, because no cut makes larger packs.
     """
     depths_per_pack = blocks_per_pack(rows, max_bytes)
     if blocks.is_one_run:

@@ -356,12 +356,12 @@ class PartRead:
         self._part = part
         is_remote = backend.capabilities.remote
         self._streams = is_remote and (is_timed or _any_encoded(part))
-        """Whether frames pass through a buffer (``_stream``): encoded ones must be decoded anyway,
-        and a timed read can then be abandoned, because only this object writes rows. Otherwise the
-        backend may write them (``_gather``)."""
+        """Whether frames pass through a buffer (``_stream``), from which only this object writes
+        rows: for encoded frames, which must be decoded in any case, and for a load with a deadline.
+        Otherwise, the backend may write into rows itself (``_gather``)."""
         self._may_abandon = self._streams or is_private
-        """Whether a running read may be abandoned: the call of the backend, which continues, then
-        writes no rows that have another use."""
+        """Whether a running read may be abandoned at its deadline. The call of the backend
+        continues then: it must write no rows, or rows that have no other use."""
         # held while rows are written; no I/O happens under it
         self._lock = threading.Lock()
         self._rows: BlockMemory | None = rows

@@ -95,6 +95,8 @@ class WeightsWatch:
         self._may_hold_kv = False
         """Whether vLLM's own caches may hold KV: there was a request since they were last empty."""
         self._is_only_source = is_only_source
+        """Whether all of vLLM's KV comes from its workers and these tiers: only then can it be
+        known that no KV of earlier weights is left."""
         self._words = tuple(words)
         # the words may have served an earlier watch: continue from its ticket and its epoch
         self._last_ticket = max((word.asked for word in words), default=0)

@@ -76,7 +76,7 @@ class ForgottenTenants:
         """Digest of a tenant without data keys → time up to which it is forgotten."""
 
     def add(self, records: Iterable[ForgetRecord]) -> None:
-        """Add records; those that are known change nothing. Sets are replaced as a whole, and
+        """Add records; known ones change nothing. Each frozenset is replaced by a new one, and
         times of ``_until`` one by one, so readers in other threads see the old or the new ones."""
         for record in records:
             self.records |= {record}

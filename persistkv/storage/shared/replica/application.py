@@ -117,7 +117,8 @@ class Application:
         them. ``apply`` adds them to the total at its end."""
 
     def _new_transaction(self) -> CatalogTransaction:
-        """Return a transaction on the rows of the catalogue."""
+        """Return a transaction on the rows of the catalogue. It writes no payloads: these are in
+        blobs on the medium."""
         return CatalogTransaction(
             self._rows,
             payloads=None,

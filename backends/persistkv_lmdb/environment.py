@@ -456,6 +456,7 @@ class Environment:
         """Delete the files of namespaces that have lost their last content, unless they have begun
         again. Errors are ignored, because these files alone are harmless.
         """
+        # without a guard, the environment is open for reading only
         if not namespaces or self._guard is None:
             return
         with suppress(StoreError, OSError), self._guard.lock.held(_DELETION_PATIENCE_S):

@@ -176,6 +176,8 @@ class CPUOffloadingManager(OffloadingManager):
                 unused[key] = None
         freed = self._free_before_reset(unused)
         self._num_evictable += len(unused) - len(freed)
+        # The policy tells by ``refs`` which of the blocks can be evicted now. It does not know
+        # freed ones, and ignores them.
         self._policy.release(keys)
 
     def prepare_store(
@@ -281,7 +283,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._before_reset = set(in_use)
         self._policy.clear()
         self._num_evictable = 0
-        # descending, as in ``__init__``
+        # descending, because rows are taken from the end of the list: the first rows come first
         descending = reversed(range(self.num_blocks))
         self._free = [row for row in descending if not refs[row]]
 

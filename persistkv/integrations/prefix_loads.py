@@ -134,7 +134,8 @@ class PrefixLoads:
                 has_hung = not loaded_bytes and seconds >= self._stalled_s
                 self._times.end(number, loaded_bytes, seconds, is_late=has_hung)
             elif loaded_bytes:
-                # the report that the load hangs has ended it in ``LoadTimes``: add it as a sample
+                # For ``LoadTimes``, the load ended when it was reported as hung: add what it
+                # brought since as a sample of its own.
                 self._times.observe(loaded_bytes, seconds)
             # a load shows more than a probe, so the next probe can wait
             if loaded_bytes:

@@ -190,6 +190,7 @@ def _cpu_vectors(attention: Any, tokens: int, number_bytes: int) -> _TokenVector
     values of all tokens, which are as long (``_is_plain``)."""
     length = attention.head_size
     vector_bytes = length * number_bytes
+    # a token has two vectors, key and value; the second one follows after the keys of all tokens
     return _TokenVectors(
         length,
         of_token=(2, tokens * vector_bytes),

@@ -298,6 +298,7 @@ class BlockStore:
         :param deadline: monotonic time at which this must return.
         """
         num_keys = len(job.keys)
+        # it copies each block when the call reads it, until ``revoke``
         try:
             copies = BlocksToStore(self._pool, regions, self._block_bytes(job.group))
         except OSError:  # no memory is left

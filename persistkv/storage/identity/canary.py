@@ -710,7 +710,8 @@ class Canary:
             self._adopt(other, depths)
 
     def _judge_candidate(self, other: OtherNamespace) -> None:
-        """Adopt the candidate if enough tokens of enough requests agree."""
+        """Adopt the candidate if there is enough evidence. All of it agrees: one block that differs
+        would have refused the candidate."""
         evidence = self._evidence
         num_requests = len(evidence.requests)
         # every group must have enough: take the one with the fewest

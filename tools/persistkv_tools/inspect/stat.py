@@ -190,6 +190,7 @@ def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
     :param header: header of the column with the upper bounds of the bins.
     """
     largest = max(found.requests for found in bins)
+    # HEADER=ATTRIBUTE or ATTRIBUTE of a bin; the named functions compute the cells instead
     columns = render.columns(
         f"{header}=bound requests raw=raw_bytes share",
         bound=lambda found: found.below or "(more)",

@@ -459,7 +459,8 @@ class Application:
         write_version(self._rows, pin.digest, updated)
         if updated.is_alive:
             name = self._namespace + pin.digest
-            # ``is_pinned`` is false if a later deletion has ended this pin
+            # The request may have been deleted after this pin, and written again since: then
+            # ``is_pinned`` is false, because the deletion has ended the pin.
             self._catalogue.pin(name, updated.is_pinned)
 
     def _forget_bytes(self, name: bytes) -> None:

@@ -33,10 +33,12 @@ class GroupGeometry:
 
     @property
     def block_size(self) -> int:
+        """Tokens in a device block."""
         return self.spec.block_size
 
     @property
     def offloaded_tokens(self) -> int:
+        """Tokens in an offloaded block."""
         return self.spec.block_size * self.block_size_factor
 
     def first_needed(self, num_tokens: int, start: int = 0) -> int:

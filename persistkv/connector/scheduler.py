@@ -147,7 +147,8 @@ class _ScheduledRequest:
 
         Without effect for a request-level policy: that manager is offered all blocks of a request.
         """
-        # It stores whole contexts: without the blocks of the prefix hit, there would be a gap.
+        # A request-level manager stores whole contexts. Without the blocks of a prefix hit, they
+        # would have a gap.
         if self.policy is not OffloadPolicy.BLOCK_LEVEL:
             return
         self.next_store = []
@@ -183,8 +184,8 @@ class _ScheduledRequest:
             num_reported = len(table) // factor
             num_filled = min(num_computed, len(keys), num_reported)
             first = self.next_store[group]
-            # not before ``first``, although an engine that took the device blocks away reports
-            # fewer tokens than before
+            # end at ``first`` or later: an engine that took the device blocks away reports fewer
+            # tokens than in its previous report
             end = max(first, num_filled)
             filled = range(first, end)
             self.next_store[group] = end
@@ -373,15 +374,15 @@ class OffloadingConnectorScheduler:
         has_windows = any(spec.sliding_window for spec in groups)
         self._max_load_blocks = max_load_blocks if has_windows else None
         self._requests: dict[str, _ScheduledRequest] = {}
-        """By id: those that are not finished, or have transfers in flight or to plan."""
+        """By id, the requests that are not finished, or have transfers in flight or to plan."""
         self._to_plan: dict[str, _ScheduledRequest] = {}
         """By id: requests that may have new blocks to store; each ``build_connector_meta`` takes
         them all."""
         self._transfers: dict[int, _PlannedTransfer] = {}
-        """By job id: planned, and not ended."""
+        """By job id, each transfer from its planning until its result."""
         self._job_ids = count()
         self._loads: list[TransferJob] = []
-        """Planned since the last ``build_connector_meta``."""
+        """Loads that were planned since the last ``build_connector_meta``."""
         self._released: list[str] = []
         """Ids of requests that have ended, for the next ``ConnectorOutput``."""
         self._key_bytes: int | None = None
@@ -562,7 +563,7 @@ class OffloadingConnectorScheduler:
             # them: then its tokens that were on the device already do not count.
             first_token = loaded.start * geometry.offloaded_tokens
             num_tokens += first_token - request.num_local_tokens
-        # not more than these, because the load may end within the last block
+        # return at most the loaded tokens, because the load may end within the last block
         return min(num_tokens, request.num_external_tokens)
 
     def _first_full_attention(self) -> int:
@@ -600,7 +601,7 @@ class OffloadingConnectorScheduler:
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
         # The blocks to load are in the primary tier already. The requests that computed the local
-        # tokens have offered theirs.
+        # tokens have offered the blocks of these tokens.
         request.skip_stores(request.num_matched_tokens)
         return request.num_external_tokens
 
@@ -647,8 +648,8 @@ class OffloadingConnectorScheduler:
             store = self._plan_store(request)
             if store is not None:
                 stores.append(store)
-        # After all stores are planned: a request that found no room may be in ``_to_plan`` again
-        # (``_refuse``), and is not done then.
+        # Release requests after all stores are planned: a request that found no room may be in
+        # ``_to_plan`` again (``_refuse``), and must not be released.
         for request in planned.values():
             self._release_if_done(request)
         return ConnectorMetadata(loads, stores)

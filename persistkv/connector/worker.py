@@ -27,7 +27,7 @@ class OffloadingConnectorWorker:
         self._handlers: dict[tuple[str, str], OffloadingHandler] = {}
         """By direction: medium of the source, medium of the destination."""
         self._isolations: dict[OffloadingHandler, Isolation] = {}
-        """By handler: logs its exceptions; the worker calls it through this only."""
+        """By handler, the guard that logs its exceptions; every call of the handler uses it."""
         for source, target, handler in handlers:
             direction = (source.medium(), target.medium())
             self._handlers[direction] = handler

@@ -42,7 +42,7 @@ def cell_bytes(kv_caches: CanonicalKVCaches, block_size_factor: int) -> int:
     for offset, tensor in zip(offsets, kv_caches.tensors, strict=True):
         num_bytes = tensor.page_size_bytes * block_size_factor
         ends.append(offset + num_bytes)
-    # not always that of the last tensor: tensors of different groups may overlap
+    # the last tensor need not have the largest end: tensors of different groups may overlap
     return max(ends)
 
 
@@ -466,7 +466,8 @@ def consecutive_runs(*sides: IntArray) -> list[slice]:
 
 
 def _check_bounds(what: str, ids: IntArray, count: int) -> None:
-    """Refuse other ids than 0 to ``count - 1``: they would become addresses outside the memory."""
+    """Raise ValueError unless all ids are from 0 to ``count - 1``: other ids would become addresses
+    outside the memory."""
     if not len(ids):
         return
     for extreme in (ids.min(), ids.max()):

@@ -32,7 +32,7 @@ from persistkv.errors import ConfigurationError
 if TYPE_CHECKING:
     from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
-_BEING_WRITTEN = -1  # stands for a number of readers
+_BEING_WRITTEN = -1  # in the place of a row's number of readers
 
 Keys = Sequence[OffloadKey]
 
@@ -52,7 +52,7 @@ class EndedWrites(NamedTuple):
     """Allocated since the last ``reset_cache``: readable now if the writes succeeded, otherwise
     misses."""
     orphaned: list[OffloadKey]
-    """Allocated before the last ``reset_cache``: misses."""
+    """Allocated before the last ``reset_cache``: misses, whose rows are free now."""
 
 
 class CPUOffloadingManager(OffloadingManager):
@@ -78,8 +78,7 @@ class CPUOffloadingManager(OffloadingManager):
         self._rows: dict[OffloadKey, int] = {}
         """Row of each block, of this and of earlier epochs."""
         self._before_reset: set[OffloadKey] = set()
-        """Blocks of an earlier epoch: jobs still use their rows, and to all others they are
-        misses."""
+        """Blocks of an earlier epoch: jobs in flight still use their rows, and lookups miss."""
         # plain numbers: a million objects would slow down each full garbage collection
         self._refs: list[int] = [0] * num_blocks
         """By row, the number of its readers, or ``_BEING_WRITTEN``."""

@@ -64,8 +64,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         self._num_lookups: OrderedDict[OffloadKey, int] = OrderedDict()
         """Lookups of each block, the least recently counted block first."""
         self._counted: dict[str, set[OffloadKey]] = {}
-        """By id of an unfinished request with a description, those of its blocks for which a lookup
-        was counted. It is counted once per request and block."""
+        """By id of an unfinished request with a description, the blocks for which a lookup was
+        counted: at most one is counted per request and block."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         """Count the lookup for the blocks of ``_to_count``, and return the answer of

@@ -110,7 +110,7 @@ class SharedOffloadRegion:
         self._next_offset = 0
         """Offset in this worker's cell of the next KV tensor's part."""
         self._cuda: CudaRuntime | None = None
-        """Set while rows are registered with CUDA."""
+        """Runtime for ``_unpin``; None: ``pin_mmap_region`` has not used one."""
         self._pinned: list[int] = []
         """Addresses of the ranges that are registered with CUDA; ``pin_mmap_region`` adds them."""
         # None before they are opened, and after ``cleanup``: the file with its lock, the mapping,

@@ -11,11 +11,11 @@ from persistkv.tiering.requests import TieredRequest
 
 @dataclass
 class Cascade:
-    """Readable blocks to submit to one secondary tier for storing. Until then they may be
-    evicted."""
+    """Readable blocks to submit to one secondary tier for storing. Before the submission, they may
+    be evicted."""
 
     request: TieredRequest | None
-    """None: the request is not known."""
+    """None: the manager does not know the request."""
     context: ReqContext
     keys: list[OffloadKey]
 

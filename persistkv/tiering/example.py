@@ -145,7 +145,7 @@ class ExampleSecondaryTier(SecondaryTierManager):
         return False
 
     def _load(self, job: JobMetadata) -> list[OffloadKey]:
-        """Copy held blocks into the rows; return the keys of the others."""
+        """Copy held blocks into the rows; return the keys of blocks that are not held."""
         failed = []
         rows = job.block_ids.tolist()
         for key, row in zip(job.keys, rows, strict=True):

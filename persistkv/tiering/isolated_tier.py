@@ -48,6 +48,7 @@ class IsolatedTier:
         """Whether the last ``reset_cache`` for changed weights raised."""
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
+        """Calls a method of the tier. Its third argument is the result if the method raises."""
         own_lookup_prefix = type(tier).lookup_prefix
         self._has_lookup_prefix = (
             own_lookup_prefix is not SecondaryTierManager.lookup_prefix

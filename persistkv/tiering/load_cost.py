@@ -108,12 +108,13 @@ class _Usual:
 
     @property
     def certain_share(self) -> float:
-        """Share of the time without what the samples may have taken longer by chance."""
+        """Share of the usual time that remains without the time that chance may have added to the
+        samples."""
         return 1 - _VARIATION / math.sqrt(self._num_samples)
 
     @property
     def least_s(self) -> float:
-        """The usual time, less what the samples may have taken longer by chance."""
+        """The usual time without the time that chance may have added to the samples."""
         return self.seconds * self.certain_share
 
 
@@ -130,9 +131,9 @@ class _Shares(NamedTuple):
     not at all, to 1, completely."""
 
     slowdown: float
-    """Share of the store's slowdown."""
+    """Exponent of the change by which the store's slowdown is multiplied."""
     usual: float
-    """Share of the sample that is added to the usual time of the load's size."""
+    """Exponent of the change in the sample that is added to the usual time of the load's size."""
 
 
 class LoadTimes:
@@ -490,7 +491,7 @@ class PrefillSpeed:
 
 
 class Loads(Protocol):
-    """A store, as the decision sees it."""
+    """The part of a store's interface that ``LoadChooser`` uses."""
 
     def expected_load_s(self, num_bytes: int) -> float | None:
         """Return the expected seconds of a load of so many bytes; 0 if nothing is known; None: load
@@ -535,7 +536,7 @@ class _Estimate(NamedTuple):
 
 
 class LoadChooser:
-    """Decides for the requests of one engine."""
+    """Decides how many runs each request of one engine loads."""
 
     def __init__(self, prefill: PrefillSpeed) -> None:
         self.prefill = prefill
@@ -553,7 +554,7 @@ class LoadChooser:
 
         :param runs: at least one, in the order of the request. Different stores load at the same
             time.
-        :param start: tokens that need no load.
+        :param start: leading tokens of the request that need no load.
         """
         if not runs:
             raise ValueError("there is nothing to choose from")
@@ -618,7 +619,7 @@ class LoadChooser:
 
 def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None:
     """Return the expected seconds until all runs are loaded, if each had ``multiple`` times its
-    bytes. None: one of their stores has no cost limit, it is always loaded from."""
+    bytes. None: one of their stores has no cost limit and is always loaded from."""
     bytes_by_store: dict[Loads, int] = {}
     for run in runs:
         before = bytes_by_store.get(run.store, 0)

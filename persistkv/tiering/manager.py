@@ -65,8 +65,9 @@ from persistkv.tiering.requests import TieredRequest
 logger = logging.getLogger(__name__)
 
 _DRAIN_S = 60.0  # seconds in which each tier may drain at shutdown
-# pseudo-request that owns the promotions of recently used contexts, whose keys are those of their
-# tenants
+# Pseudo-request that owns the promotions of recently used contexts. It names a tenant, because a
+# tier that requires one refuses other requests. Keys of different tenants differ, so the promoted
+# contexts may be those of any tenant.
 _PREWARM = ReqContext("prewarm", tenant=DEFAULT_TENANT)
 
 
@@ -128,7 +129,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._hold_s = hold_s
         self._room_wait_s = room_wait_s
         self.load_chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
-        """Decides what requests load. The engine reports its speed to its ``prefill``."""
+        """Decides which blocks requests load. The engine reports its speed of computing to
+        ``load_chooser.prefill``."""
 
         self._requests: dict[str, TieredRequest] = {}
         """Requests by id, until the tiers have received their end."""
@@ -145,7 +147,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Whether the tiers' finished jobs were polled in this step."""
 
         self._prewarming: Prewarming | None = None
-        """None: no prewarming, or the cache was reset since."""
+        """None: prewarming is not set, no tier lists contexts, or the cache was reset."""
         listing_tiers = [tier for tier in self._tiers if tier.lists_contexts]
         if prewarm_share and listing_tiers:
             num_blocks = int(primary_tier.num_blocks * prewarm_share)
@@ -193,8 +195,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Return, for each key in a prefix that secondary tiers hold, the tier to load it from.
 
         The first call for a request that finds held blocks also decides how many of them it loads.
-        The result has the rest, too: the decision makes the first of them a miss, which ``_lookup``
-        finds before it looks here.
+        The result also contains the declined blocks: the first of them is a miss for the request
+        (``missed``), which ends the lookup of the prefix.
         """
         # a tier must know the request before its first lookup
         request = self._request(req_context)
@@ -259,7 +261,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return the sizes of the KV cache groups that a request uses.
 
         :param group: the group that was looked up first, which the request certainly uses. The
-            others follow, and the decision applies to them, too.
+            other groups are looked up after it, and the decision applies to them, too.
         """
         # all tiers have the same configuration
         config = self.secondary_tiers[0].config
@@ -305,7 +307,7 @@ class TieringOffloadingManager(OffloadingManager):
         if waiters is not None:
             waiters.add(req_context.req_id)
             return None
-        # without waiters, a store is writing the block, or a promotion that was given up
+        # the block has no waiters: a store is writing it, or a promotion that was given up
         if in_primary is None:
             # a promotion that was given up may never end, so the engine computes the block
             is_lost = key in self._promotions.lost
@@ -663,7 +665,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._cascades[tier].num_submitted_blocks += len(keys)
             job = self._jobs.add_cascade(tier, keys, rows, cascade.context)
             self._submit(job)
-        # the cascade has ended; the request waits for its job instead
+        # end it after the submission: the tier receives a request's end after its last store job
         self._end_cascade(cascade)
 
     def _drop_cascade(self, cascade: Cascade) -> None:
@@ -723,7 +725,8 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             for result in tier.finished_jobs():
                 self._end_job(result)
-            # no request waits for these jobs: their ends are unknown until a poll succeeds
+            # requests must not wait for jobs of this tier: their ends are unknown until a poll
+            # succeeds
             if tier.poll_failed:
                 for job in self._jobs.promotions_of(tier):
                     self._give_up(job)
@@ -763,7 +766,7 @@ class TieringOffloadingManager(OffloadingManager):
             not_loaded = [key for key in keys if key in failed]
             self.primary_tier.complete_write(not_loaded, context, success=False)
         self.primary_tier.complete_write(loaded, context)
-        # their rows are readable or free now, so lookups treat these blocks like all others
+        # the rows are readable or free now, so lookups treat the blocks like all other blocks
         self._promotions.lost.difference_update(keys)
         # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
@@ -779,7 +782,7 @@ class TieringOffloadingManager(OffloadingManager):
 
         :param source: the tier that loaded the blocks.
         """
-        # this includes requests that only offered the blocks for storing, and wait for none
+        # the result includes requests that only offered the blocks for storing, and wait for none
         waited_for_by_request = self._take_waiters(keys)
         for req_id, waited_for in waited_for_by_request.items():
             request = self._requests.get(req_id)
@@ -793,7 +796,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _take_waiters(self, keys: Sequence[OffloadKey]) -> dict[str, set[OffloadKey]]:
         """Remove the waiters of these blocks. Return, for each request, the blocks that it waited
-        for; none for a request that has only offered them for storing (``awaited_writes``)."""
+        for; an empty set for a request that only offered blocks for storing (``awaited_writes``).
+        """
         waited_for: dict[str, set[OffloadKey]] = {}
         for key in keys:
             for req_id in self._promotions.take_waiters(key):
@@ -859,7 +863,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _forget_awaited_writes(self, request: TieredRequest) -> None:
         """Forget the blocks that a request has offered for storing and that are being written. Its
-        id is used again by another tenant, and the tiers would store them as blocks of that one.
+        id is used again by another tenant, and the tiers would store the blocks as that tenant's.
         """
         for key in request.awaited_writes:
             awaiting = self._awaiting_write[key]
@@ -976,9 +980,11 @@ def _tell_slower_tiers(
     """Call ``on_faster_tier`` of tiers whose blocks a later tier loads, because it is faster now.
     Such a tier loads nothing, so that it must find out by itself when it is faster again.
 
-    :param held: as for ``assign_runs``, which has returned ``runs``.
+    :param held: for each tier, in the order of lookups, how many of the first keys it holds.
+    :param runs: result of ``assign_runs`` for ``held``.
     """
-    # ``assign_runs`` chooses the first of equally fast tiers, so the earlier ones are slower
+    # ``assign_runs`` chooses the first of equally fast tiers. So a tier that precedes the tier of a
+    # run, and holds the keys of the run, is slower.
     tiers = list(held)
     for run in runs:
         slower_tiers = tiers[: tiers.index(run.tier)]

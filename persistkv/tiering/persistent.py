@@ -291,7 +291,10 @@ class PersistentTier(SecondaryTierManager):
         return self._contains(key)
 
     def holds(self, key: OffloadKey) -> bool:
-        """Return ``lookup``, for callers without a request. The key is that of a block's tenant."""
+        """Return whether a load of the block may succeed, for callers without a request.
+
+        :param key: key of the block for its tenant (``tenant_key``).
+        """
         return self._contains(key)
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
@@ -439,7 +442,11 @@ class PersistentTier(SecondaryTierManager):
         decision: LoadDecision | None,
         load_s: float,
     ) -> None:
-        """Count a request by the reason for the use of its blocks, and report it to the host."""
+        """Count a request by the reason for the use of its blocks, and report it to the host.
+
+        :param load_s: seconds that the load took, or was expected to take if it was declined;
+            infinite: no load was to be expected.
+        """
         self.load_counts[reason] += 1
         compute_s = None if decision is None else decision.compute_s
         # the time is infinite if the store is stalled, or if nothing was to be loaded
@@ -580,7 +587,7 @@ class PersistentTier(SecondaryTierManager):
         """Send the end of a request to the host, which writes its manifest. If the request is
         refused or invalid, or the tier detached, the request counts as not persisted."""
         req_id = req_context.req_id
-        # take them before ``report_restored``, which forgets them
+        # take the keys before ``report_restored``, which forgets the request's blocks
         stored_keys = self._blocks_of(req_context).stored_keys
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
@@ -738,7 +745,7 @@ class PersistentTier(SecondaryTierManager):
         """
         self._detached = True
         self._contains = _contains_nothing
-        # nobody takes these any more, and an engine must not wait for them
+        # ``ask_recent`` takes no entry any more, and an engine must not wait for one
         self._prefetches.clear()
 
     def persisted(self, req_id: str) -> bool | None:

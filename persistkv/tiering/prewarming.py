@@ -11,7 +11,7 @@ from persistkv.base import StoredContext
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 60.0  # to wait for an answer
+_PATIENCE_S = 60.0  # seconds to wait for an answer of the tier
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class Prewarming:
         self._contexts: deque[StoredContext] = deque()
         """Contexts of the last answer that ``next_context`` has not returned yet."""
         self._asked_at: float | None = None
-        """Monotonic time of the question that the tier has not answered."""
+        """Monotonic time of the question that the tier has not answered; None: there is none."""
         self._gives_up_at = time.monotonic() + _PATIENCE_S
         """Monotonic time at which a tier without any answer is given up."""
         self._answered = False
@@ -80,8 +80,8 @@ class Prewarming:
         used ones, and once these have ended for those of ``PersistentTier.prefetch``."""
         now = time.monotonic()
         if self._asked_at is not None:
-            # Without an answer for a minute, it is asked again: the store's process may be a new
-            # one, which never received the question.
+            # Ask the tier again if it has not answered for a minute: the store's process may be a
+            # new one, which never received the question.
             is_lost = now > self._asked_at + _PATIENCE_S
             if not is_lost:
                 return

@@ -46,10 +46,11 @@ class ProbeTimer:
         return True
 
     def end(self) -> None:
-        """The probe has ended, or could not be sent."""
+        """Note that the probe has ended, or could not be sent."""
         self.is_running = False
 
     def reset(self) -> None:
-        """A load has ended in time, which shows more than a probe: the next one is due in 1 s."""
+        """Note that a load has ended in time, which shows more than a probe: the next probe is due
+        in 1 s."""
         self._next_at = self._clock() + _FIRST_S
         self._distance_s = _FIRST_S

@@ -28,6 +28,7 @@ class TieredRequest:
     """Blocks that the request offered for storing while a promotion or another request was writing
     them. The tiers receive these blocks before ``on_request_finished``."""
     finished: bool = False
+    """Whether the engine has ended the request; its blocks may still be written or cascaded."""
     missed: set[OffloadKey] = field(default_factory=set)
     """Blocks whose promotion failed or found no row: misses for this request, so that it does not
     retry forever."""

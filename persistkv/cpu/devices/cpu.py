@@ -153,7 +153,11 @@ class CPUCopyEngine(CopyEngine):
         blocks: IntArray,
         sub_blocks: IntArray,
     ) -> None:
-        """Copy between any pages and consecutive places in rows."""
+        """Copy between any pages and consecutive places in rows.
+
+        :param blocks: numbers of the pages.
+        :param sub_blocks: for each page, its place in the rows; each is the previous one plus 1.
+        """
         is_store = self.direction is Direction.STORE
         for begin, end, rectangle in _rectangles(sub_blocks, rows):
             index = torch.from_numpy(blocks[begin:end])
@@ -209,7 +213,7 @@ class CPUCopyEngine(CopyEngine):
 
 
 def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:
-    """Return row numbers, and positions within rows."""
+    """Return the row number of each sub-block, and its position within the row."""
     blocks_per_row = rows.shape[1]
     row, position = np.divmod(sub_blocks, blocks_per_row)
     return torch.from_numpy(row), torch.from_numpy(position)

@@ -823,7 +823,8 @@ class OffloadingConnectorScheduler:
         self.stats.loaded_blocks += len(transfer.keys)
         # The KV of the loaded tokens is in the device blocks now. A manager with a request-level
         # policy, which stores whole contexts, is offered their blocks, too: a store is planned. For
-        # another policy it is empty, because offers begin after these blocks (``skip_stores``).
+        # another policy, this store is empty, because offers begin after the loaded blocks
+        # (``skip_stores``).
         request.num_computed_tokens = request.num_matched_tokens
         self._to_plan[request.context.req_id] = request
         return LoadProgress(

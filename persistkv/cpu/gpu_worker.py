@@ -126,7 +126,7 @@ def _rows(
         sizes.append(canonical.page_size_bytes * block_size_factor)
     rows = []
     if region is None:
-        # a GPU copies from and to memory that is not pinned only while the caller waits
+        # pin the memory for a GPU: copies to or from other memory make the caller wait
         device = kv_caches.tensors[0].tensor.device
         needs_pinned = device.type == "cuda"
         for size in sizes:

@@ -147,7 +147,8 @@ class LRUCachePolicy(CachePolicy):
         return row
 
     def evict(self, count: int) -> list[Victim]:
-        """Evict the least recently used blocks, and park those of them whose rows are in use."""
+        """Evict the least recently used blocks. Park those of them whose rows are in use: move them
+        out of the order of use, so that later evictions need not skip them again."""
         # evict released blocks first: they were the least recently used when they were parked
         victims = self._evict_released(count)
         while self._rows and len(victims) < count:

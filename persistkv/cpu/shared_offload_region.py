@@ -129,8 +129,8 @@ class SharedOffloadRegion:
         size = self.total_size_bytes
         self._file = RegionFile.open(self.mmap_path, size, timeout_s)
         self._mmap = mmap.mmap(self._file.fd, size)
-        # torch references the object passed to it, but not its buffer. A private memoryview keeps
-        # the buffer exported, so that the mapping outlives the last tensor.
+        # torch references the object passed to it, but not its buffer, so ``close`` could unmap the
+        # memory of a tensor. While a memoryview of it exists, ``close`` raises BufferError instead.
         exported = memoryview(self._mmap)
         flat = torch.frombuffer(exported, dtype=torch.int8)
         self._rows = flat.view(self.num_blocks, self.row_stride)
@@ -250,6 +250,7 @@ class SharedOffloadRegion:
                     "cudaHostUnregister(%#x) failed with error %d", address, code
                 )
         if failed:
+            # CUDA would report the error again at this thread's next kernel launch
             _clear_cuda_error()
 
     def _mapped(self) -> tuple[mmap.mmap, torch.Tensor]:
@@ -288,6 +289,7 @@ def pin_mmap_region(
         if code:
             # pin all or nothing, because batched copies need the whole mapping pinned
             region._unpin()
+            # CUDA would report the error again at this thread's next kernel launch
             _clear_cuda_error()
             where = f"{size} bytes at offset {offset} of {region.mmap_path}"
             logger.warning(

@@ -151,6 +151,8 @@ class IsolatedTier:
             # ``extend`` keeps the results of an iterator that raises
             finished.extend(self.tier.get_finished_jobs())
         self.poll_failed = guarded.raised
+        # after a failed reset, the tier may hold blocks of old weights, whether this poll succeeds
+        # or not
         self.is_usable = not (guarded.raised or self._reset_failed)
         return finished
 

@@ -378,8 +378,8 @@ class LoadTimes:
         if place == len(sizes):
             return self._beyond_s(num_bytes)
         # The line ends at the next larger size and begins at the one before it. Below the smallest
-        # size, the line between the two smallest continues; a single size has a line without
-        # latency.
+        # size, the line between the two smallest continues. If only one size is known, its latency
+        # is unknown, and the line leads to 0 bytes in 0 s.
         end_of_line = place
         if place == 0 and len(sizes) > 1:
             end_of_line = 1

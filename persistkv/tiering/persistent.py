@@ -318,7 +318,8 @@ class PersistentTier(SecondaryTierManager):
         if self._detached:
             self._end_unsent(job_metadata, success=False)
             return
-        # the host may want every job, even those of held blocks
+        # a store that compares blocks with those of another release, or stores adopted blocks
+        # again, needs the jobs of held blocks, too
         may_skip = not self.client.wants_all
         if may_skip and self.client.table.prefix(keys) == len(keys):
             # a store of held blocks counts as their use

@@ -216,9 +216,6 @@ class Environment:
         if guard is None:
             yield
             return
-        # check before the writer lock is held: ``recover`` writes to the files at the path, which
-        # may be those of another store
-        self._check_current()
         # ``held`` calls ``recover`` if the last commit failed or its process was killed
         with guard.lock.held(recover=guard.recover):
             yield

@@ -165,8 +165,15 @@ class Guard:
         """Make an interrupted commit durable before the next transaction. The caller must hold the
         writer lock.
 
+        :raises ReplacedError: the store at the path, to which this would write, is another one. It
+            may have replaced this one during the wait for the lock.
         :raises StoreError: the disk refuses the write.
         """
+        if not self.is_current():
+            raise files.ReplacedError(
+                f"{self._directory}: an interrupted commit is not recovered, because files of the "
+                f"store were removed or replaced"
+            )
         # raise no StoreFullError, which would cause evictions that do not help
         with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()

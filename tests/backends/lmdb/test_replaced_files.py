@@ -11,7 +11,9 @@ import os
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
-from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb import LmdbBackend, files
+from persistkv_lmdb.files import WriterLock
 from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 from tests.backends.lmdb.consistency import find_faults
@@ -97,6 +100,37 @@ def test_commit_directory_emptied_and_used_by_new_engine_keeps_its_blocks(
     new.process.kill()
     new.process.wait()
     check_reopened(open_store, path, namespace, [*held, 11, 31])
+
+
+def test_commit_store_replaced_during_wait_recovers_in_no_other_store(
+    open_store: Opener,
+    path: Path,
+    backend: LmdbBackend,
+    namespace: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The commit waits for a writer whose own commit is interrupted. A recovery would write to the
+    meta pages of the store that is at the path by then, without its lock."""
+    commit(backend, namespace, 0)
+    replacement = tmp_path / "replacement"
+    open_store(location=replacement).close()
+    recovered: list[Path] = []
+    monkeypatch.setattr(files, "rewrite_meta_pages", recovered.append)
+
+    writer = WriterLock(path)
+    with ThreadPoolExecutor(1) as pool:
+        with writer.held():
+            writer.mark(begun=True)
+            waiting = pool.submit(commit, backend, namespace, 1)
+            time.sleep(0.5)  # for the commit to wait
+            path.rename(tmp_path / "elsewhere")
+            replacement.rename(path)
+        waiting.result(timeout=30)
+    writer.close()
+
+    assert recovered == []
+    check_holds(backend, namespace, [1])
 
 
 def test_commit_after_new_engine_filled_emptied_directory_truncates_nothing(

@@ -416,25 +416,26 @@ def test_read_body_that_ends_early_is_repeated(script: Script) -> None:
         assert len(script.requests) == 2
 
 
-def test_read_answer_with_part_of_range_is_no_short_blob(script: Script) -> None:
-    headers = {"ETag": '"e"', "Content-Range": "bytes 0-49/1000"}
-    script.answer = lambda method, path: (206, headers, CONTENT[:50])
-    with (
-        closing(Handle(f"{script.url}&deadline=1s")) as blobs,
-        pytest.raises(UnavailableError, match="0-49"),
-    ):
-        read(blobs, "a", 0, 100)
-
-
-def test_read_answer_with_size_that_is_no_number_raises_unavailable(
+@pytest.mark.parametrize(
+    ("content_range", "num_bytes", "error"),
+    [
+        ("bytes 0-49/1000", 50, "0-49"),
+        # ``str.isdigit`` accepts a superscript two, ``int`` does not
+        ("bytes 0-99/\u00b2", 100, "range"),
+    ],
+)
+def test_read_answer_with_other_range_raises_unavailable(
     script: Script,
+    content_range: str,
+    num_bytes: int,
+    error: str,
 ) -> None:
-    """``str.isdigit`` accepts a superscript two, ``int`` does not."""
-    headers = {"ETag": '"e"', "Content-Range": "bytes 0-99/\u00b2"}
-    script.answer = lambda method, path: (206, headers, CONTENT[:100])
+    """A part of the range is no short blob, and a size may be no number."""
+    headers = {"ETag": '"e"', "Content-Range": content_range}
+    script.answer = lambda method, path: (206, headers, CONTENT[:num_bytes])
     with (
         closing(Handle(f"{script.url}&deadline=1s")) as blobs,
-        pytest.raises(UnavailableError, match="range"),
+        pytest.raises(UnavailableError, match=error),
     ):
         read(blobs, "a", 0, 100)
 

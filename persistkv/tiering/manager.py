@@ -430,11 +430,8 @@ class TieringOffloadingManager(OffloadingManager):
                     request.missed.add(key)
 
     def _prewarm(self, prewarming: Prewarming) -> None:
-        """Queue the promotion of the next recently used context once all promotions of the previous
-        one have ended."""
-        # all contexts were returned, and the tier owes no answer
-        if prewarming.ended and not prewarming.waits:
-            return
+        """Queue the promotion of the next context, recently used or prefetched, once all promotions
+        of the previous one have ended."""
         is_queued = self._promotions.has_queued(_PREWARM.req_id)
         # wait, because the previous context is being promoted
         if is_queued or self._jobs.has_jobs_of(_PREWARM):

@@ -11,6 +11,7 @@ import pytest
 
 from persistkv.base import OffloadKey, StoredContext
 from persistkv.errors import ConfigurationError
+from persistkv.tenants import DEFAULT_TENANT
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
 from tests.tiering.conftest import Described, Keys, MakeStack, Stack
@@ -148,6 +149,32 @@ def test_prewarming_restarted_stack_promotes_most_recent_context(
     ] * 4
     second.check(new, second.manager.prepare_load(new, asking))
     second.manager.complete_load(new, asking)
+
+
+def test_prefetch_after_prewarming_has_ended_promotes_context(
+    make_stack: MakeStack,
+    keys: Keys,
+    described: Described,
+    tmp_path: Path,
+) -> None:
+    tier = partial(
+        PersistentTier, url=f"lmdb://{tmp_path}/store", host="thread", max_age_s=0.01
+    )
+    old, _ = two_contexts(make_stack, tier, keys, described)
+    stack = make_stack(16, tier, prewarm_share=0.5)
+    deadline = time.monotonic() + 90
+    while stack.manager.has_pending_work():
+        assert time.monotonic() < deadline
+        stack.step()
+
+    stack.tiers[0].prefetch(StoredContext(DEFAULT_TENANT, old))
+    asking = described("asking", old)
+    while not all(stack.manager.primary_tier.is_ready(key) for key in old):
+        assert time.monotonic() < deadline
+        stack.step()
+        time.sleep(0.001)
+    stack.manager.on_new_request(asking)
+    assert [stack.manager.lookup(key, asking) for key in old] == [True] * 6
 
 
 def test_prewarm_share_above_one_raises(make_stack: MakeStack) -> None:

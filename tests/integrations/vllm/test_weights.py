@@ -461,30 +461,44 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     guard.shutdown()
 
 
-def test_guarded_tier_loads_of_other_store_while_it_opens_prevent_adoption(tmp_path):
+def use_weights(guard, weights, others_load=False):
+    """Name weights, and wait until the tier of these is in use."""
+    guard.watch.on_no_kv()
+    assert guard.begin_request(weights) is None
+    if others_load:
+        guard.loaded_elsewhere([make_offload_key(bytes(32), 0)])
+    deadline = time.monotonic() + 60
+    while not guard.is_in_use:
+        assert time.monotonic() < deadline
+        guard.begin_request(weights)
+
+
+@pytest.mark.parametrize("names", [["new"], ["earlier", "new"]])
+def test_guarded_tier_loads_of_other_store_while_it_opens_prevent_adoption(
+    tmp_path,
+    names,
+):
+    """Of the present weights: those of earlier ones are in no cache any more."""
     url = f"lmdb://{tmp_path}/store"
     older = ReleasedEngine(url, "0.31")
     for tokens in PROMPTS:
         older.store(tokens)
     older.tier.shutdown()
+    releases = {None: "0.29", "earlier": "0.30", "new": "0.32"}
     engines = {}
 
     def make(name):
-        engines[name] = ReleasedEngine(url, "0.30" if name is None else "0.32")
+        engines[name] = ReleasedEngine(url, releases[name])
         return engines[name].tier
 
-    workers = Workers(tmp_path)
-    guard = GuardedTier(make, workers.watch)
-    assert guard.begin_request("new") is None
-    # loaded by another store of the engine: this one must not take any block for computed
-    guard.loaded_elsewhere([make_offload_key(bytes(32), 0)])
-    deadline = time.monotonic() + 60
-    while not guard.is_in_use:
-        assert time.monotonic() < deadline
-        guard.begin_request("new")
+    guard = GuardedTier(make, Workers(tmp_path).watch)
+    # the other store loads blocks while the tier of the first name opens
+    for name in names:
+        use_weights(guard, name, others_load=name == names[0])
     for tokens in PROMPTS[:2]:
         engines["new"].store(tokens)
-    assert not engines["new"].finds(PROMPTS[2]), "adopted"
+    is_adopted = engines["new"].finds(PROMPTS[2])
+    assert is_adopted == (names != ["new"])
     guard.shutdown()
 
 

@@ -156,9 +156,11 @@ class GuardedTier:
         if self._epoch != self.watch.epoch:
             return
         self._is_detached = False
-        # the tier does not know which blocks were loaded, so it must take none for computed
+        # The tier does not know which blocks were loaded, so it must take none for computed. The
+        # caches are empty when the next weights are named, so loads do not matter to later tiers.
         if self._others_loaded:
             self.tier.loaded_elsewhere([])
+        self._others_loaded = False
         logger.warning(
             "persistkv continues with the weights %s, under their own identity",
             self.watch.weights,

@@ -445,9 +445,9 @@ class LmdbBackend(Backend):
                 self._make_keys(environment, batch)
                 return self._commit(environment, namespace, batch)
             except TenantForgottenError as error:
-                # The caller drops the content of these tenants that it has accepted so far. Note
-                # how often each was forgotten: content is refused if a tenant was forgotten more
-                # often than noted.
+                # The caller drops the content of these tenants that it has accepted so far, and
+                # may commit newer content. Note how often each tenant was forgotten: later batches
+                # of this handle are refused only if a tenant has been forgotten more often.
                 times_forgotten = environment.database.keys.forgotten
                 for name in error.tenants:
                     self._forgotten[name] = times_forgotten.get(name, 0)

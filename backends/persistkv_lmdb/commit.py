@@ -306,6 +306,8 @@ class BatchCommit:
                 tail_end = tail_start + PAGE_BYTES * tail_pages(pack.table_length)
                 tail = tails[tail_start:tail_end]
                 tail_start = tail_end
+                # the stream fills ``tail`` at its end, because the table names the checksums of the
+                # payload, and the trailer the extents that the payload has taken
                 stream = self._stream_with_tail(pack, unwritten, tail)
                 written_bytes = files.write(unwritten, stream)
                 extents, unwritten = split(unwritten, pages_for(written_bytes))

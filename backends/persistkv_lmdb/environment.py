@@ -428,6 +428,7 @@ class Environment:
         """Return whether the environment is open, and its files are those at the store's path."""
         if self.is_closed or not self.database.is_current():
             return False
+        # the guard holds the lock file; None: the environment is open for reading only
         if self._guard is not None and not self._guard.is_current():
             return False
         return self.files.is_current()

@@ -96,7 +96,9 @@ class LRUCachePolicy(CachePolicy):
         self._released_heap: list[tuple[_ParkedBlock, OffloadKey]] = []
         """``_released``, the least recently used block first. A block that leaves ``_released``
         leaves a stale entry here, which the eviction that reaches it drops."""
-        self._last_place = 0  # place of the block that was parked last
+        self._last_place = 0
+        """Place of the block that was parked last. Places number the blocks in the order in which
+        they are parked, which is the order of their use."""
 
     def __len__(self) -> int:
         num_parked = len(self._parked) + len(self._released)
@@ -317,7 +319,7 @@ class ARCCachePolicy(CachePolicy):
         while len(self._recent_ghosts) > max_recent_ghosts:
             self._recent_ghosts.popitem(last=False)
         num_held = len(self._recent) + len(self._frequent)
-        # of both lists with their ghosts, all entries but those of ``_frequent_ghosts``
+        # entries of the two lists and of the recent ghosts
         num_other_entries = num_held + len(self._recent_ghosts)
         max_frequent_ghosts = max(0, 2 * self._num_blocks - num_other_entries)
         while len(self._frequent_ghosts) > max_frequent_ghosts:

@@ -105,7 +105,10 @@ class JobsInFlight:
         return self._jobs.pop(job_id, None)
 
     def take_late(self) -> Sequence[TierJob]:
-        """Return the promotions whose deadline has passed, each once. They stay in flight."""
+        """Return the promotions whose deadline has passed, each once. They stay in flight.
+
+        Other jobs have no deadline, and nobody waits for a job that was reset.
+        """
         now = time.monotonic()
         late = []
         for job in self._jobs.values():

@@ -217,7 +217,9 @@ class LoadTimes:
         expected_s = usual_s * self._slowdown
         change = took_s / expected_s
         shares = self._shares_of(change)
+        # the shares are exponents: they divide the change, a factor, between the two estimates
         self._slowdown *= change**shares.slowdown
+        # a load that ended shows that the store answers again
         self.is_stalled = False
         # the first load of a size has set its usual time above
         if usual is not None:

@@ -157,6 +157,7 @@ class LayoutStores:
             # these fields are those that ``_place_of`` reads back
             more={
                 "model": place.model_name,
+                # the engine behind LMCache
                 "engine": self._options.engine,
                 "object_shapes": [list(shape) for shape in layout.shapes],
                 "dtypes": list(layout.dtypes),

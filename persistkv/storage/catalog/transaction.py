@@ -418,6 +418,7 @@ class CatalogTransaction:
         # remove a pack with a damaged table, or an entry of the eviction order without a pack
         self._delete_pack(name)
         self.grew = True
+        # None: payloads are not part of the transactions of this store
         if self._payloads is not None:
             self._payloads.write(name, pack.stream())
         sequence = self._log(name, ADDED)
@@ -433,6 +434,7 @@ class CatalogTransaction:
         self._order.add_pack(name, table.depth, naming.pins, table.tenant)
         if naming.priority != NO_PRIORITY:
             self._order.touch(name, naming.priority)
+        # the totals of the namespace; those of the tenant are counted above
         self._state.count(table, 1)
 
     def _touch_held(self, name: bytes, tenant: str) -> None:

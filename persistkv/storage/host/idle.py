@@ -71,7 +71,7 @@ class IdleSupervision:
                 is_open = look()
             # drop the bound method, which would keep its object alive during the next pause
             del look
-            # a host that is not open is looked at more often, because the look restarts it
+            # while the store is not open, look more often, because a look restarts its host
             pause_s = _IDLE_S if is_open else _RESTART_LOOK_S
             # the callback may ask the idle engine for a step, to take what the look has received
             if self.callback is not None:

@@ -658,6 +658,7 @@ class Supervisor:
             return False
         if load_due and self.watchdog.is_late(deadline):
             return True
+        # a load must be answered sooner than other work, so its host may be silent for less time
         return self.watchdog.is_silent(
             lambda: self.connection.send(protocol.Ping()), load_due=load_due
         )

@@ -310,8 +310,10 @@ class SharedBackend(Backend):
         """
         if self._policy.is_due():
             self._refresh_policy()
+            # a namespace without an engine need not be found sooner than a new policy
             if not self._read_only:
                 self._opened.care_for_abandoned()
+        # write nothing before the medium has answered that the store is there
         if self._policy.is_known:
             self._identities.write_new()
 

@@ -930,8 +930,8 @@ def shortened(
     keeps times of creation and pins. A request of which no block is left is not part of the commit:
     it is deleted with the bad pack.
 
-    Numbers of tokens are estimated from the present manifests. For a request of few blocks they may
-    be too high.
+    The block size is estimated: tokens of the present manifest divided by its blocks. The tokens of
+    an incomplete last block count, but not the block, so the estimate is too high for few blocks.
 
     :param pack_of: as for ``make_manifest``, without the keys of bad packs.
     :param seen: ``CommitBatch.seen``.

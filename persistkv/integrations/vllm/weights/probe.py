@@ -51,7 +51,8 @@ class WeightsProbe:
         epoch = self._word.epoch
         sample = self._take_sample()
         if epoch != self._epoch:
-            # a request has named these weights: later samples are compared with this one
+            # The engine began another epoch: it has given the present weights a name. Later samples
+            # are compared with this one.
             self._epoch = epoch
             self._expected_sample = sample
         elif sample != self._expected_sample:

@@ -59,7 +59,8 @@ class ReportPublisher:
                 self._channel.send(table)
             except OSError as error:
                 # The engine uses the last table until a descriptor is free. The error is logged as
-                # text: a log record with it would keep its frames, which refer to the rows.
+                # text: a log record that holds the exception keeps its stack frames alive, and with
+                # them the memory of the engine's rows.
                 logger.warning("the new lookup table is not sent yet: %s", str(error))
                 is_sent = False
         if self._has_report:
@@ -93,7 +94,7 @@ class ReportPublisher:
     async def wait_until_sent(self) -> None:
         """Wait until the engine has been sent all changes."""
         self.send_report()
-        # ``run`` sends the rest, some of it only after ``Mapped``
+        # ``run`` sends the rest: another table only after the engine has mapped the last one
         while self._has_new_table or self._has_report:
             self._sent.clear()
             await self._sent.wait()

@@ -34,8 +34,8 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
     try:
         return message.keys.unpack()
     except CorruptPackError as error:
-        # log the error as text, because a record with it would keep its frames, which refer to the
-        # rows
+        # log the error as text: a log record that holds the exception keeps its stack frames alive,
+        # and with them the memory of the engine's rows
         logger.error("the keys of a message are ignored: %s", str(error))
         return []
 

@@ -624,6 +624,33 @@ def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(
     assert held(open_store(), [outer]) == [outer]
 
 
+def test_rebuild_payload_that_imitates_a_pack_at_its_own_place_is_not_taken_for_one(
+    store: LmdbBackend,
+    path: Path,
+    open_store: Opener,
+) -> None:
+    # both stores write their first pack to the same place, so the imitation's trailer fits
+    elsewhere = path.with_name("elsewhere")
+    other = open_store("?capacity=64MiB", location=elsewhere)
+    (imitated,) = add_samples(other, 1)
+    extent = place(other, imitated)
+    raw = (elsewhere / "segments" / "00000000.seg").read_bytes()
+    content = raw[extent.page * PAGE_BYTES : extent.end * PAGE_BYTES]
+    namespace = store.open_namespace(IDENTITY).id
+    outer = sample_pack(namespace, 2, blocks=1, block_bytes=len(content))
+    outer.segments[0].source.gather(0, 1)[:] = memoryview(content)
+    add(store, outer)
+    assert place(store, outer).page == extent.page
+    lose_catalogue(store, path)
+
+    found = rebuild(path)
+
+    assert (found.packs, found.skipped) == (1, {"overlapping": 1})
+    again = open_store()
+    assert held(again, [outer]) == [outer]
+    assert held(again, [imitated]) == []
+
+
 def test_rebuild_pack_in_several_extents_is_counted(
     open_store: Opener,
     path: Path,

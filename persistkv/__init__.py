@@ -77,7 +77,7 @@ _LAZY = {
 
 
 _EXTRAS = {"torch": "transformers", "transformers": "transformers"}
-"""The extra of each package that such a module imports."""
+"""The extra that installs each optional package which a module of ``_LAZY`` imports."""
 
 
 def __getattr__(name: str) -> Any:

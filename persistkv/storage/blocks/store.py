@@ -298,7 +298,7 @@ class BlockStore:
         :param deadline: monotonic time at which this must return.
         """
         num_keys = len(job.keys)
-        # it copies each block when the call reads it, until ``revoke``
+        # this object copies each block only when the call reads it, and no block after ``revoke``
         try:
             copies = BlocksToStore(self._pool, regions, self._block_bytes(job.group))
         except OSError:  # no memory is left
@@ -473,7 +473,7 @@ class BlockStore:
         """Keep durable blocks from being evicted, also after restarts; return the id of the pin,
         which ``persistkv ls`` lists. None: not all keys are held, and nothing is pinned.
 
-        :param ttl_s: seconds from the last use on after which the pin expires.
+        :param ttl_s: seconds from the last use on after which the pin expires; None: never.
         :raises ValueError: the keys are of several tenants.
         :raises StoreTimeoutError: the deadline has passed; the blocks may be pinned later.
         :raises StoreError: the medium failed, or the store is read-only.
@@ -715,7 +715,11 @@ def _complete(
     num_keys: int,
     completions: CompletionQueue,
 ) -> None:
-    """Add a completion when a call has ended."""
+    """Have the completion of a call added to a queue when the call ends.
+
+    :param number: number of the call, for its completion.
+    :param num_keys: number of its results.
+    """
 
     def end(ended: Future[list[bool]]) -> None:
         # a failed call gets a completion, too, because its caller waits for one

@@ -186,6 +186,7 @@ class Catalogue:
         use is unknown."""
         # cache the manifests that name a pack, because many requests share their last packs
         cache: dict[bytes, _Naming] = {}
+        # recorded times are of the store's clock; its skew converts them to the wall clock
         with self._read() as rows:
             _, clock = read_clock(rows)
 

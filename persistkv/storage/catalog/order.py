@@ -170,14 +170,15 @@ class _ClockRow(NamedTuple):
     confirming_since: float
 
 
-@cache  # read once: a process ends with its boot
+@cache  # the file cannot change while this process runs
 def _boot() -> bytes:
     """Return 16 bytes that identify the present boot."""
     try:
         text = _BOOT_ID.read_text().strip()
         return bytes.fromhex(text.replace("-", ""))[:16]
     except (OSError, ValueError):
-        # without /proc, a new boot is only detected by a smaller time since boot
+        # without /proc, ``StoreClock.advanced`` notices a new boot only if the time since boot is
+        # smaller than the recorded one
         return bytes(16)
 
 
@@ -244,11 +245,11 @@ def _expiring(rows: TableRows, entry: bytes) -> Chain | None:
 
 def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
     """Return the time at which a manifest expires, unless it is used again: its ttl after the last
-    use of its last pack.
+    use of its last pack, or ``chain.expires`` if this use is unknown.
 
-    :param name: key of its chain, ``chain``.
+    :param name: key of the row with the chain.
     """
-    # a manifest without packs is used only when it is written, from which ``expires`` counts
+    # a manifest without packs is used only when it is written, and ``expires`` counts from then
     if not chain.packs:
         return chain.expires
     namespace = name[:ID_BYTES]
@@ -516,7 +517,7 @@ class TimedOrder(EvictionOrder):
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
-        # with these two False, ``finish`` does not record the clock
+        # ``finish`` records the clock if one of these is True: this order has no clock to record
         self.is_moment = False
         self._clock_changed = False
         self.set_time(0.0)

@@ -253,11 +253,12 @@ def with_default(
     packs: int,
     stored_bytes: int,
 ) -> list[TenantTotals]:
-    """Return the totals of all tenants with packs or a quota, the default one included, by name.
+    """Return the totals of all tenants, sorted by name: the given ones, and those of the default
+    tenant if it has content.
 
-    :param tenants: all except the default one.
+    :param tenants: totals of all tenants except the default one.
     :param packs: number of packs in the whole store.
-    :param stored_bytes: bytes of their payloads.
+    :param stored_bytes: bytes of the payloads of these packs.
     """
     found = list(tenants)
     # the default tenant has the rest of the store's content

@@ -167,8 +167,8 @@ class CatalogTransaction:
 
     @property
     def beginning_bytes(self) -> int:
-        """Upper estimate of the bytes of the rows that begin the namespace; 0 if the store holds
-        it, if it was not opened, or if the driver keeps such rows itself."""
+        """Upper estimate of the bytes of the rows that ``finish`` writes to begin the namespace; 0
+        if it has begun, if it was not opened, or if the driver keeps these rows itself."""
         is_held = self._state.generation != NO_GENERATION
         if is_held or self._opened is None:
             return 0
@@ -429,7 +429,8 @@ class CatalogTransaction:
         self.quotas.count(table, 1)
         row = SEQUENCE.pack(sequence) + table.encode()
         self._rows.put(PACKS, name, row, table.tenant)
-        # in a shared store, manifests may arrive before the packs that they name
+        # in a shared store, manifests may arrive before the packs that they name: the pack gets
+        # their pins and priority
         naming = self._read_naming(name)
         self._order.add_pack(name, table.depth, naming.pins, table.tenant)
         if naming.priority != NO_PRIORITY:
@@ -476,8 +477,8 @@ class CatalogTransaction:
         for manifest in manifests:
             packs_after = self.drop_manifest(manifest, after=pack)
             later.update(dict.fromkeys(packs_after))
-            # the call above does not find the links of a manifest with a damaged chain; with this
-            # link, the pack would count as named
+            # If the manifest's chain is damaged, the call above has not found this link. Delete it
+            # here, because the pack would count as named by the deleted manifest.
             self._rows.delete(LINKS, link_row(pack, manifest))
         if keep_later:
             return
@@ -565,8 +566,9 @@ class CatalogTransaction:
         """Delete a manifest, and keep its packs, which lose its pin. A manifest that is not held is
         ignored.
 
-        :returns: the names of the packs after the pack ``after`` in its chain, if the chain is
-            ordered.
+        :param after: name of a pack. None: return no packs.
+        :returns: the names of the packs after the pack ``after`` in the manifest's chain, if the
+            chain is ordered.
         """
         namespace = name[:ID_BYTES]
         was_held = self._rows.delete(MANIFESTS, name)
@@ -603,7 +605,7 @@ class CatalogTransaction:
                 self._order.pin(pack, -1)
 
     def _read_naming(self, pack: bytes) -> _PackNaming:
-        """Return what the manifests that name a pack record about it."""
+        """Return the pins and the priority that a pack has from the manifests that name it."""
         pins = 0
         priority = NO_PRIORITY
         for manifest in manifests_of(self._rows, pack):
@@ -740,8 +742,8 @@ def _flags_of(manifest: RequestManifest) -> int:
 
 
 def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
-    """Return the names of the packs and manifests that a batch writes, and of the packs that its
-    manifests name."""
+    """Return the names that the transaction of a batch must not evict (its ``keep``): those of the
+    packs and manifests that the batch writes, and of the packs that its manifests name."""
     kept = {namespace + pack.pack_id for pack in batch.packs}
     for write in batch.manifests:
         kept.add(manifest_row(namespace, write.manifest.id))
@@ -750,7 +752,8 @@ def kept_names(namespace: bytes, batch: CommitBatch) -> set[bytes]:
 
 
 def bytes_by_tenant(packs: Iterable[NewPack]) -> dict[str, int]:
-    """Return upper bounds of the bytes of packs, by tenant, without the default one."""
+    """Return upper bounds of the bytes of packs, by tenant. The default tenant is left out, because
+    it has no quota."""
     sizes: dict[str, int] = {}
     for pack in packs:
         if pack.tenant != DEFAULT_TENANT:

@@ -170,7 +170,7 @@ class StoreKey:
     def __init__(self, secret: bytes) -> None:
         if find_spec("cryptography") is None:
             raise MissingExtraError("cryptography", "encryption")
-        # derive a key: the user's secret may also serve another purpose
+        # derive a key from the secret, because the user may use the secret for other purposes, too
         self._secret = hmac.digest(_STORE_KEY, secret, "sha256")
         key_id = hmac.digest(self._secret, b"id", "sha256")
         self.id = key_id.hex()[:16]
@@ -199,7 +199,8 @@ class StoreKey:
         return DataKey(wrapped.id, tenant=STORE, secret=secret)
 
     def new_keyring(self) -> Keyring:
-        """Return a new keyring, with a data key for the store."""
+        """Return a new keyring, with a data key for the store. The keyring's id is that of this
+        store key, and stays when the store key is replaced."""
         return Keyring(self.id, [DataKey.new(STORE)])
 
     def unwrap_all(self, wrapped: Iterable[WrappedKey]) -> Keyring:

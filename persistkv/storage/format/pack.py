@@ -466,7 +466,8 @@ class PackTable(msgspec.Struct, frozen=True):
     @classmethod
     def parse_stored(cls, data: Buffer) -> PackTable:
         """Parse a table that was valid when it was stored, such as one in a local catalogue: verify
-        its checksum and lengths, without each frame and key. Takes half of the time.
+        its checksum and lengths. Unlike ``parse``, do not check each frame and key, which would
+        take as much time again.
 
         :raises CorruptPackError: as ``parse``.
         """
@@ -573,7 +574,7 @@ def _check_frames(table: PackTable) -> None:
         _check_lengths(count, block_bytes, stored, table.codec)
         if offset != end:
             raise CorruptPackError("frame offset", f"{offset} instead of {end}")
-        end = align(offset + stored)
+        end = align(offset + stored)  # padding follows the stored bytes
         num_blocks += count
         raw_length += count * block_bytes
     if num_blocks != len(table.keys):

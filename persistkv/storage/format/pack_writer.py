@@ -360,9 +360,10 @@ class PackWriter(NewPack):
         frames: Sequence[Frame],
         untagged: Mapping[int, _StoredFrame],
     ) -> PackTable:
-        """Return the table of these frames, in order, which lack their offsets.
+        """Return the pack's table; compute the tags that are not known yet.
 
-        :param untagged: by their numbers, the frames that also lack their tags; none if the pack is
+        :param frames: all frames in order, without their offsets.
+        :param untagged: by number, the frames that lack their tags, too; empty if the pack is
             encrypted.
         """
         complete: list[Frame] = []
@@ -372,7 +373,7 @@ class PackWriter(NewPack):
             if number in untagged:
                 stored = untagged[number]
                 placed = PlacedFrame(number, frame, stored.untagged_keys)
-                # without encryption, the sealed bytes are the same pieces: only the tag is new
+                # ignore the sealed bytes: without encryption, they are these pieces
                 _, tag = frame_seal.seal(placed, stored.pieces)
             complete.append(frame._replace(offset=end, tag=tag))
             end += align(frame.stored_length)

@@ -244,10 +244,10 @@ class OtherNamespace(NamespaceView):
         self._own_reloads = self._own.index.reloads
 
     def _remove_adopted(self, changes: Changes, added: Sequence[PackTable]) -> None:
-        """Remove the keys of removed packs from the own index; all of them if the changes begin
-        anew.
+        """Remove the keys of removed packs from the own index. After a reset, remove all adopted
+        keys: ``_adopt_keys`` adds those of the present packs again.
 
-        :param added: tables of the added packs; all packs if the changes begin anew.
+        :param added: tables of the added packs; after a reset, of all packs.
         """
         index = self._own.index
         are_some_gone = bool(changes.removed)
@@ -319,7 +319,8 @@ class OtherNamespace(NamespaceView):
 
         :param bad_frames: number of frames of each pack, by id, that failed verification.
         """
-        # the bad frames are counted here: this view makes no repair that would count them
+        # Count the bad frames here, and pass none of them: the base class counts them when it
+        # deletes the packs, which this view never does.
         super().suspect(packs, {})
         for pack in packs:
             bad_count = bad_frames.get(pack.pack_id, 0)
@@ -481,8 +482,9 @@ class Canary:
     # Offered blocks
 
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
-        """Record that another tier loaded blocks, which the engine therefore did not compute. Too
-        many keys, or none, which means that they are unknown, end all comparisons.
+        """Record that another tier loaded blocks, which the engine therefore did not compute. If no
+        keys are given, the blocks are unknown. Unknown blocks, or too many of them, end all
+        comparisons.
         """
         if not self.active or self._has_unknown_loads:
             return
@@ -504,7 +506,7 @@ class Canary:
         this release computes (``_is_evidence``).
         """
         state = self._request(request)
-        # before an adoption, lookups use no depth
+        # blocks below these depths need no comparison; before an adoption, all blocks need one
         adopted_depths = (0,) * self._num_groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
@@ -719,7 +721,7 @@ class Canary:
         if num_requests < _LEAST_REQUESTS or num_tokens < _LEAST_TOKENS:
             return
         self._adopt(other, tuple(evidence.depths))
-        # ``other`` is the view of the first candidate
+        # ``other`` is the view of the first candidate, which has the release for the log line
         candidate = self._candidates[0]
         logger.warning(
             "adopted the blocks of namespace %s: %d tokens of %d requests agree %s; %s",

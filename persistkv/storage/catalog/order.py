@@ -308,7 +308,14 @@ class EvictionOrder:
         use."""
         return self._clock.time
 
-    def add_pack(self, name: bytes, depth: int, pins: int, tenant: str) -> None:
+    def add_pack(
+        self,
+        name: bytes,
+        depth: int,
+        pins: int,
+        priority: int,
+        tenant: str,
+    ) -> None:
         """List a new pack of a tenant as used now; other parameters as in ``Use``."""
         digest = b""
         if tenant != DEFAULT_TENANT:
@@ -318,7 +325,7 @@ class EvictionOrder:
             time=self.time,
             depth=depth,
             pins=pins,
-            priority=NO_PRIORITY,
+            priority=priority,
             tenant=digest,
         )
         self.put(name, use)
@@ -348,7 +355,7 @@ class EvictionOrder:
         """Return a pack's last use; None if it is not held or its row is damaged."""
         return Use.decode(self._rows.get(USES, name))
 
-    def pin(self, name: bytes, count: int) -> None:
+    def add_pins(self, name: bytes, count: int) -> None:
         """Add ``count``, which may be negative, to a pack's ``Use.pins``."""
         use = self.use(name)
         if use is None:

@@ -303,17 +303,14 @@ class Use(NamedTuple):
     @classmethod
     def decode(cls, row: Buffer | None) -> Use | None:
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
-        if row is None:
+        if row is None or len(row) < _USE.size:
             return None
-        # a row without a tenant is that of a pack of the default tenant
-        if len(row) == _USE.size:
-            return cls(*_USE.unpack(row))
-        if len(row) != _USE.size + TAG_BYTES:
-            return None
-        # in the order of the fields, of which ``tenant`` is the last
         numbers = _USE.unpack_from(row)
         tenant = bytes(row[_USE.size :])
-        return cls._make((*numbers, tenant))
+        # the row of a pack of the default tenant ends without a digest
+        if tenant and len(tenant) != TAG_BYTES:
+            return None
+        return cls(*numbers, tenant)
 
 
 class Chain(NamedTuple):
@@ -371,9 +368,8 @@ class Chain(NamedTuple):
             return None
         starts = range(0, len(ids), ID_BYTES)
         packs = tuple(ids[start : start + ID_BYTES] for start in starts)
-        # in the order of the fields, of which ``packs`` is the last
         numbers = _CHAIN.unpack_from(row)
-        return cls._make((*numbers, packs))
+        return cls(*numbers, packs)
 
 
 @dataclass

@@ -6,7 +6,7 @@ import enum
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain as concatenated
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
@@ -93,15 +93,6 @@ class Payloads(Protocol):
 
     def delete(self, name: bytes) -> None:
         """Delete a pack's payload."""
-
-
-class _PackNaming(NamedTuple):
-    """Fields of a pack's ``Use`` that follow from the manifests that name the pack."""
-
-    pins: int
-    """``Use.pins``."""
-    priority: int
-    """``Use.priority``."""
 
 
 class CatalogTransaction:
@@ -429,12 +420,7 @@ class CatalogTransaction:
         self.quotas.count(table, 1)
         row = SEQUENCE.pack(sequence) + table.encode()
         self._rows.put(PACKS, name, row, table.tenant)
-        # in a shared store, manifests may arrive before the packs that they name: the pack gets
-        # their pins and priority
-        naming = self._read_naming(name)
-        self._order.add_pack(name, table.depth, naming.pins, table.tenant)
-        if naming.priority != NO_PRIORITY:
-            self._order.touch(name, naming.priority)
+        self._list_pack(name, table.depth, table.tenant)
         # the totals of the namespace; those of the tenant are counted above
         self._state.count(table, 1)
 
@@ -443,8 +429,22 @@ class CatalogTransaction:
         a new one: without it, the pack could not be evicted."""
         is_listed = self._order.touch(name)
         if not is_listed:
-            naming = self._read_naming(name)
-            self._order.add_pack(name, UNKNOWN_DEPTH, naming.pins, tenant)
+            self._list_pack(name, UNKNOWN_DEPTH, tenant)
+
+    def _list_pack(self, name: bytes, depth: int, tenant: str) -> None:
+        """List a pack in the eviction order, with the pins and the priority of the manifests that
+        name it: in a shared store, manifests may arrive before their packs.
+        """
+        pins = 0
+        priority = NO_PRIORITY
+        for manifest in manifests_of(self._rows, name):
+            chain = self._order.chain(manifest)
+            if chain is None:
+                continue
+            if chain.pinned:
+                pins += 1
+            priority = max(priority, chain.priority)
+        self._order.add_pack(name, depth, pins, priority, tenant)
 
     def _evict_one(self, name: bytes, row: Use | Chain) -> None:
         """Evict the pack or manifest of a row in the eviction order."""
@@ -560,7 +560,7 @@ class CatalogTransaction:
             self._rows.put(LINKS, link_row(pack, manifest), b"")
             self._order.touch(pack, chain.priority)
             if chain.pinned:
-                self._order.pin(pack, 1)
+                self._order.add_pins(pack, 1)
 
     def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
         """Delete a manifest, and keep its packs, which lose its pin. A manifest that is not held is
@@ -602,20 +602,7 @@ class CatalogTransaction:
             pack = namespace + pack_id
             self._rows.delete(LINKS, link_row(pack, manifest))
             if chain.pinned:
-                self._order.pin(pack, -1)
-
-    def _read_naming(self, pack: bytes) -> _PackNaming:
-        """Return the pins and the priority that a pack has from the manifests that name it."""
-        pins = 0
-        priority = NO_PRIORITY
-        for manifest in manifests_of(self._rows, pack):
-            chain = self._order.chain(manifest)
-            if chain is None:
-                continue
-            if chain.pinned:
-                pins += 1
-            priority = max(priority, chain.priority)
-        return _PackNaming(pins, priority)
+                self._order.add_pins(pack, -1)
 
     def pin(self, name: bytes, pinned: bool) -> None:
         """Pin or unpin a manifest, and the packs that it names. A name that is not held is
@@ -625,11 +612,11 @@ class CatalogTransaction:
             return
         changed = chain._replace(flags=chain.flags ^ PINNED)
         # this also removes a pinned manifest from the eviction order, and lists an unpinned one
-        self._order.put(name, changed, chain)
+        self._order.put(name, changed, before=chain)
         count = 1 if pinned else -1
         for pack_id in chain.packs:
             pack = self._namespace + pack_id
-            self._order.pin(pack, count)
+            self._order.add_pins(pack, count)
 
     # Totals and log
 

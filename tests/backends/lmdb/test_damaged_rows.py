@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.rows import TableRows, Use
+from persistkv.storage.catalog.rows import LOW_PRIORITY, TableRows, Use
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack
@@ -144,6 +144,22 @@ def test_commit_pack_without_use_row_restores_row_and_pack_expires(
     advance_clocks(2 * HOUR_S)
     run_expiry(backend, namespace)
     assert not tables(backend, namespace)
+
+
+def test_commit_pack_without_use_row_restores_priority_of_its_requests(
+    backend: LmdbBackend, namespace: bytes
+) -> None:
+    (pack,) = small_packs(namespace, [1])
+    name = namespace + pack.pack_id
+    low = sample_manifest("low", packs=[pack.pack_id], priority="low")
+    backend.commit(namespace, CommitBatch([pack], [low]))
+    with backend.rows(write=True) as rows:
+        rows.delete("uses", name)
+    backend.commit(namespace, CommitBatch([pack]))
+    with backend.rows() as rows:
+        use = Use.decode(rows.get("uses", name))
+    assert use is not None
+    assert use.priority == LOW_PRIORITY
 
 
 def test_commit_touch_at_moment_of_failed_commit_delays_expiry(

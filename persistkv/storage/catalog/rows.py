@@ -305,12 +305,12 @@ class Use(NamedTuple):
         """Decode the value of a row in ``USES``; return None if the row is missing or damaged."""
         if row is None or len(row) < _USE.size:
             return None
-        numbers = _USE.unpack_from(row)
+        moment, time, depth, pins, priority = _USE.unpack_from(row)
         tenant = bytes(row[_USE.size :])
         # the row of a pack of the default tenant ends without a digest
         if tenant and len(tenant) != TAG_BYTES:
             return None
-        return cls(*numbers, tenant)
+        return cls(moment, time, depth, pins, priority, tenant)
 
 
 class Chain(NamedTuple):
@@ -368,8 +368,8 @@ class Chain(NamedTuple):
             return None
         starts = range(0, len(ids), ID_BYTES)
         packs = tuple(ids[start : start + ID_BYTES] for start in starts)
-        numbers = _CHAIN.unpack_from(row)
-        return cls(*numbers, packs)
+        moment, time, flags, ttl_s, expires = _CHAIN.unpack_from(row)
+        return cls(moment, time, flags, ttl_s, expires, packs)
 
 
 @dataclass

@@ -322,8 +322,8 @@ class BlockService:
         # one
         removed = self.store.index.absent(events.removed)
         return StoreEvents(
-            stored=_split(events.stored),
-            removed=_split(removed),
+            stored=_split_groups(events.stored),
+            removed=_split_groups(removed),
             lost=events.lost,
         )
 
@@ -358,7 +358,7 @@ class BlockService:
         self.store.close()
 
 
-def _split(keys: Keys) -> list[tuple[bytes, int]]:
+def _split_groups(keys: Keys) -> list[tuple[bytes, int]]:
     """Divide keys into the caller's keys and their KV cache groups."""
     divided = []
     for key in keys:

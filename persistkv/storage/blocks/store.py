@@ -280,7 +280,7 @@ class BlockStore:
             return self._refuse(len(keys))
         if deadline is None:
             put = self._service.put(job, regions)
-            call = self._start(put, lambda: self._queued.subtract(num_bytes))
+            call = self._start(put, on_end=lambda: self._queued.subtract(num_bytes))
             return self._result(call, len(keys), deadline=None)
         return self._put_copies(job, regions, num_bytes, deadline)
 
@@ -364,7 +364,7 @@ class BlockStore:
         except OSError:  # no memory is left
             return [False] * len(keys)
         read = self._service.get(keys, copies)
-        call = self._start(read, copies.release)
+        call = self._start(read, on_end=copies.release)
         try:
             # Only wait, and ignore the results, which are all False at the deadline: some blocks
             # may have been copied by then.
@@ -398,7 +398,10 @@ class BlockStore:
             return number
         put = self._service.put(job, regions)
         return self._submit(
-            completions, len(keys), put, lambda: self._queued.subtract(num_bytes)
+            completions,
+            len(keys),
+            put,
+            on_end=lambda: self._queued.subtract(num_bytes),
         )
 
     def submit_get(
@@ -635,7 +638,7 @@ class BlockStore:
         """Start a call whose results are added to a queue; return its number. See ``_start``."""
         number = completions.new_number()
         call = self._start(coroutine, on_end)
-        _complete(call, number, num_keys, completions)
+        _complete_at_end(call, number, num_keys, completions)
         return number
 
     def _refuse(self, num_keys: int) -> list[bool]:
@@ -709,7 +712,7 @@ def _deadline(timeout_s: float | None) -> float | None:
     return None if timeout_s is None else time.monotonic() + timeout_s
 
 
-def _complete(
+def _complete_at_end(
     call: Future[list[bool]],
     number: int,
     num_keys: int,

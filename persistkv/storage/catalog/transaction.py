@@ -303,8 +303,12 @@ class CatalogTransaction:
         # so that a search ends at its first row that is too young.
         low = self._unused_for(ttl_s, low=True)
         others = self._unused_for(ttl_s, low=False)
-        # the goal is never met, so that all content that was unused for so long is removed
-        self._evict(concatenated(low, others), lambda: False, num_left)
+        # without a goal, all content that was unused for so long is removed
+        self._evict(
+            concatenated(low, others),
+            is_enough=lambda: False,
+            at_most=num_left,
+        )
 
     def _unused_for(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -235,7 +235,7 @@ def stored_codec(text: str) -> Codec:
         raise CorruptPackError("codec", str(error)) from None
 
 
-@lru_cache(maxsize=1)
+@cache
 def _huffman_only() -> ZstdCompressionParameters:
     """Return Zstandard parameters with which almost only the Huffman codes compress. The bytes of
     KV data hardly repeat, and the search for matches would take most of the time: it accepts only

@@ -26,7 +26,7 @@ import xxhash
 
 from persistkv.config import MAX_BLOCK_BYTES, PAGE_BYTES
 from persistkv.errors import CorruptPackError
-from persistkv.rounding import divide_up
+from persistkv.rounding import round_up
 from persistkv.storage.format.codec import Buffer, RawCodec, stored_codec
 from persistkv.storage.format.keys import KEY_ID_BYTES, SALT_BYTES
 from persistkv.tenants import DEFAULT_TENANT, is_tenant
@@ -247,7 +247,7 @@ def pack_frames(frames: Iterable[Frame]) -> bytes:
 
 def align(length: int) -> int:
     """Return a length rounded up to a multiple of 4 KiB."""
-    return divide_up(length, PAGE_BYTES) * PAGE_BYTES
+    return round_up(length, PAGE_BYTES)
 
 
 def pack_id(

@@ -208,6 +208,7 @@ class PackCopy(NewPack):
             frame_count=table.frame_count,
             payload_bound=table.payload_length,
             table_length=seal.stored_bytes(plain_length),
+            # without encryption, ``stream`` yields views of ``payload``
             encodes=seal.encrypts,
             seal=seal,
             tenant=table.tenant,
@@ -447,10 +448,12 @@ class PackWriter(NewPack):
         number = 0
         for segment in self.segments:
             for start, stop in segment.frame_bounds():
-                yield partial(self._store, frame_seal, number, segment, start, stop)
+                yield partial(
+                    self._encode_and_seal, frame_seal, number, segment, start, stop
+                )
                 number += 1
 
-    def _store(
+    def _encode_and_seal(
         self,
         frame_seal: FrameSeal,
         number: int,

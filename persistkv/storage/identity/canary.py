@@ -142,9 +142,9 @@ class _Evidence:
         if not agreement.agrees or not agreement.tokens:
             return
         group = block.group
-        count = block.depth + 1
+        usable_depths = block.depth + 1
         self.tokens[group] += agreement.tokens
-        self.depths[group] = max(self.depths[group], count)
+        self.depths[group] = max(self.depths[group], usable_depths)
         self.requests.add(request)
 
 
@@ -253,6 +253,7 @@ class OtherNamespace(NamespaceView):
         are_some_gone = bool(changes.removed)
         if changes.reset:
             index.remove_adopted()
+            # a pack that this view's index lacks has the number 0
             known = [table for table in added if self.index.number_of(table.pack_id)]
             are_some_gone = len(known) < self.index.num_packs
         for fingerprints in changes.removed.values():
@@ -391,7 +392,7 @@ class Canary:
         up to which lookups use blocks of ``other``."""
         if self._may_compare():
             try:
-                self._find(identity)
+                self._find_namespaces(identity)
             except StoreError as error:
                 logger.info(
                     "namespaces of other releases cannot be read (%s): none is adopted",
@@ -429,7 +430,7 @@ class Canary:
         offset, block_bytes = ranges[0]
         return offset == 0 and fits(numbers, group, block_bytes)
 
-    def _find(self, identity: Identity) -> None:
+    def _find_namespaces(self, identity: Identity) -> None:
         """Open the namespace of a recorded adoption, or else collect the candidates without a
         verdict."""
         backend = self._own.backend
@@ -457,8 +458,8 @@ class Canary:
         self._candidates = []
         logger.warning(
             "blocks of namespace %s are used, as recorded: %s",
-            _name(namespace),
-            _depths(verdict.depths),
+            _name_text(namespace),
+            _depths_text(verdict.depths),
         )
 
     def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
@@ -497,7 +498,7 @@ class Canary:
         """Forget which blocks a request offered, because it has ended."""
         self._requests.pop(request, None)
 
-    def _computed(self, request: str, blocks: Blocks) -> list[Block]:
+    def _record_offer(self, request: str, blocks: Blocks) -> list[Block]:
         """Record that a request offered blocks; return those that may be compared, sorted by depth:
         blocks that were not offered before, that the store does not hold, and that are beyond the
         adopted depths.
@@ -505,15 +506,17 @@ class Canary:
         Empty if the engine may have used loaded blocks to compute them: then they do not show what
         this release computes (``_is_evidence``).
         """
-        state = self._request(request)
+        state = self._state_of(request)
         # blocks below these depths need no comparison; before an adoption, all blocks need one
         adopted_depths = (0,) * self._num_groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
-        held = self._held_keys(blocks.keys)
+        # blocks that the own namespace holds, except for equal fingerprints, are not ``absent``
+        absent = set(self._own.index.absent(blocks.keys))
         comparable: list[Block] = []
         for block in _by_depth(blocks):
-            is_held = block.key in held
+            is_held = block.key not in absent
+            # the engine may have computed the following blocks from this one
             if block.depth == UNKNOWN_DEPTH or block.key in self._loaded:
                 state.foreign = True
             is_new = state.offer(block, is_held=is_held)
@@ -525,7 +528,7 @@ class Canary:
             return []
         return comparable
 
-    def _request(self, request: str) -> _Request:
+    def _state_of(self, request: str) -> _Request:
         """Return the state of a request, new if it has offered no blocks yet."""
         if request not in self._requests:
             counts = [0] * self._num_groups
@@ -536,15 +539,6 @@ class Canary:
         if len(self._requests) > _MOST_REQUESTS:
             self._requests.popitem(last=False)
         return state
-
-    def _held_keys(self, keys: Sequence[bytes]) -> set[bytes]:
-        """Return the keys of the blocks that the engine's namespace probably holds."""
-        holders = self._own.index.first_candidates(keys)
-        held: set[bytes] = set()
-        for key, pack in zip(keys, holders, strict=True):
-            if pack is not None:
-                held.add(key)
-        return held
 
     def _is_evidence(self, request: _Request) -> bool:
         """Return whether the blocks of a request are evidence: the engine has computed all of them,
@@ -567,12 +561,12 @@ class Canary:
         if not self.active or is_final:
             return
         # recorded even while a comparison runs, because later decisions need all offered blocks
-        computed = self._computed(request, blocks)
-        if not computed or self._running:
+        comparable = self._record_offer(request, blocks)
+        if not comparable or self._running:
             return
         self._running = True
         try:
-            await self._examine(request, computed)
+            await self._compare_and_judge(request, comparable)
         except StoreError as error:
             logger.info(
                 "no comparison with the namespace of another release: %s", str(error)
@@ -580,9 +574,11 @@ class Canary:
         finally:
             self._running = False
 
-    async def _examine(self, request: str, computed: Sequence[Block]) -> None:
-        """Compare blocks with the other namespace, and decide about it. The first candidate is
-        opened if none is open.
+    async def _compare_and_judge(
+        self, request: str, comparable: Sequence[Block]
+    ) -> None:
+        """Compare those of the blocks that the other namespace holds, too, and decide about it. The
+        first candidate is opened if none is open.
 
         :raises StoreError: the medium failed.
         """
@@ -590,10 +586,10 @@ class Canary:
             if not self._candidates:
                 return
             self.other = await self._open_candidate()
-        keys = [block.key for block in computed]
+        keys = [block.key for block in comparable]
         holders = await self.other.all_holders(keys)
         in_both: list[_HeldBlock] = []
-        for block, pack in zip(computed, holders, strict=True):
+        for block, pack in zip(comparable, holders, strict=True):
             if pack is not None:
                 in_both.append(_HeldBlock(block, pack))
         chosen = _spread(in_both)
@@ -725,16 +721,16 @@ class Canary:
         candidate = self._candidates[0]
         logger.warning(
             "adopted the blocks of namespace %s: %d tokens of %d requests agree %s; %s",
-            _name(candidate),
+            _name_text(candidate),
             sum(evidence.tokens),
             num_requests,
-            _errors(evidence),
-            _depths(evidence.depths),
+            _error_text(evidence),
+            _depths_text(evidence.depths),
         )
 
     def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
         """Adopt the namespace up to these depths, or extend them."""
-        self._record(other, "adopted", depths)
+        self._set_verdict(other, "adopted", depths)
         self._extended_at = time.monotonic()
         other.use(depths)
 
@@ -749,7 +745,7 @@ class Canary:
         name = other.namespace.hex()[:8]
         cause = (
             f"a block at depth {block.depth} of group {block.group} differs in cell "
-            f"{agreement.cell} {_errors(agreement)}"
+            f"{agreement.cell} {_error_text(agreement)}"
         )
         if self.verdict is not None:
             logger.warning(
@@ -757,10 +753,10 @@ class Canary:
                 name,
                 cause,
             )
-            self._record(other, "adopted", self.verdict.depths, final=True)
+            self._set_verdict(other, "adopted", self.verdict.depths, final=True)
             return
         logger.warning("the blocks of namespace %s are not used: %s", name, cause)
-        self._record(other, "refused", ())
+        self._set_verdict(other, "refused", depths=())
         self._refused.append(other)
         self._await_next_candidate()
 
@@ -772,7 +768,7 @@ class Canary:
         self._candidates = self._candidates[1:]
         self._evidence = self._no_evidence()
 
-    def _record(
+    def _set_verdict(
         self,
         other: OtherNamespace,
         verdict: Literal["adopted", "refused"],
@@ -814,14 +810,14 @@ class Canary:
         unwritten = self._unwritten
         self._unwritten = {}
         for namespace, verdict in unwritten.items():
-            await self._write(namespace, verdict)
+            await self._write_verdict(namespace, verdict)
         if self.other is not None:
             await self.other.repair()
         if unwritten:
             # adds the usable keys to the own index, so that lookups find them
             await self.refresh()
 
-    async def _write(self, theirs: bytes, verdict: Verdict) -> None:
+    async def _write_verdict(self, theirs: bytes, verdict: Verdict) -> None:
         """Record a verdict about namespace ``theirs``. Failures are logged: the verdict applies in
         this process, and the next start decides again."""
         own = self._own
@@ -877,17 +873,17 @@ def _spread(blocks: Sequence[_HeldBlock]) -> list[_HeldBlock]:
     return chosen
 
 
-def _depths(depths: Iterable[int]) -> str:
+def _depths_text(depths: Iterable[int]) -> str:
     """Return adopted depths in words, for log lines."""
     counts = " and ".join(map(str, depths))
     return f"the first {counts} blocks of a context"
 
 
-def _errors(found: _Evidence | Agreement) -> str:
+def _error_text(found: _Evidence | Agreement) -> str:
     return f"(error {found.error:.2g}, limit {found.limit:.2g})"
 
 
-def _name(namespace: Namespace) -> str:
+def _name_text(namespace: Namespace) -> str:
     """Return the first digits of a namespace's id with its engine's release, for log lines."""
     release = "another release"
     engine = namespace.identity.fields.get("engine")

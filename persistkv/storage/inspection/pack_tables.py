@@ -27,7 +27,7 @@ class Packs:
     def add(self, table: PackTable) -> None:
         """Add the table of a pack; it replaces one with the same pack id."""
         if self._holders is not None and table.pack_id not in self.tables:
-            self._note(self._holders, table)
+            self._add_keys(self._holders, table)
         self.tables[table.pack_id] = table
 
     def remove(self, pack: bytes) -> None:
@@ -49,11 +49,11 @@ class Packs:
         if self._holders is None:
             self._holders = {}
             for table in self.tables.values():
-                self._note(self._holders, table)
+                self._add_keys(self._holders, table)
         return self._holders
 
     @staticmethod
-    def _note(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
+    def _add_keys(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
         """Add the keys of a pack to an index of keys."""
         alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
         for key in table.keys.unpack():

@@ -35,10 +35,10 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
     """
     rows = []
     for total in read_savings(backend):
-        whole = _row(total, label=None, requests=total.requests, tokens=total.tokens)
+        whole = _saved(total, label=None, requests=total.requests, tokens=total.tokens)
         rows.append(whole)
         labels = [
-            _row(total, label, restored.requests, restored.tokens)
+            _saved(total, label, restored.requests, restored.tokens)
             for label, restored in total.labels.items()
         ]
         labels.sort(key=lambda row: row.tokens, reverse=True)
@@ -46,7 +46,17 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
     return rows
 
 
-def _row(total: Savings, label: str | None, requests: int, tokens: int) -> SavedTotals:
+def _saved(
+    total: Savings,
+    label: str | None,
+    requests: int,
+    tokens: int,
+) -> SavedTotals:
+    """Return the savings of the requests with a label, or of all requests of a namespace if
+    ``label`` is None.
+
+    :param total: savings of the whole namespace.
+    """
     return SavedTotals(
         namespace=total.namespace,
         model=total.model,

@@ -214,8 +214,8 @@ def _free_totals(backend: Backend) -> FreeTotals | None:
     free = backend.free_space()
     if free is None:
         return None
-    outside = free.payload_bytes - free.largest_bytes
-    fragmentation = _ratio(outside, free.payload_bytes)
+    outside_largest = free.payload_bytes - free.largest_bytes
+    fragmentation = _ratio(outside_largest, free.payload_bytes)
     return FreeTotals(**asdict(free), fragmentation=fragmentation)
 
 

@@ -11,7 +11,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from persistkv.base import GROUP_INDEX_BYTES, Retention, get_offload_group_idx
+from persistkv.base import (
+    Retention,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
 from persistkv.memory.regions import Regions
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.memory.timed import TimedBlocks
@@ -360,9 +364,4 @@ class BlockService:
 
 def _split_groups(keys: Keys) -> list[tuple[bytes, int]]:
     """Divide keys into the caller's keys and their KV cache groups."""
-    divided = []
-    for key in keys:
-        group = get_offload_group_idx(key)
-        callers_key = key[:-GROUP_INDEX_BYTES]
-        divided.append((callers_key, group))
-    return divided
+    return [(get_offload_block_hash(key), get_offload_group_idx(key)) for key in keys]

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -88,9 +89,10 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
     if layout.length <= 0 or layout.offset < 0 or not is_aligned:
         return False
     axes = [*layout.cells, *layout.tokens]
-    # From the innermost axis on, each step must be at least as long as everything within it.
+    # From the innermost axis on, the one with the smallest stride, each step must be at least as
+    # long as everything within it.
     used_bytes = layout.length * item_bytes
-    for count, stride in sorted(axes, key=_stride_first):
+    for count, stride in sorted(axes, key=itemgetter(1, 0)):
         if count < 1:
             return False
         # an axis of length 1 has no step, so its stride does not matter
@@ -100,11 +102,6 @@ def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
             return False
         used_bytes += stride * (count - 1)
     return layout.offset + used_bytes <= block_bytes
-
-
-def _stride_first(axis: tuple[int, int]) -> tuple[int, int]:
-    count, stride = axis
-    return stride, count
 
 
 def compare(

@@ -61,6 +61,7 @@ def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bo
 
     :param address: a multiple of ``HUGE_PAGE_BYTES``. A last part that is smaller than a huge page
         is unchanged.
+    :param threads: maximum number of threads that move pages.
     :returns: whether the memory is in huge pages now. If False, the kernel is too old or has too
         little contiguous memory; then all or part of the memory is unchanged.
     """

@@ -103,7 +103,8 @@ class Rows(BlockMemory):
         """See ``BlockMemory``. If a block uses its whole row, consecutive rows are returned as one
         view."""
         stride = self.layout.row_stride
-        uses_whole_rows = self.layout.groups[group].ranges == ((0, stride),)
+        whole_row = (0, stride)
+        uses_whole_rows = self.layout.groups[group].ranges == (whole_row,)
         pieces = []
         if uses_whole_rows:
             for first_row, end_row in runs(block_ids):

@@ -196,7 +196,8 @@ class BlockService:
         retention: Retention,
         tenant: str,
     ) -> asyncio.Future[bool]:
-        """End a request; return the future of whether all of its keys are durable.
+        """End a request. The result of the returned future will be whether all of its keys are
+        durable.
 
         :param keys: keys of the context by KV cache group.
         """
@@ -208,7 +209,7 @@ class BlockService:
         for group in range(num_groups):
             keys_of_group = keys.get(group, ())
             group_keys.append(list(keys_of_group))
-        # the largest number, because all groups have blocks of the same tokens
+        # the group with the most keys covers all tokens: a call may give keys of one group only
         num_blocks = max(map(len, group_keys))
         end = RequestEnd(
             request=request,
@@ -294,7 +295,11 @@ class BlockService:
                 result = await catalogue.commit(batch)
                 # refresh afterwards, because other processes may have committed since the last
                 # refresh
-                await catalogue.committed([], result, follows_cursor=False)
+                await catalogue.committed(
+                    packs=[],
+                    result=result,
+                    follows_cursor=False,
+                )
 
     # Content
 

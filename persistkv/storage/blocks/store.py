@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -280,7 +281,7 @@ class BlockStore:
             return self._refuse(len(keys))
         if deadline is None:
             put = self._service.put(job, regions)
-            call = self._start(put, on_end=lambda: self._queued.subtract(num_bytes))
+            call = self._start(put, on_end=partial(self._queued.subtract, num_bytes))
             return self._result(call, len(keys), deadline=None)
         return self._put_copies(job, regions, num_bytes, deadline)
 
@@ -401,7 +402,7 @@ class BlockStore:
             completions,
             len(keys),
             put,
-            on_end=lambda: self._queued.subtract(num_bytes),
+            on_end=partial(self._queued.subtract, num_bytes),
         )
 
     def submit_get(
@@ -486,7 +487,8 @@ class BlockStore:
         tenants = list(self._positions_by_tenant(keys)) or [DEFAULT_TENANT]
         if len(tenants) > 1:
             raise ValueError(f"a pin for keys of {len(tenants)} tenants")
-        pinning = self._service.pin(full, labels, ttl_s, tenants[0])
+        (tenant,) = tenants
+        pinning = self._service.pin(full, labels, ttl_s, tenant)
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin
@@ -616,7 +618,10 @@ class BlockStore:
         num_keys: int,
         deadline: float | None,
     ) -> list[bool]:
-        """Wait for the results of a call; all keys are False after the deadline."""
+        """Wait for the results of a call; all keys are False after the deadline.
+
+        :param deadline: monotonic time; None: there is none.
+        """
         left_s = None
         if deadline is not None:
             left_s = max(0.0, deadline - time.monotonic())
@@ -671,7 +676,7 @@ class BlockStore:
         return [key + suffix for key in keys]
 
     def _positions_by_tenant(self, keys: Sequence[bytes]) -> dict[str, Sequence[int]]:
-        """Return the positions of each tenant's keys."""
+        """Return the positions in ``keys`` of the keys of each tenant."""
         tenant_of = self._tenant_of
         if tenant_of is None:
             return {DEFAULT_TENANT: range(len(keys))}

@@ -126,7 +126,8 @@ class Catalogue:
         num_rows = 0
         items: list[T] = []
         with self._read() as rows:
-            for key, row in islice(rows.range(table, start), _ROWS_AT_ONCE):
+            remaining = rows.range(table, start)
+            for key, row in islice(remaining, _ROWS_AT_ONCE):
                 if key[:ID_BYTES] != self._namespace:
                     break
                 last_key = bytes(key)
@@ -266,10 +267,11 @@ def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
 
     :param seal: the seal of the store.
     """
-    if any(pack.seal.keyring_id != seal.keyring_id for pack in batch.packs):
-        raise StoreError("a pack that was sealed with the keys of another store")
-    if any(pack.namespace != namespace for pack in batch.packs):
-        raise StoreError(f"a pack of another namespace than {namespace.hex()}")
+    for pack in batch.packs:
+        if pack.seal.keyring_id != seal.keyring_id:
+            raise StoreError("a pack that was sealed with the keys of another store")
+        if pack.namespace != namespace:
+            raise StoreError(f"a pack of another namespace than {namespace.hex()}")
 
 
 def tenants_of(batch: CommitBatch) -> set[str]:

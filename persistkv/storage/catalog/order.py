@@ -110,8 +110,9 @@ class StoreClock(NamedTuple):
         If the wall clock jumped against the time since boot, log a warning, and advance by the
         smaller of the two elapsed times.
         """
-        is_same_boot = now.boot == self.at.boot and now.since_boot >= self.at.since_boot
-        if not is_same_boot:
+        has_same_boot_id = now.boot == self.at.boot
+        # compare the times since boot, too, because all boots have the same id without /proc
+        if not has_same_boot_id or now.since_boot < self.at.since_boot:
             return self._after_boot(now)
         wall_s = now.wall - self.at.wall  # negative if the wall clock was set back
         since_boot_s = now.since_boot - self.at.since_boot
@@ -177,8 +178,7 @@ def _boot() -> bytes:
         text = _BOOT_ID.read_text().strip()
         return bytes.fromhex(text.replace("-", ""))[:16]
     except (OSError, ValueError):
-        # without /proc, ``StoreClock.advanced`` notices a new boot only if the time since boot is
-        # smaller than the recorded one
+        # without /proc, all boots have the same id
         return bytes(16)
 
 
@@ -292,7 +292,8 @@ class EvictionOrder:
         # The time must be later than all recorded uses, even if the clocks show the same time as at
         # the last commit, so that the order by time is the order by moment.
         earliest = math.nextafter(last_clock.time, math.inf)
-        self._clock = clock._replace(time=max(clock.time, earliest))
+        later_time = max(clock.time, earliest)
+        self._clock = clock._replace(time=later_time)
         """The store's clock in this transaction."""
         self.is_moment = False
         """Set by the caller: whether this transaction uses anything. If not, ``finish`` does not
@@ -363,7 +364,8 @@ class EvictionOrder:
         # bound the number, because it may come from a damaged row, and must fit 32 bits
         pins = max(0, use.pins + count)
         pins = min(pins, _MAX_PINS)
-        self.put(name, use._replace(pins=pins), before=use)
+        updated = use._replace(pins=pins)
+        self.put(name, updated, before=use)
 
     def remove_pack(self, name: bytes) -> None:
         """Remove a pack from the order; a name that is not listed is ignored."""

@@ -61,7 +61,8 @@ class TenantTotals:
 
     def encode(self) -> bytes:
         """Return the value of a row in ``TENANTS``."""
-        numbers = _TOTALS.pack(self.packs, self.stored_bytes, self.quota or 0)
+        quota = self.quota or 0
+        numbers = _TOTALS.pack(self.packs, self.stored_bytes, quota)
         return numbers + self.tenant.encode()
 
     @classmethod
@@ -193,7 +194,7 @@ class Quotas:
     def _write(self, digest: bytes, totals: TenantTotals, *, was_above: bool) -> None:
         """Write the row of a tenant, or delete the row of one without content and quota.
 
-        :param was_above: whether ``META`` lists the tenant as above its quota.
+        :param was_above: whether the table ``META`` lists the tenant as above its quota.
         """
         has_content = totals.packs > 0 or totals.stored_bytes > 0
         if has_content or totals.quota is not None:

@@ -459,6 +459,7 @@ def cursor_sequence(state: NamespaceState, cursor: bytes) -> int | None:
     if generation != state.generation:
         return None
     sequence = int.from_bytes(cursor[GENERATION_BYTES:], "big")
+    # the log has no changes after that of ``state.sequence``
     return sequence if sequence <= state.sequence else None
 
 
@@ -505,7 +506,7 @@ def decode_namespace(key: Buffer, row: Buffer | None) -> Namespace | None:
     if row is None or len(row) < _CREATED.size:
         return None
     try:
-        identity = Identity.decode(bytes(row[_CREATED.size :]))
+        identity = Identity.decode(row[_CREATED.size :])
     except (ValueError, RecursionError):
         return None
     # a damaged row may decode as another identity

@@ -337,12 +337,13 @@ class CatalogTransaction:
         for pack_id in chain.packs:
             pack = namespace + pack_id
             use = self._order.use(pack)
-            # keep a pack that was used within the ttl, perhaps by another request, or whose last
-            # use is unknown
-            if use is None or use.time + chain.ttl_s > self._order.time:
+            # keep a pack whose last use is unknown
+            if use is None:
                 continue
+            # another request may have used the pack within the ttl
+            is_unused = use.time + chain.ttl_s <= self._order.time
             # packs in ``_keep`` are those of the transaction's own batch
-            if pack not in self._keep and not self._is_named(pack):
+            if is_unused and pack not in self._keep and not self._is_named(pack):
                 self._delete_pack(pack)
 
     def discard(self, pack_id: bytes) -> None:
@@ -759,13 +760,11 @@ def rows_bound(packs: Iterable[NewPack], manifests: Iterable[ManifestWrite]) -> 
     # estimate twice the content, because LMDB leaves parts of its pages empty
     total = 0
     for pack in packs:
-        keys_bytes = len(pack.keys.data) + len(pack.keys.lengths)
+        keys_bytes = pack.keys.packed_bytes
         frames_bytes = _FRAME_BYTES * pack.frame_count
         total += 2 * (frames_bytes + keys_bytes) + _ROWS_BYTES
     for write in manifests:
-        keys_bytes = 0
-        for keys in write.keys:
-            keys_bytes += len(keys.data) + len(keys.lengths)
+        keys_bytes = sum(keys.packed_bytes for keys in write.keys)
         links_bytes = _LINK_BYTES * len(write.packs)
         total += 2 * (keys_bytes + links_bytes) + _ROWS_BYTES
     return total

@@ -219,8 +219,8 @@ def parse_codec(text: str) -> Codec:
     if name == RawCodec.name:
         raise ConfigurationError("codec", text, "raw, without an argument")
     # check more than ``int``, which also accepts signs, spaces and digits of other scripts
-    is_number = argument.isascii() and argument.isdecimal() and len(argument) <= 2
-    if not is_number:
+    is_decimal = argument.isascii() and argument.isdecimal()
+    if not is_decimal or len(argument) > 2:
         # this raises the codec's error, which names the expected values
         return make_codec(argument)
     return make_codec(int(argument))

@@ -45,6 +45,7 @@ NO_SALT = bytes(SALT_BYTES)
 
 _HEADER = struct.Struct("<HHIIHHQQ16s16s8s16s")  # the fields of ``_Header``
 _FRAME = struct.Struct("<IIIIQQ16s")  # the fields of ``Frame``
+_DEPTH = 3  # index of ``Frame.depth`` among them
 _TRAILER = struct.Struct("<QQ8s")  # length of the table, its checksum, magic number
 # use constants, because attributes of ``Struct`` cost 6 % of the parsing of a table
 _HEADER_BYTES = _HEADER.size
@@ -112,6 +113,11 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         packed_lengths = struct.pack(f"<{len(keys)}H", *map(len, keys))
         return cls(data, key_length=0, lengths=packed_lengths)
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the keys with their lengths."""
+        return len(self.data) + len(self.lengths)
+
     def __len__(self) -> int:
         if self.key_length:
             return len(self.data) // self.key_length
@@ -163,7 +169,7 @@ class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
         common_length = many[0].key_length
         parts: list[bytes] = []
         for keys in many:
-            is_common = 0 < common_length == keys.key_length
+            is_common = common_length > 0 and keys.key_length == common_length
             # leave keys of several lengths to ``unpack``, and also damaged ones, because its error
             # names the field
             if not is_common or len(keys.data) % common_length:
@@ -304,8 +310,7 @@ def encoded_length(
     fixed_bytes = _HEADER_BYTES + TRAILER_BYTES
     names_bytes = len(codec.encode()) + len(_stored_tenant(tenant))
     frames_bytes = frame_count * _FRAME_ENTRY_BYTES
-    keys_bytes = len(keys.lengths) + len(keys.data)
-    return fixed_bytes + names_bytes + frames_bytes + keys_bytes
+    return fixed_bytes + names_bytes + frames_bytes + keys.packed_bytes
 
 
 def table_lengths(data: Buffer) -> tuple[int, int]:
@@ -368,7 +373,8 @@ def table_head(data: bytes) -> TableHead | None:
 
 def _smallest_depth(packed_frames: bytes) -> int:
     """Return the smallest depth of encoded frames; UNKNOWN_DEPTH if there is none."""
-    depths = [depth for _, _, _, depth, _, _, _ in _FRAME.iter_unpack(packed_frames)]
+    frames = _FRAME.iter_unpack(packed_frames)
+    depths = [frame[_DEPTH] for frame in frames]
     return min(depths, default=UNKNOWN_DEPTH)
 
 

@@ -656,6 +656,7 @@ class Canary:
         theirs = Rows(memoryview(memory), layout)
         keys = [held.block.key for held in batch]
         holders = [held.pack for held in batch]
+        # the batch is small enough for one part, and for one scratch buffer
         parts, missing = plan_reads(
             holders,
             theirs,

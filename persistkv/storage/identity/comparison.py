@@ -143,7 +143,9 @@ def _slices(layout: VectorLayout) -> list[VectorLayout]:
         return [layout]
     axis = long_axes[0]
     count, stride = layout.cells[axis]
-    other_axes = (*layout.cells[:axis], *layout.cells[axis + 1 :])
+    axes_before = layout.cells[:axis]
+    axes_after = layout.cells[axis + 1 :]
+    other_axes = (*axes_before, *axes_after)
     slices: list[VectorLayout] = []
     for number in range(count):
         offset = layout.offset + number * stride
@@ -198,6 +200,8 @@ def _relative_errors(differences: Floats, norms: Floats) -> Floats:
     :param norms: the larger norm of the two vectors of each token.
     """
     error_norms = _norms(differences)
+    # measure a vector near zero against a part of its cell's median norm, because its own direction
+    # is noise
     medians = np.median(norms, axis=1, keepdims=True)
     least_norms = _LEAST_NORM * medians
     reference_norms = np.maximum(norms, least_norms)
@@ -210,6 +214,7 @@ def _relative_errors(differences: Floats, norms: Floats) -> Floats:
 def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
     item_bytes = _ITEM_BYTES[dtype]
+    # (count, stride in bytes) of the innermost axis: the numbers of a vector are consecutive
     numbers = (layout.length, item_bytes)
     axes = (*layout.cells, *layout.tokens, numbers)
     shape = [count for count, _ in axes]

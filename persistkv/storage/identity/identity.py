@@ -80,13 +80,13 @@ class Identity(msgspec.Struct, frozen=True, eq=False):
         return _canonical(self.fields)
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> Identity:
+    def decode(cls, data: Buffer) -> Identity:
         """Return the identity that ``encode`` has encoded as ``data``.
 
         :raises ValueError: the bytes are not a JSON object.
         """
         try:
-            fields = msgspec.json.decode(bytes(data), type=dict[str, Any])
+            fields = msgspec.json.decode(data, type=dict[str, Any])
         except RecursionError as error:
             raise ValueError(f"too deeply nested ({error})") from None
         return cls(fields)
@@ -289,6 +289,7 @@ def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
     """Read and hash the tensors of an open weight file of ``size`` bytes."""
     piece_bytes = min(_PIECE_BYTES, max(size, 1))
     buffer = memoryview(bytearray(piece_bytes))
+    # hash a file of another format as a whole, like one tensor
     if path.suffix != ".safetensors":
         digest = _hash_span(path, descriptor, 0, size, buffer)
         return [_TensorEntry(path.name, "file", (size,), digest)]
@@ -333,8 +334,8 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
         raise ConfigurationError("weights", [], "at least one tensor")
     lines = []
     for entry in entries:
-        fields = [entry.name, entry.dtype, list(entry.shape), entry.digest]
-        lines.append(json.dumps(fields))
+        line = json.dumps(entry)  # a list of the fields
+        lines.append(line)
     # sorted, because the files of a checkpoint may contain its tensors in any order
     text = "\n".join(sorted(lines))
     digest = hashlib.sha256(text.encode())

@@ -52,8 +52,9 @@ class Sort(enum.StrEnum):
     NAMESPACE = "namespace"
 
 
+_SortKey = Callable[[RequestView], tuple[Any, ...]]
 # Sort keys. Each contains the id of the request, so that pages of equal values have a fixed order.
-_KEYS: dict[Sort, Callable[[RequestView], tuple[Any, ...]]] = {
+_KEYS: dict[Sort, _SortKey] = {
     Sort.CREATED: lambda view: (view.created, view.id),
     Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
     Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
@@ -152,7 +153,10 @@ def _with_uses_and_copies(
         oldest_use = uses[first.namespace, _oldest(group).id]
         hits = view.hits if oldest_use is None else oldest_use.hits
         changed = msgspec.structs.replace(
-            view, copies=len(group), short_id=shorts[view.id], hits=hits
+            view,
+            copies=len(group),
+            short_id=shorts[view.id],
+            hits=hits,
         )
         shown.append(changed)
     return shown

@@ -212,10 +212,11 @@ class FoundRequest(NamedTuple):
     def keys(self, backend: Backend) -> ManifestKeys:
         """Return the keys; raise ``NotFoundError`` if the request was deleted meanwhile or its keys
         are unreadable."""
-        (keys,) = backend.manifest_keys(self.namespace.id, [self.manifest.id])
+        request = self.manifest.id
+        (keys,) = backend.manifest_keys(self.namespace.id, [request])
         if keys is None:
             raise NotFoundError(
-                f"the keys of {self.manifest.id} were deleted or cannot be read; persistkv"
+                f"the keys of {request} were deleted or cannot be read; persistkv"
                 " verify shows which"
             )
         return keys

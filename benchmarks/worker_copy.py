@@ -107,7 +107,7 @@ def measure(
     gpu = GPULoadStoreSpec(_order(num_rows, 1, shuffled != "none"), per_group, [0, 0])
     cpu = CPULoadStoreSpec(_order(num_rows, 2, shuffled == "both"))
     with _region(kv_caches, num_rows) as region:
-        handlers = CpuGpuOffloadingHandlers(kv_caches, 1, num_rows, region)
+        handlers = CpuGpuOffloadingHandlers(kv_caches, 1, region)
         store, load = handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler
         job_bytes = _num_bytes(kv_caches, gpu)
         steps: dict[str, Callable[[], None]] = {

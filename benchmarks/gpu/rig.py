@@ -52,9 +52,7 @@ class Worker:
             f"bench-{uuid.uuid4().hex}", total, self.num_blocks, 0, 1, cell
         )
         try:
-            self._handlers = CpuGpuOffloadingHandlers(
-                self.caches, 1, self.num_blocks, self._region
-            )
+            self._handlers = CpuGpuOffloadingHandlers(self.caches, 1, self._region)
         except BaseException:
             self._region.cleanup()
             raise

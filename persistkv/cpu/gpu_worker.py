@@ -28,39 +28,31 @@ class CpuGpuOffloadingHandlers:
 
     :param kv_caches: the engine's tensors, and the tensors that each group uses.
     :param block_size_factor: GPU blocks in one offloaded block.
-    :param num_cpu_blocks: number of rows of the primary tier.
-    :param mmap_region: memory of the rows; pinned here if the tensors are on a GPU. Without it,
-        each tensor gets rows that are private to this process.
-    :param head_sharded: see ``WorkerGeometry``; needs a region.
-    :raises ConfigurationError: if the caches, the factor, the rows and the region do not fit each
-        other.
+    :param region: memory of the rows, opened for this worker; pinned here if the tensors are on a
+        GPU.
+    :param head_sharded: see ``WorkerGeometry``.
+    :raises ConfigurationError: if the caches, the factor and the region do not fit each other.
     """
 
     def __init__(
         self,
         kv_caches: CanonicalKVCaches,
         block_size_factor: int,
-        num_cpu_blocks: int,
-        mmap_region: SharedOffloadRegion | None = None,
+        region: SharedOffloadRegion,
         *,
         head_sharded: bool = False,
     ) -> None:
         check_kv_caches(kv_caches, block_size_factor)
-        if num_cpu_blocks <= 0:
-            raise ConfigurationError(
-                "num_cpu_blocks", num_cpu_blocks, "a positive number of rows"
-            )
         device = kv_caches.tensors[0].tensor.device
         engine_class = copy_engine_class(device)
-        if mmap_region is not None:
-            _prepare_region(mmap_region, num_cpu_blocks, device)
+        if device.type == "cuda":
+            # registering memory creates a context on the current device
+            with torch.cuda.device(device):
+                pin_mmap_region(region)
         if head_sharded:
-            # memory of all rows of the region; raises without a region
-            memory = _head_sharded_memory(kv_caches, block_size_factor, mmap_region)
+            memory = _head_sharded_memory(kv_caches, block_size_factor, region)
         else:
-            memory = _plain_memory(
-                kv_caches, block_size_factor, num_cpu_blocks, mmap_region
-            )
+            memory = _cell_memory(kv_caches, block_size_factor, region)
         self.gpu_to_cpu_handler = engine_class(memory, Direction.STORE)
         """Stores: copies from the engine's tensors to rows."""
         self.cpu_to_gpu_handler = engine_class(memory, Direction.LOAD)
@@ -92,87 +84,41 @@ def copy_engine_class(device: torch.device) -> type[CopyEngine]:
     return engines[device.type]
 
 
-def _plain_memory(
+def _cell_memory(
     kv_caches: CanonicalKVCaches,
     block_size_factor: int,
-    num_cpu_blocks: int,
-    region: SharedOffloadRegion | None,
+    region: SharedOffloadRegion,
 ) -> KVMemory:
-    """Return the memory of one worker with cells of its own."""
-    pages = []
-    for canonical in kv_caches.tensors:
-        pages.append(canonical.tensor[:, : canonical.page_size_bytes])
-    rows_per_registration = None
-    if region is not None:
-        rows_per_registration = region.rows_per_registration
-    return KVMemory(
-        tuple(pages),
-        _rows(kv_caches, block_size_factor, num_cpu_blocks, region),
-        block_size_factor,
-        rows_per_registration,
-        kv_caches.group_data_refs,
-    )
-
-
-def _rows(
-    kv_caches: CanonicalKVCaches,
-    block_size_factor: int,
-    num_cpu_blocks: int,
-    region: SharedOffloadRegion | None,
-) -> tuple[torch.Tensor, ...]:
-    """Return for each KV tensor its part of all rows: private memory if there is no region."""
-    sizes = []
-    for canonical in kv_caches.tensors:
-        sizes.append(canonical.page_size_bytes * block_size_factor)
-    rows = []
-    if region is None:
-        # pin the memory for a GPU: copies to or from other memory make the caller wait
-        device = kv_caches.tensors[0].tensor.device
-        needs_pinned = device.type == "cuda"
-        for size in sizes:
-            shape = (num_cpu_blocks, size)
-            private = torch.zeros(shape, dtype=torch.int8, pin_memory=needs_pinned)
-            rows.append(private)
-        return tuple(rows)
-    # this worker's cell of each row, divided among the tensors
+    """Return the memory of one worker that copies whole pages to its own cell of each row, in which
+    each KV tensor has its part."""
     cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
     offsets = tensor_offsets(kv_caches, block_size_factor)
-    for offset, size in zip(offsets, sizes, strict=True):
-        rows.append(cell[:, offset : offset + size])
-    return tuple(rows)
-
-
-def _prepare_region(
-    region: SharedOffloadRegion,
-    num_cpu_blocks: int,
-    device: torch.device,
-) -> None:
-    """Check the number of rows of the shared memory, and register it with a GPU.
-
-    :raises ConfigurationError: the region has another number of rows.
-    """
-    if region.num_blocks != num_cpu_blocks:
-        raise ConfigurationError(
-            "num_cpu_blocks", num_cpu_blocks, f"{region.num_blocks}, as the region has"
-        )
-    if device.type == "cuda":
-        # registering memory creates a context on the current device
-        with torch.cuda.device(device):
-            pin_mmap_region(region)
+    pages = []
+    rows = []
+    for canonical, offset in zip(kv_caches.tensors, offsets, strict=True):
+        page_bytes = canonical.page_size_bytes
+        pages.append(canonical.tensor[:, :page_bytes])
+        end = offset + page_bytes * block_size_factor
+        rows.append(cell[:, offset:end])
+    return KVMemory(
+        tuple(pages),
+        tuple(rows),
+        block_size_factor,
+        region.rows_per_registration,
+        kv_caches.group_data_refs,
+    )
 
 
 def _head_sharded_memory(
     kv_caches: CanonicalKVCaches,
     block_size_factor: int,
-    region: SharedOffloadRegion | None,
+    region: SharedOffloadRegion,
 ) -> KVMemory:
     """Return the memory of one worker in the head-sharded layout: each slice of heads is copied
     like a KV tensor."""
-    if region is None or region.rank is None:
+    if region.rank is None:
         raise ConfigurationError(
-            "mmap_region",
-            None,
-            "the region of a worker, since the caches are head-sharded",
+            "rank", None, "a worker's rank: the scheduler has no heads"
         )
     cell = cell_bytes(kv_caches, block_size_factor)
     if cell != region.cpu_page_size:

@@ -195,7 +195,6 @@ class CPUOffloadingSpec(OffloadingSpec):
             self._handlers = CpuGpuOffloadingHandlers(
                 kv_caches,
                 self.block_size_factor,
-                self.num_blocks,
                 self.get_region(),
                 head_sharded=self.geometry.head_sharded,
             )

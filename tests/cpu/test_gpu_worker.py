@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -89,22 +89,18 @@ def make_caches(geometry: Geometry, device: str, slack: int = 0) -> CanonicalKVC
 def make_handlers(
     caches: CanonicalKVCaches,
     factor: int,
-    directory: str | None,
-) -> Iterator[tuple[CpuGpuOffloadingHandlers, SharedOffloadRegion | None]]:
-    region = None
-    if directory is not None:
-        cell = cell_bytes(caches, factor)
-        total = NUM_ROWS * row_stride_bytes(1, cell)
-        region = SharedOffloadRegion(
-            "engine", total, NUM_ROWS, 0, 1, cell, directory=directory
-        )
-    handlers = CpuGpuOffloadingHandlers(caches, factor, NUM_ROWS, region)
-    try:
+    directory: str,
+) -> Iterator[tuple[CpuGpuOffloadingHandlers, SharedOffloadRegion]]:
+    cell = cell_bytes(caches, factor)
+    total = NUM_ROWS * row_stride_bytes(1, cell)
+    region = SharedOffloadRegion(
+        "engine", total, NUM_ROWS, 0, 1, cell, directory=directory
+    )
+    with ExitStack() as cleanup:
+        cleanup.callback(region.cleanup)
+        handlers = CpuGpuOffloadingHandlers(caches, factor, region)
+        cleanup.callback(handlers.shutdown)
         yield handlers, region
-    finally:
-        handlers.shutdown()
-        if region is not None:
-            region.cleanup()
 
 
 def finish(
@@ -167,13 +163,11 @@ class Job:
 
 
 @pytest.mark.parametrize("scattered", [False, True], ids=["in order", "scattered"])
-@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_handlers_store_then_load_restores_only_transferred_pages(
     name: str,
     factor: int,
-    shared: bool,
     scattered: bool,
     device: str,
     shared_memory: str,
@@ -181,11 +175,8 @@ def test_handlers_store_then_load_restores_only_transferred_pages(
     geometry = GEOMETRIES[name]
     caches = make_caches(geometry, device, slack=16)
     original = [canonical.tensor.clone() for canonical in caches.tensors]
-    chance = random.Random(f"{name} {factor} {shared} {scattered}")
-    with make_handlers(caches, factor, shared_memory if shared else None) as (
-        handlers,
-        _,
-    ):
+    chance = random.Random(f"{name} {factor} {scattered}")
+    with make_handlers(caches, factor, shared_memory) as (handlers, _):
         for number in range(6):
             job = Job.random(chance, len(geometry.groups), factor, scattered)
             stored = finish(handlers.gpu_to_cpu_handler, number, (job.gpu, job.cpu))
@@ -212,7 +203,6 @@ def test_handlers_stored_rows_match_group_layouts(
     geometry = GEOMETRIES["hybrid, shared tensor, padding"]
     caches = make_caches(geometry, device)
     with make_handlers(caches, factor, shared_memory) as (handlers, region):
-        assert region is not None
         sizes = [factor, factor, 0]
         gpu = GPULoadStoreSpec(list(range(2 * factor)), sizes, [0, 0, 0])
         finish(handlers.gpu_to_cpu_handler, 0, (gpu, CPULoadStoreSpec([7, 3])))
@@ -234,10 +224,13 @@ def test_handlers_stored_rows_match_group_layouts(
         view.release()
 
 
-def test_handler_jobs_of_one_direction_finish_in_order(device: str) -> None:
+def test_handler_jobs_of_one_direction_finish_in_order(
+    device: str,
+    shared_memory: str,
+) -> None:
     caches = make_caches(GEOMETRIES["layers"], device)
     original = caches.tensors[0].tensor[:6].clone()
-    with make_handlers(caches, 1, None) as (handlers, _):
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
         store, load = handlers.gpu_to_cpu_handler, handlers.cpu_to_gpu_handler
         for job_id in range(5):
             assert store.transfer_async(
@@ -249,8 +242,11 @@ def test_handler_jobs_of_one_direction_finish_in_order(device: str) -> None:
         assert torch.equal(caches.tensors[0].tensor[5], original[4])
 
 
-def test_handler_empty_job_is_reported_with_zero_bytes(device: str) -> None:
-    with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, None) as (
+def test_handler_empty_job_is_reported_with_zero_bytes(
+    device: str,
+    shared_memory: str,
+) -> None:
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 2, shared_memory) as (
         handlers,
         _,
     ):
@@ -263,12 +259,15 @@ def test_handler_empty_job_is_reported_with_zero_bytes(device: str) -> None:
         )
 
 
-def test_handlers_inference_mode_tensors_are_loaded(device: str) -> None:
+def test_handlers_inference_mode_tensors_are_loaded(
+    device: str,
+    shared_memory: str,
+) -> None:
     with torch.inference_mode():
         caches = make_caches(GEOMETRIES["layers"], device)
     original = caches.tensors[2].tensor[5].clone()
     spec = GPULoadStoreSpec([5], [1], [0]), CPULoadStoreSpec([0])
-    with make_handlers(caches, 1, None) as (handlers, _):
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
         finish(handlers.gpu_to_cpu_handler, 1, spec)
         with torch.inference_mode():
             caches.tensors[2].tensor.zero_()
@@ -276,7 +275,10 @@ def test_handlers_inference_mode_tensors_are_loaded(device: str) -> None:
     assert torch.equal(caches.tensors[2].tensor[5], original)
 
 
-def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
+def test_handlers_any_bit_pattern_survives_round_trip(
+    device: str,
+    shared_memory: str,
+) -> None:
     """Pages are moved as wide numbers: NaNs with a payload and subnormal numbers must not
     change."""
     page = torch.arange(256, dtype=torch.uint8).repeat(4).sort().values.view(torch.int8)
@@ -287,7 +289,7 @@ def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(data, 1040)], [[CanonicalKVCacheRef(0, 1040)]]
     )
-    with make_handlers(caches, 1, None) as (handlers, _):
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
         spec = GPULoadStoreSpec([3, 2, 1], [3], [0]), CPULoadStoreSpec([5, 6, 7])
         original = data.clone()
         finish(handlers.gpu_to_cpu_handler, 1, spec)
@@ -308,8 +310,9 @@ def test_handlers_any_bit_pattern_survives_round_trip(device: str) -> None:
 def test_transfer_async_mismatched_specs_raise(
     wrong: Callable[..., TransferSpec],
     device: str,
+    shared_memory: str,
 ) -> None:
-    with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, None) as (
+    with make_handlers(make_caches(GEOMETRIES["layers"], device), 1, shared_memory) as (
         handlers,
         _,
     ):
@@ -378,21 +381,7 @@ def test_handlers_shutdown_one_raises_other_is_released(
     assert f"{direction.value} handler raised in shutdown" in caplog.text
 
 
-def test_handlers_row_count_differs_from_region_raises(shared_memory: str) -> None:
-    caches = make_caches(GEOMETRIES["one group"], "cpu")
-    region = SharedOffloadRegion(
-        "engine", 4096 * 2, 2, 0, 1, 64, directory=shared_memory
-    )
-    with pytest.raises(
-        ConfigurationError, match="num_cpu_blocks: 3 is not valid; expected 2"
-    ):
-        CpuGpuOffloadingHandlers(caches, 1, 3, region)
-    region.cleanup()
-    with pytest.raises(ConfigurationError, match="num_cpu_blocks: 0"):
-        CpuGpuOffloadingHandlers(caches, 1, 0)
-
-
-def test_handlers_unsupported_device_raises() -> None:
+def test_handlers_unsupported_device_raises(shared_memory: str) -> None:
     caches = CanonicalKVCaches(
         [
             CanonicalKVCacheTensor(
@@ -401,16 +390,21 @@ def test_handlers_unsupported_device_raises() -> None:
         ],
         [[CanonicalKVCacheRef(0, 8)]],
     )
-    with pytest.raises(
-        ConfigurationError,
-        match="kv_caches device: 'meta' is not valid; expected one of cpu, cuda",
+    with (
+        pytest.raises(
+            ConfigurationError,
+            match="kv_caches device: 'meta' is not valid; expected one of cpu, cuda",
+        ),
+        make_handlers(caches, 1, shared_memory),
     ):
-        CpuGpuOffloadingHandlers(caches, 1, 1)
+        pass
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
+def test_handlers_pending_kernels_finish_before_store_and_load(
+    shared_memory: str,
+) -> None:
     pages = torch.zeros((NUM_BLOCKS, 1 << 16), dtype=torch.int8, device="cuda")
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]]
@@ -419,7 +413,7 @@ def test_handlers_pending_kernels_finish_before_store_and_load() -> None:
         GPULoadStoreSpec(list(range(32)), [32], [0]),
         CPULoadStoreSpec(list(range(32))),
     )
-    with make_handlers(caches, 1, None) as (handlers, _):
+    with make_handlers(caches, 1, shared_memory) as (handlers, _):
         torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
         pages.fill_(7)
         finish(handlers.gpu_to_cpu_handler, 1, gpu)
@@ -469,7 +463,7 @@ def test_handlers_head_sharded_two_workers_fill_rows_as_one(
             )
             kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, page)]])
             handlers = CpuGpuOffloadingHandlers(
-                kv_caches, factor, num_rows, region, head_sharded=True
+                kv_caches, factor, region, head_sharded=True
             )
             blocks = GPULoadStoreSpec(
                 range(num_rows * factor), [num_rows * factor], [0]
@@ -496,10 +490,14 @@ def test_handlers_head_sharded_two_workers_fill_rows_as_one(
     assert torch.equal(one, fill_rows(3))
 
 
-def test_handlers_head_sharded_without_region_raises() -> None:
+def test_handlers_head_sharded_region_of_scheduler_raises(shared_memory: str) -> None:
     tensor = CanonicalKVCacheTensor(
         torch.zeros((2, 16), dtype=torch.int8), 16, HeadSharding(2, 2)
     )
     kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 16)]])
-    with pytest.raises(ConfigurationError, match="mmap_region"):
-        CpuGpuOffloadingHandlers(kv_caches, 1, 2, head_sharded=True)
+    region = SharedOffloadRegion(
+        "engine", 2 * 4096, 2, None, 1, 16, directory=shared_memory
+    )
+    with pytest.raises(ConfigurationError, match="rank"):
+        CpuGpuOffloadingHandlers(kv_caches, 1, region, head_sharded=True)
+    region.cleanup()

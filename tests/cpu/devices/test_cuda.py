@@ -324,7 +324,7 @@ def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(
 region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory={shared_memory!r})
 pages = random_bytes(16, 1 << 16)
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
-handlers = CpuGpuOffloadingHandlers(caches, 1, 16, region)
+handlers = CpuGpuOffloadingHandlers(caches, 1, region)
 store = handlers.gpu_to_cpu_handler
 spec = GPULoadStoreSpec([1, 2], [2], [0]), CPULoadStoreSpec([3, 4])
 assert store.transfer_async(1, spec)
@@ -415,7 +415,7 @@ def test_region_two_processes_pin_it_and_copy(shared_memory: str) -> None:
 region = SharedOffloadRegion("engine", 8 << 17, 8, {rank}, 2, 1 << 16, directory={shared_memory!r})
 pages = torch.full((8, 1 << 16), {rank} + 1, dtype=torch.int8, device=DEVICE)
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
-handlers = CpuGpuOffloadingHandlers(caches, 1, 8, region)
+handlers = CpuGpuOffloadingHandlers(caches, 1, region)
 assert region.is_pinned
 def store():
     spec = GPULoadStoreSpec(list(range(8)), [8], [0]), CPULoadStoreSpec([7, 6, 5, 4, 3, 2, 1, 0])
@@ -463,7 +463,7 @@ def test_handlers_shutdown_waits_for_copies_in_flight(
     caches = CanonicalKVCaches(
         [CanonicalKVCacheTensor(pages, page)], [[CanonicalKVCacheRef(0, page)]]
     )
-    handlers = CpuGpuOffloadingHandlers(caches, 1, count, region)
+    handlers = CpuGpuOffloadingHandlers(caches, 1, region)
     assert region.is_pinned
     torch.cuda.synchronize()
     sleep()
@@ -490,7 +490,7 @@ def test_region_process_exits_during_copies_can_be_pinned_again(
 page = 2 << 20
 region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory={shared_memory!r})
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(random_bytes(16, page), page)], [[CanonicalKVCacheRef(0, page)]])
-handlers = CpuGpuOffloadingHandlers(caches, 1, 16, region)
+handlers = CpuGpuOffloadingHandlers(caches, 1, region)
 sleep()
 spec = GPULoadStoreSpec(list(range(16)), [16], [0]), CPULoadStoreSpec(list(range(16)))
 assert handlers.gpu_to_cpu_handler.transfer_async(1, spec)

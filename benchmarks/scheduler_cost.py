@@ -83,7 +83,7 @@ def measure(
     region = SharedOffloadRegion(
         uuid.uuid4().hex, resident * ROW_BYTES, resident, 0, 1, ROW_BYTES
     )
-    primary = CPUPrimaryTierOffloadingManager(resident, region, policy)
+    primary = CPUPrimaryTierOffloadingManager(region, policy)
     layout = RowLayout(ROW_BYTES, (GroupLayout(((0, ROW_BYTES),)),))
     tier = NullTier(
         OffloadingConfig({}, 16, layout, resident), primary.get_kv_memoryview()

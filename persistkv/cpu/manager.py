@@ -352,22 +352,16 @@ class CPUPrimaryTierOffloadingManager(CPUOffloadingManager):
     A cascade to a secondary tier reads rows (``prepare_read``), a promotion writes them
     (``prepare_write``).
 
-    :param mmap_region: holds the bytes; must have ``num_blocks`` rows. Owned by the manager:
-        ``shutdown`` releases it.
+    :param mmap_region: holds the rows. Owned by the manager: ``shutdown`` releases it.
     """
 
     def __init__(
         self,
-        num_blocks: int,
         mmap_region: SharedOffloadRegion,
         cache_policy: str = "lru",
         enable_events: bool = False,
     ) -> None:
-        super().__init__(num_blocks, cache_policy, enable_events)
-        if mmap_region.num_blocks != num_blocks:
-            raise ConfigurationError(
-                "num_blocks", num_blocks, f"{mmap_region.num_blocks}, as the region has"
-            )
+        super().__init__(mmap_region.num_blocks, cache_policy, enable_events)
         self.mmap_region = mmap_region
         self._kv_memoryview: memoryview | None = None
         """View of all rows; None until ``get_kv_memoryview`` is first called."""

@@ -171,7 +171,6 @@ class CPUOffloadingSpec(OffloadingSpec):
         """Return a new manager without the filter of ``store_threshold``, for ``get_manager``.
         Subclasses add tiers."""
         return CPUPrimaryTierOffloadingManager(
-            self.num_blocks,
             self.get_region(),
             self.options.eviction_policy,
             self.options.enable_events,

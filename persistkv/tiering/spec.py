@@ -156,7 +156,6 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
         one cannot be opened, those before it are shut down."""
         options = self.options
         primary = CPUPrimaryTierOffloadingManager(
-            self.num_blocks,
             self.get_region(),
             options.eviction_policy,
             options.enable_events,

@@ -564,7 +564,7 @@ def test_primary_tier_written_row_is_read_through_view(
     keys: MakeKeys,
     context: ReqContext,
 ) -> None:
-    manager = CPUPrimaryTierOffloadingManager(4, region)
+    manager = CPUPrimaryTierOffloadingManager(region)
     held = keys(2)
     output = manager.prepare_write(held, context)
     assert output is not None
@@ -585,7 +585,7 @@ def test_primary_tier_written_row_is_read_through_view(
 def test_primary_tier_shutdown_twice_releases_view_and_region(
     region: SharedOffloadRegion,
 ) -> None:
-    manager = CPUPrimaryTierOffloadingManager(4, region)
+    manager = CPUPrimaryTierOffloadingManager(region)
     view = manager.get_kv_memoryview()
     manager.shutdown()
     manager.shutdown()
@@ -599,18 +599,8 @@ def test_primary_tier_shutdown_view_in_use_warns_and_keeps_memory(
     region: SharedOffloadRegion,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    manager = CPUPrimaryTierOffloadingManager(4, region)
+    manager = CPUPrimaryTierOffloadingManager(region)
     array = np.asarray(manager.get_kv_memoryview())
     manager.shutdown()
     assert "still in use" in caplog.text
     assert array.sum() == 0
-
-
-def test_primary_tier_row_count_differs_from_region_raises(
-    region: SharedOffloadRegion,
-) -> None:
-    with pytest.raises(
-        ConfigurationError, match="num_blocks: 5 is not valid; expected 4"
-    ):
-        CPUPrimaryTierOffloadingManager(5, region)
-    region.cleanup()

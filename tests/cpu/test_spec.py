@@ -88,7 +88,7 @@ class RaisingManager(CPUPrimaryTierOffloadingManager):
 
 class RaisingManagerSpec(CPUOffloadingSpec):
     def make_manager(self) -> OffloadingManager:
-        return RaisingManager(self.num_blocks, self.get_region())
+        return RaisingManager(self.get_region())
 
 
 def test_spec_shutdown_manager_raises_region_is_removed(

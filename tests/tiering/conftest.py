@@ -128,9 +128,7 @@ def make_stack() -> Iterator[MakeStack]:
         region = SharedOffloadRegion(
             uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE
         )
-        primary = CPUPrimaryTierOffloadingManager(
-            num_blocks, region, enable_events=True
-        )
+        primary = CPUPrimaryTierOffloadingManager(region, enable_events=True)
         view = primary.get_kv_memoryview()
         config = OffloadingConfig(
             {"weights": "w"},

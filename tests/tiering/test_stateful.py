@@ -205,7 +205,7 @@ class TieringMachine(RuleBasedStateMachine):
         region = SharedOffloadRegion(
             uuid.uuid4().hex, NUM_ROWS * STRIDE, NUM_ROWS, 0, 1, STRIDE
         )
-        self.primary = CPUPrimaryTierOffloadingManager(NUM_ROWS, region)
+        self.primary = CPUPrimaryTierOffloadingManager(region)
         view = self.primary.get_kv_memoryview()
         self.rows = np.frombuffer(view, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),) * NUM_GROUPS)

@@ -169,9 +169,10 @@ class Simulation:
         return seconds
 
     def _probe(self, num_bytes: int) -> None:
-        if not self._probes.begin():
+        num_blocks = self._probes.begin()
+        if not num_blocks:
             return
-        most = BLOCK_BYTES if self._probes.is_small else PROBE_BYTES
+        most = BLOCK_BYTES if num_blocks == 1 else PROBE_BYTES
         probe_bytes = min(num_bytes, most)
         took_s = sum(self.transfer_s(probe_bytes, 1.0, self.now))
         self._probe_end = self.now + min(took_s, PROBE_S)

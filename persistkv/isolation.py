@@ -56,18 +56,21 @@ class Isolation:
 
     def attempt(
         self,
-        call: str,
-        consequence: str,
-        default: T,
-        function: Callable[..., T],
+        method: Callable[..., T],
         *arguments: Any,
+        default: T,
+        consequence: str,
+        **keywords: Any,
     ) -> T:
-        """Return the result of ``function(*arguments)``; if it raises, log the exception and return
-        ``default``."""
+        """Return the result of ``method(*arguments, **keywords)``; if it raises, log the exception
+        and return ``default``.
+
+        :param consequence: effect of an exception, for the log line.
+        """
         try:
-            return function(*arguments)
+            return method(*arguments, **keywords)
         except Exception as error:
-            self.report(call, consequence, error)
+            self.report(method.__name__, consequence, error)
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:

@@ -41,7 +41,7 @@ class GroupGeometry:
         """Tokens in an offloaded block."""
         return self.spec.block_size * self.block_size_factor
 
-    def first_needed(self, num_tokens: int, start: int = 0) -> int:
+    def first_needed_token(self, num_tokens: int, start: int = 0) -> int:
         """Return the index of the first token, at least ``start``, to which the token after the
         first ``num_tokens`` tokens attends; ``num_tokens`` if it attends to no earlier one.
         """
@@ -56,13 +56,13 @@ class GroupGeometry:
     def device_blocks(self, num_tokens: int, start: int = 0) -> range:
         """Return the indices of the device blocks that a prefix of ``num_tokens`` needs, from token
         ``start`` on."""
-        first = self.first_needed(num_tokens, start)
+        first = self.first_needed_token(num_tokens, start)
         return range(first // self.block_size, num_tokens // self.block_size)
 
     def offloaded_blocks(self, num_tokens: int, start: int = 0) -> range:
         """Return the indices of the offloaded blocks that a prefix of ``num_tokens`` needs, from
         token ``start`` on. It may need only a part of the first and of the last one."""
-        first = self.first_needed(num_tokens, start)
+        first = self.first_needed_token(num_tokens, start)
         # No token is needed. The range below would hold the block in which the prefix ends.
         if first == num_tokens:
             return range(0)

@@ -53,12 +53,11 @@ class OffloadingConnectorWorker:
             handlers.append(self._handlers[direction])
         for job, handler in zip(jobs, handlers, strict=True):
             started = self._isolations[handler].attempt(
-                "transfer_async",
-                "the transfer failed",
-                False,  # the answer if the handler raises
                 handler.transfer_async,
                 job.job_id,
                 job.spec,
+                default=False,
+                consequence="the transfer failed",
             )
             if started:
                 self._owners[job.job_id] = handler

@@ -3,6 +3,8 @@ asynchronously."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from persistkv.base import CanonicalKVCacheRef, CanonicalKVCaches
@@ -10,6 +12,7 @@ from persistkv.cpu.devices.base import CopyEngine, Direction
 from persistkv.cpu.devices.cpu import CPUCopyEngine
 from persistkv.cpu.devices.cuda import CUDACopyEngine
 from persistkv.cpu.layout import (
+    HeadSlice,
     KVMemory,
     cell_bytes,
     check_kv_caches,
@@ -128,27 +131,35 @@ def _head_sharded_memory(
     slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
     pages = []
     rows = []
-    # by KV tensor, references to its slices, each of which is a tensor of the returned memory
-    refs_of: dict[int, list[CanonicalKVCacheRef]] = {}
-    for number, heads in enumerate(slices):
+    for heads in slices:
         tensor = kv_caches.tensors[heads.tensor_idx].tensor
         page_end = heads.page_offset + heads.num_bytes
         pages.append(tensor[:, heads.page_offset : page_end])
         row_bytes = heads.num_bytes * block_size_factor
         rows.append(region.create_row_view(heads.row_offset, row_bytes))
-        slice_ref = CanonicalKVCacheRef(number, heads.num_bytes)
-        refs_of.setdefault(heads.tensor_idx, []).append(slice_ref)
-    # a group uses all slices of each of its tensors
-    groups = []
-    for refs in kv_caches.group_data_refs:
-        slice_refs: list[CanonicalKVCacheRef] = []
-        for ref in refs:
-            slice_refs += refs_of[ref.tensor_idx]
-        groups.append(slice_refs)
     return KVMemory(
         tuple(pages),
         tuple(rows),
         block_size_factor,
         region.rows_per_registration,
-        groups,
+        _slice_refs(kv_caches, slices),
     )
+
+
+def _slice_refs(
+    kv_caches: CanonicalKVCaches,
+    slices: Sequence[HeadSlice],
+) -> list[list[CanonicalKVCacheRef]]:
+    """Return for each KV cache group references to the slices of all of its tensors. A reference
+    contains the index of its slice, because the memory of a worker has a tensor for each slice."""
+    refs_by_tensor: dict[int, list[CanonicalKVCacheRef]] = {}
+    for index, heads in enumerate(slices):
+        slice_ref = CanonicalKVCacheRef(index, heads.num_bytes)
+        refs_by_tensor.setdefault(heads.tensor_idx, []).append(slice_ref)
+    groups = []
+    for refs in kv_caches.group_data_refs:
+        slice_refs: list[CanonicalKVCacheRef] = []
+        for ref in refs:
+            slice_refs += refs_by_tensor[ref.tensor_idx]
+        groups.append(slice_refs)
+    return groups

@@ -257,7 +257,7 @@ class CPUOffloadingManager(OffloadingManager):
         if success:
             self._num_evictable += len(written)
             self._policy.release(written)
-            self._record(written, removed=False)
+            self._add_event(written, removed=False)
         else:
             self._policy.remove(written)
             self._free_rows(written)
@@ -276,7 +276,7 @@ class CPUOffloadingManager(OffloadingManager):
         no effect."""
         refs = self._refs
         readable = [key for key in self._rows if self.is_ready(key)]
-        self._record(readable, removed=True)
+        self._add_event(readable, removed=True)
         in_use = {key: row for key, row in self._rows.items() if refs[row]}
         self._rows = in_use
         self._before_reset = set(in_use)
@@ -334,10 +334,10 @@ class CPUOffloadingManager(OffloadingManager):
         self._num_evictable -= len(victims)
         evicted = [key for key, _ in victims]
         self._free_rows(evicted)
-        self._record(evicted, removed=True)
+        self._add_event(evicted, removed=True)
         return evicted
 
-    def _record(self, keys: Keys, *, removed: bool) -> None:
+    def _add_event(self, keys: Keys, *, removed: bool) -> None:
         """Add an event about blocks that became readable or were removed, if events are enabled."""
         if not self._enable_events or not keys:
             return

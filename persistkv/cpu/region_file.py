@@ -120,17 +120,17 @@ class RegionFile:
         """Try once. None: the caller must retry, because the file is not ready or was removed."""
         lock_fd = _create(path)
         if lock_fd is not None:
-            return cls._use(lock_fd, path, size, created=True)
+            return cls._lock_and_allocate(lock_fd, path, size, created=True)
         # first remove a leftover: one of another geometry would never have the right size
         if _remove_leftover(path):
             return None
         lock_fd = _open_existing(path)
         if lock_fd is None:
             return None
-        return cls._use(lock_fd, path, size, created=False)
+        return cls._lock_and_allocate(lock_fd, path, size, created=False)
 
     @classmethod
-    def _use(
+    def _lock_and_allocate(
         cls,
         lock_fd: int,
         path: str,

@@ -68,10 +68,10 @@ class FilterReusedOffloadingManager(OffloadingManager):
         counted: at most one is counted per request and block."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Count the lookup for the blocks of ``_to_count``, and return the answer of
+        """Count the lookup for the blocks of ``_blocks_to_count``, and return the answer of
         ``backing``."""
         num_lookups = self._num_lookups
-        for block in self._to_count(key, req_context):
+        for block in self._blocks_to_count(key, req_context):
             # remove the block and add it again, so that the least recently counted are first
             num_before = num_lookups.pop(block, 0)
             num_lookups[block] = num_before + 1
@@ -79,7 +79,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
             num_lookups.popitem(last=False)
         return self.backing.lookup(key, req_context)
 
-    def _to_count(self, key: OffloadKey, req_context: ReqContext) -> list[OffloadKey]:
+    def _blocks_to_count(
+        self, key: OffloadKey, req_context: ReqContext
+    ) -> list[OffloadKey]:
         """Return the blocks for which a lookup of ``key`` counts: ``key`` alone for a request
         without a description, otherwise all blocks of the request that were not counted yet. The
         deepest are first, because the tracker forgets the first ones first.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import cast
 
 from persistkv.base import (
@@ -22,6 +21,8 @@ from persistkv.tiering.load_cost import LoadDecision
 from persistkv.tiering.prewarming import RecentContexts
 
 logger = logging.getLogger(__name__)
+
+_NOT_PROMOTED = "recently used contexts are not promoted"
 
 
 class IsolatedTier:
@@ -48,7 +49,7 @@ class IsolatedTier:
         """Whether the last ``reset_cache`` for changed weights raised."""
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
-        """Calls a method of the tier. Its third argument is the result if the method raises."""
+        """Calls a method of the tier; ``default`` is the result if the method raises."""
         own_lookup_prefix = type(tier).lookup_prefix
         self._has_lookup_prefix = (
             own_lookup_prefix is not SecondaryTierManager.lookup_prefix
@@ -77,18 +78,16 @@ class IsolatedTier:
         if not (self.is_usable and self._has_lookup_prefix):
             return 0
         return self._attempt(
-            "lookup_prefix",
-            "its blocks are misses",
-            0,
             self.tier.lookup_prefix,
             keys,
             req_context,
+            default=0,
+            consequence="its blocks are misses",
         )
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self._attempt(
-            "touch", "the use is not counted", None, self.tier.touch, keys, req_context
-        )
+        with self._isolation.guard("touch", "the use is not counted"):
+            self.tier.touch(keys, req_context)
 
     # Whether to load
 
@@ -101,11 +100,10 @@ class IsolatedTier:
         # a tier that raises is expected to take forever, so that nothing is loaded from it
         never: float | None = math.inf
         return self._attempt(
-            "expected_load_s",
-            "its blocks are computed",
-            never,
             self.tier.expected_load_s,
             num_bytes,
+            default=never,
+            consequence="its blocks are computed",
         )
 
     def on_load_declined(
@@ -161,22 +159,17 @@ class IsolatedTier:
     def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
         """Announce a request; return which of its blocks the tier must receive to store."""
         answer = self._attempt(
-            "on_new_request",
-            "the tier receives newly computed blocks only",
-            RequestOffloadingContext(),
             self.tier.on_new_request,
             req_context,
+            default=RequestOffloadingContext(),
+            consequence="the tier receives newly computed blocks only",
         )
         return answer.policy
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        self._attempt(
-            "on_request_finished",
-            "the tier may miss the end",
-            None,
-            self.tier.on_request_finished,
-            req_context,
-        )
+        consequence = "the tier may miss the end"
+        with self._isolation.guard("on_request_finished", consequence):
+            self.tier.on_request_finished(req_context)
 
     # The state of the tier
 
@@ -201,20 +194,18 @@ class IsolatedTier:
 
     def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
         """See ``RecentContexts``, which the tier must implement."""
-        ask = partial(
-            cast(RecentContexts, self.tier).ask_recent,
+        tier = cast(RecentContexts, self.tier)
+        return self._attempt(
+            tier.ask_recent,
             max_blocks,
             prefetched=prefetched,
-        )
-        return self._attempt(
-            "ask_recent", "recently used contexts are not promoted", False, ask
+            default=False,
+            consequence=_NOT_PROMOTED,
         )
 
     def take_recent(self) -> list[StoredContext] | None:
-        take = cast(RecentContexts, self.tier).take_recent
-        return self._attempt(
-            "take_recent", "recently used contexts are not promoted", None, take
-        )
+        tier = cast(RecentContexts, self.tier)
+        return self._attempt(tier.take_recent, default=None, consequence=_NOT_PROMOTED)
 
     def has_pending_work(self) -> bool:
         """Return whether the tier needs engine steps. An unusable one never does: an engine would
@@ -222,10 +213,9 @@ class IsolatedTier:
         if not self.is_usable:
             return False
         return self._attempt(
-            "has_pending_work",
-            "the tier is taken as idle",
-            False,
             self.tier.has_pending_work,
+            default=False,
+            consequence="the tier is taken as idle",
         )
 
     def drain(self, timeout_s: float) -> bool:
@@ -234,11 +224,10 @@ class IsolatedTier:
         if timeout_s <= 0:
             return False
         return self._attempt(
-            "drain_jobs",
-            "its jobs may not have ended",
-            False,
             self.tier.drain_jobs,
             timeout_s,
+            default=False,
+            consequence="its jobs may not have ended",
         )
 
     def shutdown(self, drain_s: float) -> None:

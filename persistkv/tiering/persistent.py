@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -57,7 +56,7 @@ from persistkv.tiering.load_cost import (
     LoadTimes,
     Reason,
 )
-from persistkv.tiering.probing import PROBE_S, PROBED_KEYS, ProbeTimer
+from persistkv.tiering.probing import PROBE_S, ProbeTimer
 
 logger = logging.getLogger(__name__)
 
@@ -262,22 +261,31 @@ class PersistentTier(SecondaryTierManager):
         )
 
     def _choose_host(self) -> Host:
-        """Return the host of the store: a process if it can have the rows, otherwise a thread."""
+        """Return the host of the store: a process if one is possible, otherwise a thread."""
         if self.options.host == "process":
-            if self.config.region_fds:
-                num_bytes = self.config.num_blocks * self.config.layout.row_stride
-                # A kernel without pidfds, by which a process watches another one, raises OSError.
-                with suppress(OSError):
-                    return ProcessHost(self.config.region_fds, num_bytes)
-            # no host process could be started
+            process = self._host_process()
+            if process is not None:
+                return process
             logger.warning(
                 "no descriptor of the primary tier, or no pidfds: the store runs in a thread "
                 "of this process"
             )
         rows = self.primary_kv_view
+        # the host takes the rows as one sequence of bytes
         if rows.ndim != 1:
             rows = rows.cast("B")
         return ThreadHost(rows)
+
+    def _host_process(self) -> ProcessHost | None:
+        """Return a host process, which maps the rows by their descriptors; None if there are no
+        descriptors, or the kernel has no pidfds, by which a process watches another one."""
+        if not self.config.region_fds:
+            return None
+        num_bytes = self.config.num_blocks * self.config.layout.row_stride
+        try:
+            return ProcessHost(self.config.region_fds, num_bytes)
+        except OSError:
+            return None
 
     @staticmethod
     def get_tier_type() -> str:
@@ -384,11 +392,12 @@ class PersistentTier(SecondaryTierManager):
         return self._probes.is_due
 
     def _probe(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the host read the first blocks and discard them, if it is time for that."""
-        if not self._probes.begin():
+        """If a probe is due, have the host read the first blocks and discard them, to measure how
+        fast the store is now."""
+        num_blocks = self._probes.begin()
+        if not num_blocks:
             return
-        most = 1 if self._probes.is_small else PROBED_KEYS
-        is_sent = self.client.probe(keys[:most], PROBE_S)
+        is_sent = self.client.probe(keys[:num_blocks], PROBE_S)
         if not is_sent:
             # the store is not open: no answer will come
             self._probes.end()
@@ -495,7 +504,7 @@ class PersistentTier(SecondaryTierManager):
         if self._probes.is_running:
             self._end_probe()
         for req_id, is_durable in self.client.take_persisted().items():
-            self._remember(req_id, is_durable)
+            self._remember_durability(req_id, is_durable)
         finished = self._finished
         self._finished = []
         return finished
@@ -592,7 +601,7 @@ class PersistentTier(SecondaryTierManager):
         stored_keys = self._blocks_of(req_context).stored_keys
         num_restored = self.report_restored(req_context)
         if self._detached or self.refuses(req_context):
-            self._remember(req_id, is_durable=False)
+            self._remember_durability(req_id, is_durable=False)
             return
         description = req_context.description
         is_described = description is not None
@@ -607,7 +616,7 @@ class PersistentTier(SecondaryTierManager):
                 len(description.group_keys),
                 num_groups,
             )
-            self._remember(req_id, is_durable=False)
+            self._remember_durability(req_id, is_durable=False)
             return
         manifest_id = req_id
         # make the id unique: one that is used again after a restart would replace the earlier
@@ -643,7 +652,7 @@ class PersistentTier(SecondaryTierManager):
                 description.extend(group, [key])
         return description
 
-    def _remember(self, req_id: str, is_durable: bool) -> None:
+    def _remember_durability(self, req_id: str, is_durable: bool) -> None:
         """Keep whether all blocks of an ended request are durable, and forget the oldest request if
         there are too many."""
         # remove it first, so that an id that is used again becomes the newest

@@ -25,25 +25,26 @@ class ProbeTimer:
         """When the next probe is due, on ``clock``."""
         self._distance_s = _FIRST_S
         """Seconds from the next probe to the one after it."""
-        self.is_small = True
-        """Whether the last probe that began reads one block; otherwise it reads several. The next
-        one is of the other size, so that the first one is large."""
+        self._next_is_small = False
+        """Whether the next probe reads one block; otherwise it reads several."""
 
     @property
     def is_due(self) -> bool:
-        """Whether ``begin`` would return True."""
+        """Whether ``begin`` would begin a probe."""
         return not self.is_running and self._clock() >= self._next_at
 
-    def begin(self) -> bool:
-        """Return whether the caller must begin a probe now."""
+    def begin(self) -> int:
+        """Begin a probe if one is due. Return the number of blocks to ask for, 1 or
+        ``PROBED_KEYS``; 0: no probe is due."""
         if not self.is_due:
-            return False
+            return 0
         # alternate the sizes: a small probe shows the latency, a large one the bandwidth
-        self.is_small = not self.is_small
+        num_blocks = 1 if self._next_is_small else PROBED_KEYS
+        self._next_is_small = not self._next_is_small
         self.is_running = True
         self._next_at = self._clock() + self._distance_s
         self._distance_s = min(_LONGEST_S, 2 * self._distance_s)
-        return True
+        return num_blocks
 
     def end(self) -> None:
         """Note that the probe has ended, or could not be sent."""

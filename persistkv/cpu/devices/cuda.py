@@ -345,7 +345,7 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
     if pinned:
         try:
             copier = DriverBatchCopier()
-            _try(copier, device)
+            _check_copier(copier, device)
             return copier
         # there is no driver, it lacks the function, or the trial has failed
         except (OSError, AttributeError, RuntimeError) as error:
@@ -353,7 +353,7 @@ def choose_copier(device: torch.device, pinned: bool) -> PageCopier:
     return TorchCopier()
 
 
-def _try(copier: PageCopier, device: torch.device) -> None:
+def _check_copier(copier: PageCopier, device: torch.device) -> None:
     """Copy some bytes to the device and back; raise RuntimeError if that fails or changes them."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     num_bytes = 64

@@ -14,15 +14,35 @@ from persistkv.storage.format.pack import PackTable
 _REQUESTS_PER_CALL = 256
 
 
-class Packs:
-    """Tables of packs by pack id. An index of their keys (some 250 bytes for each key) is built on
-    first use."""
+class NamespacePacks:
+    """Tables of the packs of one namespace of a store, as of the last ``refresh``. An index of the
+    keys (some 250 bytes for each key) is built on first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: Backend, namespace: bytes) -> None:
+        self.namespace = namespace
         self.tables: dict[bytes, PackTable] = {}
         """By pack id."""
+        self.cursor: bytes | None = None
+        """Position in the changes of the namespace up to which they are applied."""
+        self._backend = backend
         self._holders: dict[bytes, tuple[bytes, ...]] | None = None
         """The index of keys; None until ``holders`` is first used."""
+        self.refresh()
+
+    def refresh(self) -> bool:
+        """Apply the changes of the store since the last refresh; return whether there were any."""
+        found = self._backend.changes(self.namespace, self.cursor)
+        has_changed = found.cursor != self.cursor
+        self.cursor = found.cursor
+        # after a reset, ``added`` is the whole catalogue, so remove all packs first
+        removed = self.tables if found.reset else found.removed
+        # copy the ids to a list, because ``remove`` changes ``tables``
+        for pack in list(removed):
+            self.remove(pack)
+        # add after the removals, because a pack that was removed and written again is in both
+        for table in found.added:
+            self.add(table)
+        return has_changed
 
     def add(self, table: PackTable) -> None:
         """Add the table of a pack; it replaces one with the same pack id."""
@@ -90,33 +110,6 @@ class Packs:
                 first_pack = packs[0]
                 chosen[first_pack] = None
         return list(chosen)
-
-
-class NamespacePacks(Packs):
-    """The packs of one namespace of a store, as of the last ``refresh``."""
-
-    def __init__(self, backend: Backend, namespace: bytes) -> None:
-        super().__init__()
-        self.namespace = namespace
-        self.cursor: bytes | None = None
-        """Position in the changes of the namespace up to which they are applied."""
-        self._backend = backend
-        self.refresh()
-
-    def refresh(self) -> bool:
-        """Apply the changes of the store since the last refresh; return whether there were any."""
-        found = self._backend.changes(self.namespace, self.cursor)
-        has_changed = found.cursor != self.cursor
-        self.cursor = found.cursor
-        # after a reset, ``added`` is the whole catalogue, so remove all packs first
-        removed = self.tables if found.reset else found.removed
-        # copy the ids to a list, because ``remove`` changes ``tables``
-        for pack in list(removed):
-            self.remove(pack)
-        # add after the removals, because a pack that was removed and written again is in both
-        for table in found.added:
-            self.add(table)
-        return has_changed
 
 
 def keys_of(

@@ -13,7 +13,7 @@ from persistkv.storage import BACKENDS
 from persistkv.storage.backend import Backend, Namespace
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
-from persistkv.storage.inspection.pack_tables import NamespacePacks, Packs, all_keys
+from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.inspection.requests import request_ids
 from persistkv_tools import render
 from persistkv_tools.packs import OnBytes, UnknownCodecError, check_pack
@@ -344,7 +344,7 @@ def _compared(source: Source, target: Backend | None) -> _Compared:
     return _Compared(held_requests, _lacking(source.packs, held_packs))
 
 
-def _lacking(packs: Packs, target_packs: Packs) -> set[bytes]:
+def _lacking(packs: NamespacePacks, target_packs: NamespacePacks) -> set[bytes]:
     """Return the ids of the packs with keys that the packs of the target do not hold."""
     lacking = set()
     for pack, table in packs.tables.items():

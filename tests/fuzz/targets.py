@@ -846,9 +846,8 @@ def _read_sealed(content: bytes) -> Delta:
     """Write an object with the content of a tenant, and return the delta that a reader decodes."""
     medium = keyed_medium()
     objects = IndexObjects(medium, IDENTITY.digest)
-    data_key = medium.seal.key_of(DEFAULT_TENANT)
     name = record_name(IDENTITY.digest, f"content of {SHARED_OBJECT}")
-    record = medium.seal.sealed_with(data_key, name, content)
+    record = medium.seal.sealed(name, content, DEFAULT_TENANT)
     info = objects.put(SHARED_OBJECT, encode(Delta(sealed=[record])))
     return objects.read(info)
 

@@ -174,14 +174,6 @@ class Seal(ABC):
         """
 
     @abstractmethod
-    def key_of(self, tenant: str) -> bytes:
-        """Return the id of the data key that seals new records of a tenant; ``PLAIN_KEY`` without a
-        key.
-
-        :raises CorruptPackError: the tenant has no data key.
-        """
-
-    @abstractmethod
     def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
         """Return what ``sealed`` returns, for one data key of the store.
 
@@ -295,9 +287,6 @@ class PlainSeal(Seal):
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         checksum = _record_checksum(name, body)
         return b"".join([body, checksum])
-
-    def key_of(self, tenant: str) -> bytes:
-        return PLAIN_KEY
 
     def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
         return self.sealed(name, body)
@@ -507,9 +496,6 @@ class KeySeal(Seal):
     def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
         return _sealed(self._key_of(tenant), name, body)
 
-    def key_of(self, tenant: str) -> bytes:
-        return self._key_of(tenant).id
-
     def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
         return _sealed(self._key(key_id), name, body)
 
@@ -519,9 +505,9 @@ class KeySeal(Seal):
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)
         key = self._key(key_id)
-        record_key = derive(key.secret, salt, _RECORD_PURPOSE)
+        sealing_key = derive(key.secret, salt, _RECORD_PURPOSE)
         sealed = memoryview(record)[_RECORD.size :]
-        return open_record(record_key, name, sealed)
+        return open_record(sealing_key, name, sealed)
 
     def signature(self, content: bytes) -> bytes:
         key = self._keyring().store

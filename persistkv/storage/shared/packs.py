@@ -21,8 +21,9 @@ from persistkv.storage.format.manifest import (
     decode_manifest_keys,
     encode_manifest_keys,
 )
-from persistkv.storage.format.pack import Frame
+from persistkv.storage.format.pack import PLAIN_KEY, Frame
 from persistkv.storage.format.pack_writer import NewPack
+from persistkv.storage.format.seal import record_key
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import (
     LATEST_TIME,
@@ -162,8 +163,8 @@ class PackBlobs:
         places: list[KeysPlace] = []
         offset = 0
         for write in writes:
-            data_key = seal.key_of(write.manifest.tenant)
-            sealed = self._sealed_keys(write, data_key)
+            sealed = self._sealed_keys(write)
+            data_key = record_key(sealed) if seal.encrypts else PLAIN_KEY
             length = len(sealed)
             places.append(KeysPlace(nonce, offset, length, data_key))
             records.append(sealed)
@@ -180,11 +181,11 @@ class PackBlobs:
         time = self._medium.put(blob, keys.records)
         return _Uploaded(time, None)
 
-    def _sealed_keys(self, write: ManifestWrite, data_key: bytes) -> bytes:
-        """Return the keys of a request's blocks as they are stored, sealed with its data key."""
+    def _sealed_keys(self, write: ManifestWrite) -> bytes:
+        """Return the keys of a request's blocks as they are stored, sealed for its tenant."""
         encoded = encode_manifest_keys(write.keys)
         name = self._keys_name(write.manifest.id)
-        return self._medium.seal.sealed_with(data_key, name, encoded)
+        return self._medium.seal.sealed(name, encoded, write.manifest.tenant)
 
     def _keys_name(self, manifest_id: str) -> bytes:
         """Return the name under which the keys of a request are sealed."""

@@ -38,8 +38,10 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
     transfer cannot be moved, so call this before. Half a gigabyte takes one thread 0.3 s, or 0.3 ms
     if it is in huge pages already.
 
-    :param fds: as in ``map_aligned``; ``num_bytes`` is the size of all files together.
-    :returns: as ``collapse``; also False if the files cannot be mapped.
+    :param fds: writable descriptors of the files.
+    :param num_bytes: size of all files together.
+    :returns: whether the memory is in huge pages now. If False, all or part of it is unchanged: the
+        files cannot be mapped, or the kernel is too old or has too little contiguous memory.
     """
     # leave out the bytes at the end that do not fill a huge page
     whole = num_bytes - num_bytes % HUGE_PAGE_BYTES

@@ -232,7 +232,10 @@ class BlockStore:
         *,
         timeout_s: float | None = None,
     ) -> int:
-        """Return how many keys from the first one on are durable; see ``contains``."""
+        """Return how many keys from the first one on are durable.
+
+        :param timeout_s: seconds until the call returns 0.
+        """
         held = self.contains(keys, group, timeout_s=timeout_s)
         return held.index(False) if False in held else len(held)
 
@@ -640,7 +643,11 @@ class BlockStore:
         coroutine: Coroutine[Any, Any, list[bool]],
         on_end: Callable[[], None] = lambda: None,
     ) -> int:
-        """Start a call whose results are added to a queue; return its number. See ``_start``."""
+        """Start a call whose results are added to a queue when it ends; return its number.
+
+        :param num_keys: number of results.
+        :param on_end: called when the call has ended, or when this method raises.
+        """
         number = completions.new_number()
         call = self._start(coroutine, on_end)
         _complete_at_end(call, number, num_keys, completions)
@@ -661,7 +668,7 @@ class BlockStore:
         labels: Mapping[str, str],
         retention: Retention,
     ) -> PutJob:
-        """Return the job of a ``put``; parameters and errors as there."""
+        """Check the arguments of ``put``, and return its job."""
         full = self._full_keys(keys, group)
         check_labels(labels)
         positions = self._positions_by_tenant(keys)
@@ -697,8 +704,12 @@ class BlockStore:
         *,
         writable: bool = False,
     ) -> list[list[memoryview]]:
-        """Return the regions of the blocks, after a check of their number and sizes; errors as for
-        ``put`` and ``get``."""
+        """Return the regions of each key's block.
+
+        :param writable: whether the blocks must be writable.
+        :raises ValueError: there is not one block for each key, a key occurs twice, or a block has
+            another size or is read-only.
+        """
         if len(keys) != len(blocks):
             raise ValueError(f"{len(blocks)} blocks for {len(keys)} keys")
         if len(set(keys)) != len(keys):

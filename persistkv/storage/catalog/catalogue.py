@@ -240,9 +240,12 @@ def totals(
     disk_bytes: int,
     capacity: int | None,
 ) -> BackendStats:
-    """Return the totals of a store from those of its namespaces; the other parameters are as in
-    ``BackendStats``."""
-    # this is not the state of a namespace: its counts hold the sums
+    """Return the totals of a store from those of its namespaces.
+
+    :param disk_bytes: bytes that the store takes on its medium.
+    :param capacity: bound on ``disk_bytes``; None: there is none.
+    """
+    # this object only holds the sums: it is the state of no namespace
     total = NamespaceState(NO_GENERATION)
     for state in states:
         total.packs += state.packs

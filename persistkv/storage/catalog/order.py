@@ -317,7 +317,8 @@ class EvictionOrder:
         priority: int,
         tenant: str,
     ) -> None:
-        """List a new pack of a tenant as used now; other parameters as in ``Use``."""
+        """List a new pack of a tenant as used now. ``depth``, ``pins`` and ``priority`` are the
+        fields of its ``Use``."""
         digest = b""
         if tenant != DEFAULT_TENANT:
             digest = self._rows.tenant_digest(tenant)
@@ -381,7 +382,10 @@ class EvictionOrder:
         ttl_s: float,
         packs: tuple[bytes, ...],
     ) -> Chain:
-        """List a new manifest as written now, and return its chain; parameters as in ``Chain``."""
+        """List a new manifest as written now; return its chain, with these flags, ttl and packs.
+
+        :param ttl_s: seconds without a use after which the manifest expires; 0: never.
+        """
         expires = self.time + ttl_s if ttl_s else 0.0
         chain = Chain(
             moment=self.moment,
@@ -446,7 +450,7 @@ class EvictionOrder:
         return self._listed(ORDER, priority_byte=priority_byte)
 
     def oldest_of(self, tenant: bytes) -> Iterator[tuple[bytes, Use | Chain]]:
-        """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` as in ``Use``."""
+        """Iterate over the packs of a tenant as ``oldest`` does; ``tenant`` is ``Use.tenant``."""
         return self._listed(TENANT_ORDER, tenant=tenant)
 
     def _listed(

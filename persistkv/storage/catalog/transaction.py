@@ -232,8 +232,10 @@ class CatalogTransaction:
         return self._evict(self._order.oldest_of(tenant), is_enough, at_most)
 
     def fit_quota(self, tenant: bytes, at_most: int) -> EvictionEnd:
-        """Evict packs of one tenant until it is not above its quota; parameters as in
-        ``evict_of``."""
+        """Evict at most ``at_most`` packs of one tenant, until it is not above its quota.
+
+        :param tenant: digest of the tenant's name.
+        """
 
         def fits() -> bool:
             return not self.quotas.is_above(tenant)
@@ -241,8 +243,8 @@ class CatalogTransaction:
         return self.evict_of(tenant, fits, at_most)
 
     def evict_above(self, at_most: int) -> EvictionEnd:
-        """Evict packs of the tenants that are above their quotas, until none of them is; parameter
-        as in ``evict``."""
+        """Evict at most ``at_most`` packs of the tenants that are above their quotas, until none of
+        them is."""
 
         def all_fit() -> bool:
             return not self.quotas.above()
@@ -264,8 +266,11 @@ class CatalogTransaction:
         is_enough: Callable[[], bool],
         at_most: int,
     ) -> EvictionEnd:
-        """Remove candidates, in their order, until the goal is met; parameters as in ``evict``. No
-        pack or manifest of the transaction's own batch is removed."""
+        """Remove at most ``at_most`` candidates, in their order, until ``is_enough`` returns True.
+        No pack or manifest of the transaction's own batch is removed.
+
+        :param candidates: names of packs and manifests, with their rows.
+        """
         if is_enough():
             return EvictionEnd.GOAL_MET
         num_left = at_most
@@ -681,13 +686,17 @@ class CatalogTransaction:
 
     def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> int:
         """Add an entry to the change log of a pack's namespace; return its sequence number.
-        Parameters as in ``encode_change``."""
+
+        :param kind: ``ADDED`` or ``REMOVED``.
+        :param table: of a removed pack, if it could be read. The entry then has the fingerprints
+            of its keys.
+        """
         namespace = name[:ID_BYTES]
         pack_id = name[ID_BYTES:]
         state = self._state_of(namespace)
         state.sequence += 1
         key = LOG_KEY.pack(namespace, state.sequence)
-        # an entry with the fingerprints of a removed pack is sealed with the key of its tenant
+        # fingerprints are content of the pack's tenant, so the tenant's data key seals them
         tenant = STORE if table is None else table.tenant
         entry = encode_change(kind, pack_id, table)
         self._rows.put(LOG, key, entry, tenant)

@@ -216,7 +216,7 @@ class OtherNamespace(NamespaceView):
         self.cursor = None
 
     async def refresh(self) -> None:
-        """Apply the changes of the other namespace; see ``NamespaceView.refresh``."""
+        """Apply the changes of the other namespace since the last refresh."""
         # A reload of the own index has deleted the adopted keys. Without a position, this refresh
         # reads all packs, and ``_learn`` adds their keys again.
         has_own_reloaded = self._own.index.reloads != self._own_reloads

@@ -117,29 +117,38 @@ class StoreClock(NamedTuple):
         wall_s = now.wall - self.at.wall  # negative if the wall clock was set back
         since_boot_s = now.since_boot - self.at.since_boot
         jump_s = wall_s - since_boot_s
-        elapsed_s = wall_s
-        unconfirmed_s = self.unconfirmed_s
-        confirming_since = self.confirming_since
-        if abs(jump_s) > _TOLERANCE_S + _DRIFT * since_boot_s:
+        has_jumped = abs(jump_s) > _TOLERANCE_S + _DRIFT * since_boot_s
+        elapsed_s = min(wall_s, since_boot_s) if has_jumped else wall_s
+        time = self.time + max(0.0, elapsed_s)
+        clock = self._replace(time=time, at=now)
+        if has_jumped:
             logger.warning(
                 "the wall clock moved by %+.0f s against the time since boot: ages and ttl "
                 "follow elapsed time",
                 jump_s,
             )
-            elapsed_s = min(wall_s, since_boot_s)
-            # The unconfirmed time was measured by the wall clock before this jump: correct it by
-            # the jump. The result must be confirmed again.
-            if unconfirmed_s:
-                unconfirmed_s = max(0.0, unconfirmed_s + jump_s)
-                confirming_since = now.since_boot
-        time = self.time + max(0.0, elapsed_s)
-        is_confirmed = now.since_boot - confirming_since >= CONFIRMATION_S
-        # the wall clock has run steadily for long enough: count the time between the boots from now
-        # on
-        if unconfirmed_s and is_confirmed:
-            time += unconfirmed_s
-            unconfirmed_s = 0.0
-        return StoreClock(time, now, unconfirmed_s, confirming_since)
+            clock = clock._corrected_by(jump_s)
+        return clock._confirmed()
+
+    def _corrected_by(self, jump_s: float) -> StoreClock:
+        """Return this clock with its unconfirmed time corrected by a jump of the wall clock, which
+        has measured this time. The result must be confirmed again."""
+        if not self.unconfirmed_s:
+            return self
+        unconfirmed_s = max(0.0, self.unconfirmed_s + jump_s)
+        return self._replace(
+            unconfirmed_s=unconfirmed_s,
+            confirming_since=self.at.since_boot,
+        )
+
+    def _confirmed(self) -> StoreClock:
+        """Return this clock with its unconfirmed time included, if the wall clock has run steadily
+        for ``CONFIRMATION_S``."""
+        steady_s = self.at.since_boot - self.confirming_since
+        if not self.unconfirmed_s or steady_s < CONFIRMATION_S:
+            return self
+        time = self.time + self.unconfirmed_s
+        return self._replace(time=time, unconfirmed_s=0.0)
 
     def _after_boot(self, now: Reading) -> StoreClock:
         """Return the store's clock at the first reading after a boot.

@@ -31,36 +31,49 @@ def relabel(
         are unchanged, unless only the second commit failed: then the labels are set, and a request
         that was hit counts as never hit.
     """
-    namespace = found.namespace.id
-    request = found.manifest.id
     for _ in range(_ATTEMPTS):
-        # read the packs before the request: if one of its packs is removed between the two reads,
-        # the backend refuses the commit as stale
-        packs = NamespacePacks(backend, namespace)
-        found = find_request(backend, request, namespace.hex())
-        keys = found.keys(backend)
-        labels = {**found.manifest.labels, **given}
-        for name in removed:
-            labels.pop(name, None)
-        if labels == found.manifest.labels:
+        labels = _try_relabel(backend, found, given, removed)
+        if labels is not None:
             return labels
-
-        held_packs = packs.in_order(keys)
-        manifest = msgspec.structs.replace(found.manifest, labels=labels)
-        write = ManifestWrite(manifest, keys, held_packs)
-        # read the use before the commit, which writes the request as a new one without hits
-        (use,) = backend.catalogue(namespace).uses([request])
-        was_hit = use is not None and use.reused
-        batch = CommitBatch(manifests=[write], seen=packs.cursor)
-        if backend.commit(namespace, batch).stale:
-            continue
-        # A use of the packs after the request was written counts as a hit. Without one, the new row
-        # would count as never hit.
-        if was_hit:
-            hit = CommitBatch(touches=held_packs)
-            backend.commit(namespace, hit)
-        return labels
     raise StoreError(
-        f"{request} could not be labelled: other processes wrote during all"
+        f"{found.manifest.id} could not be labelled: other processes wrote during all"
         f" {_ATTEMPTS} attempts"
     )
+
+
+def _try_relabel(
+    backend: Backend,
+    found: FoundRequest,
+    given: Mapping[str, str],
+    removed: Collection[str],
+) -> dict[str, str] | None:
+    """Return the labels after the change; None: another process wrote meanwhile, and nothing has
+    changed."""
+    namespace = found.namespace.id
+    request = found.manifest.id
+    # read the packs before the request: if one of its packs is removed between the two reads, the
+    # backend refuses the commit as stale
+    packs = NamespacePacks(backend, namespace)
+    present = find_request(backend, request, namespace.hex())
+    keys = present.keys(backend)
+    labels = {**present.manifest.labels, **given}
+    for name in removed:
+        labels.pop(name, None)
+    if labels == present.manifest.labels:
+        return labels
+
+    held_packs = packs.in_order(keys)
+    manifest = msgspec.structs.replace(present.manifest, labels=labels)
+    write = ManifestWrite(manifest, keys, held_packs)
+    # read the use before the commit, which writes the request as a new one without hits
+    (use,) = backend.catalogue(namespace).uses([request])
+    was_hit = use is not None and use.reused
+    batch = CommitBatch(manifests=[write], seen=packs.cursor)
+    if backend.commit(namespace, batch).stale:
+        return None
+    # A use of the packs after the request was written counts as a hit. Without one, the new row
+    # would count as never hit.
+    if was_hit:
+        hit = CommitBatch(touches=held_packs)
+        backend.commit(namespace, hit)
+    return labels

@@ -85,13 +85,13 @@ def list_requests(
     Reads the use of requests outside the page only if ``sort`` or ``selection`` depends on it.
     """
     namespaces = chosen_namespaces(backend, namespace)
-    by_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
+    needs_use = sort in (Sort.USED, Sort.HITS) or selection.needs_use
     ttl_s = backend.policy().ttl_s
     all_ids: list[str] = []
     views: list[RequestView] = []  # views of the requests that match
     for space in namespaces:
         manifests = backend.catalogue(space.id).manifests()
-        uses = with_uses(backend, space.id, manifests, needed=by_use)
+        uses = with_uses(backend, space.id, manifests, needed=needs_use)
         for manifest, use in uses:
             all_ids.append(manifest.id)
             if selection.takes(manifest, use, ttl_s):
@@ -101,6 +101,7 @@ def list_requests(
     # ``reverse`` turns the usual direction of this sort around
     is_descending = (sort in _DESCENDING) != reverse
     views.sort(key=_KEYS[sort], reverse=is_descending)
+    # each group is a row of the list
     groups = _groups(views, merge_copies=merge_copies)
     end = None if limit is None else offset + limit
     groups_of_page = groups[offset:end]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -309,11 +309,19 @@ def find_request(
         found = candidates[0]
         shorts = short_ids(names)
         return found._replace(short_id=shorts[found.manifest.id])
+    raise _ambiguous_request(wanted, candidates)
+
+
+def _ambiguous_request(
+    wanted: str,
+    candidates: Sequence[FoundRequest],
+) -> NotFoundError:
+    """Return the error that several requests match ``wanted``."""
     descriptions = []
     for found in candidates:
         namespace_id = found.namespace.id.hex()[:_SHORT]
         descriptions.append(f"{found.manifest.id} (namespace {namespace_id})")
-    raise NotFoundError(
+    return NotFoundError(
         f"{wanted!r} matches {len(candidates)} requests: {_some(descriptions)}"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 
@@ -249,16 +249,8 @@ def _namespace_totals(
         histograms.add(manifest)
 
     # read the tables of all packs: without a cursor, the changes are the whole catalogue
-    groups: dict[int, GroupTotals] = {}
-    for table in backend.changes(namespace.id, None).added:
-        totals.packs += 1
-        totals.blocks += len(table.keys)
-        totals.raw_bytes += table.raw_length
-        totals.stored_bytes += table.payload_length
-        _add_frames(groups, table)
-    for group in groups.values():
-        group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
-        group.codecs.sort()
+    tables = backend.changes(namespace.id, cursor=None).added
+    _add_packs(totals, tables)
 
     # In a shared store, the content of commits that wait is not part of the totals above. A local
     # store has no such state.
@@ -268,10 +260,24 @@ def _namespace_totals(
         totals.oldest_waiting = state.oldest
         totals.merged_by = state.merged_by
         totals.merged_at = state.merged_at
-    totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)
     totals.dedup_ratio = _ratio(totals.referenced_blocks, totals.blocks)
-    totals.groups = [groups[number] for number in sorted(groups)]
     return totals
+
+
+def _add_packs(totals: NamespaceTotals, tables: Iterable[PackTable]) -> None:
+    """Add all packs of a namespace to its totals, and to those of its KV cache groups."""
+    groups: dict[int, GroupTotals] = {}
+    for table in tables:
+        totals.packs += 1
+        totals.blocks += len(table.keys)
+        totals.raw_bytes += table.raw_length
+        totals.stored_bytes += table.payload_length
+        _add_frames(groups, table)
+    for group in groups.values():
+        group.codec_ratio = _ratio(group.raw_bytes, group.stored_bytes)
+        group.codecs.sort()
+    totals.codec_ratio = _ratio(totals.raw_bytes, totals.stored_bytes)
+    totals.groups = [groups[number] for number in sorted(groups)]
 
 
 def _add_frames(groups: dict[int, GroupTotals], table: PackTable) -> None:

@@ -104,7 +104,7 @@ class _ScheduledRequest:
         """Number of leading tokens that are on the device once the load has ended."""
         return self.num_local_tokens + self.num_external_tokens
 
-    def keys(self, start: int, stop: int) -> list[OffloadKey]:
+    def needed_keys(self, start: int, stop: int) -> list[OffloadKey]:
         """Return the keys of the offloaded blocks that a load of tokens ``start`` to ``stop - 1``
         needs, by group."""
         needed: list[OffloadKey] = []
@@ -198,7 +198,9 @@ class _ScheduledRequest:
             offers.append(offer)
         return offers
 
-    def refuse(self, offers: Sequence[_Offer], num_accepted: Sequence[int]) -> None:
+    def offer_again(
+        self, offers: Sequence[_Offer], num_accepted: Sequence[int]
+    ) -> None:
         """Move ``next_store`` back to the first refused block of each group, so that the next call
         of ``take_filled_blocks`` offers it again.
 
@@ -499,10 +501,10 @@ class OffloadingConnectorScheduler:
         if waiting:
             # The search also looked up blocks that the match does not need, and these may be the
             # ones that are being promoted: wait only for those that it needs.
-            needed = request.keys(num_computed_tokens, matched)
+            needed = request.needed_keys(num_computed_tokens, matched)
             if not waiting.isdisjoint(needed):
                 return None
-        self.manager.touch(request.keys(0, matched), request.context)
+        self.manager.touch(request.needed_keys(0, matched), request.context)
         return matched - num_computed_tokens
 
     def _match_limit(self, request: _ScheduledRequest) -> int:
@@ -649,7 +651,7 @@ class OffloadingConnectorScheduler:
             if store is not None:
                 stores.append(store)
         # Release requests after all stores are planned: a request that found no room may be in
-        # ``_to_plan`` again (``_refuse``), and must not be released.
+        # ``_to_plan`` again (``_offer_again_or_drop``), and must not be released.
         for request in planned.values():
             self._release_if_done(request)
         return ConnectorMetadata(loads, stores)
@@ -724,12 +726,12 @@ class OffloadingConnectorScheduler:
             was_cut = True
             output = self._prepare_store(request, offers)
         if was_cut:
-            self._refuse(request, filled, accepted=offers)
+            self._offer_again_or_drop(request, filled, accepted=offers)
         if output is None or not output.keys_to_store:
             return None
         stored = _without_held(offers, output.keys_to_store)
         spec = (request.store_source(stored), output.store_spec)
-        return self._transfer(request, output.keys_to_store, spec, is_load=False)
+        return self._add_transfer(request, output.keys_to_store, spec, is_load=False)
 
     def _prepare_store(
         self,
@@ -745,21 +747,26 @@ class OffloadingConnectorScheduler:
             return None
         return self.manager.prepare_store(keys, request.context)
 
-    def _refuse(
+    def _offer_again_or_drop(
         self,
         request: _ScheduledRequest,
         filled: Sequence[_Offer],
         accepted: Sequence[_Offer],
     ) -> None:
-        """Process the blocks that found no room, ``filled`` without ``accepted``: offer them again
-        later if the manager needs every block of the request, or drop them."""
+        """Process the blocks that found no room: offer them again later if the manager needs every
+        block of the request, until ``store_until``; otherwise drop them.
+
+        :param filled: for each group, the blocks that were offered first.
+        :param accepted: for each group, the leading ones of them that found room.
+        """
         num_accepted = [len(offer) for offer in accepted]
         needs_all_blocks = request.policy is OffloadPolicy.REQUEST_LEVEL
-        if not needs_all_blocks or time.monotonic() >= request.store_until:
+        may_retry = needs_all_blocks and time.monotonic() < request.store_until
+        if not may_retry:
             num_filled = sum(map(len, filled))
             self.stats.dropped_blocks += num_filled - sum(num_accepted)
             return
-        request.refuse(filled, num_accepted)
+        request.offer_again(filled, num_accepted)
         # A finished request gets no further report, so the next step plans it again. A running one
         # is planned at its next ``update_computed_tokens``, with current block tables.
         if request.finished:
@@ -768,17 +775,17 @@ class OffloadingConnectorScheduler:
     def _plan_load(self, request: _ScheduledRequest) -> bool:
         """Plan the load of the request's external tokens; return False if a block was evicted since
         the match."""
-        keys = request.keys(request.num_local_tokens, request.num_matched_tokens)
+        keys = request.needed_keys(request.num_local_tokens, request.num_matched_tokens)
         try:
             source = self.manager.prepare_load(keys, request.context)
         except KeyError:
             return False
         spec = (source, request.load_target())
-        transfer = self._transfer(request, keys, spec, is_load=True)
+        transfer = self._add_transfer(request, keys, spec, is_load=True)
         self._loads.append(transfer)
         return True
 
-    def _transfer(
+    def _add_transfer(
         self,
         request: _ScheduledRequest,
         keys: Sequence[OffloadKey],

@@ -227,8 +227,8 @@ class ARCCachePolicy(CachePolicy):
         deepest_first = zip(reversed(keys), reversed(rows), strict=True)
         for key, row in deepest_first:
             was_ghost = self._adapt(key)
-            part = self._frequent if was_ghost else self._recent
-            part.insert((key,), (row,))
+            blocks = self._frequent if was_ghost else self._recent
+            blocks.insert((key,), (row,))
         self._trim_ghosts()
 
     def touch(self, keys: Keys) -> None:
@@ -245,8 +245,8 @@ class ARCCachePolicy(CachePolicy):
                 continue
             # a store also touches its blocks; only a use of a readable block is a second use
             is_being_written = self._refs[row] < 0
-            part = self._recent if is_being_written else self._frequent
-            part.insert((key,), (row,))
+            blocks = self._recent if is_being_written else self._frequent
+            blocks.insert((key,), (row,))
 
     def release(self, keys: Keys) -> None:
         self._recent.release(keys)
@@ -276,12 +276,12 @@ class ARCCachePolicy(CachePolicy):
     def _evict_one(self, *, recent: bool) -> list[Victim]:
         """Evict a block of one of the lists, and make its key a ghost; return no block if none can
         be evicted."""
-        part = self._frequent
+        blocks = self._frequent
         ghosts = self._frequent_ghosts
         if recent:
-            part = self._recent
+            blocks = self._recent
             ghosts = self._recent_ghosts
-        victims = part.evict(1)
+        victims = blocks.evict(1)
         for key, _ in victims:
             ghosts[key] = None
         return victims

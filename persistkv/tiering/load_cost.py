@@ -233,9 +233,11 @@ class LoadTimes:
         """
         # Either the store has changed, or the usual time of this size is wrong. It is not known
         # which: the slowdown follows fully, the usual time a part of the way.
-        if not 1 / _CHANGE < change < _CHANGE:
+        is_ordinary = 1 / _CHANGE < change < _CHANGE
+        if not is_ordinary:
             return _Shares(slowdown=1.0, usual=_OWN_SHARE)
-        # earlier samples say nothing about the slowdown after a stall
+        # After a stall, the slowdown from before it is out of date: it follows fully. The usual
+        # time of this size is not, and stays.
         if self.is_stalled:
             return _Shares(slowdown=1.0, usual=0.0)
         # An ordinary difference is mostly of this size alone: its usual time follows nearly all of
@@ -546,7 +548,8 @@ class LoadChooser:
         """Whether the last comparison of both times chose the load: then the next one needs no
         margin (``_HYSTERESIS``)."""
         self._num_close = 0
-        """Loads that were nearly as fast as the computation, since the last trial."""
+        """Loads that were nearly as fast as the computation and were refused, since the last trial
+        (``_is_worth_loading``)."""
 
     def choose(self, runs: Sequence[LoadRun], start: int) -> LoadDecision:
         """Choose the longest prefix that is expected to be loaded faster than computed.
@@ -561,15 +564,15 @@ class LoadChooser:
         if not runs:
             raise ValueError("there is nothing to choose from")
         whole = self._estimate(runs, start)
-        if self._is_worth(whole):
-            return self._load(whole, Reason.LOADED)
+        if self._is_worth_loading(whole):
+            return self._decision_to_load(whole, Reason.LOADED)
         # why the last runs are computed, even if earlier runs are loaded
         reason = _reason(runs, start, self.prefill)
         # try the longest prefix first
         for num_runs in range(len(runs) - 1, 0, -1):
             prefix = self._estimate(runs[:num_runs], start)
-            if self._is_worth(prefix):
-                return self._load(prefix, reason)
+            if self._is_worth_loading(prefix):
+                return self._decision_to_load(prefix, reason)
         self._was_chosen = False
         return LoadDecision(0, reason, whole.load_s, whole.compute_s, deadline_s=0.0)
 
@@ -581,8 +584,10 @@ class LoadChooser:
             return _Estimate(len(runs), 0.0, compute_s, always_load=True)
         return _Estimate(len(runs), load_s, compute_s)
 
-    def _is_worth(self, estimate: _Estimate) -> bool:
-        """Return whether to load: the load is faster than the computation, or a trial."""
+    def _is_worth_loading(self, estimate: _Estimate) -> bool:
+        """Return whether to load: the load is faster than the computation, or a trial. Of the loads
+        that are nearly as fast, each eighth is a trial: only loads of this size show whether their
+        estimate is wrong."""
         if estimate.always_load:
             return True
         load_s = estimate.load_s
@@ -592,21 +597,22 @@ class LoadChooser:
         if _is_faster(load_s, compute_s, limit):
             return True
         is_close = compute_s is not None and load_s <= _CLOSE * compute_s
-        return is_close and self._next_is_trial()
-
-    def _next_is_trial(self) -> bool:
-        """Count a load that is nearly as fast as the computation. Return whether it is a trial, as
-        each eighth of them is."""
-        self._num_close += 1
-        if self._num_close < _TRIAL_EACH:
+        if not is_close:
             return False
-        self._num_close = 0
-        return True
+        self._num_close += 1
+        is_trial = self._num_close == _TRIAL_EACH
+        if is_trial:
+            self._num_close = 0
+        return is_trial
 
-    def _load(self, estimate: _Estimate, reason: Reason) -> LoadDecision:
-        """Return the decision to load, with the reason why runs after these are computed."""
+    def _decision_to_load(self, estimate: _Estimate, reason: Reason) -> LoadDecision:
+        """Return the decision to load the runs of an estimate.
+
+        :param reason: why the runs after them are computed; ``LOADED``: there are none.
+        """
         deadline_s = math.inf
-        # if every load is chosen, no times were compared, and there is no deadline
+        # Without a cost limit, no times were compared: there is no deadline, and the next
+        # comparison is as after the last one.
         if not estimate.always_load:
             self._was_chosen = True
             deadline_s = _deadline_s(estimate.load_s, estimate.compute_s)

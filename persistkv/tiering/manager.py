@@ -36,6 +36,7 @@ from persistkv.base import (
     OffloadPolicy,
     PrepareStoreOutput,
     ReqContext,
+    RequestDescription,
     RequestOffloadingContext,
     get_offload_group_idx,
 )
@@ -199,14 +200,8 @@ class TieringOffloadingManager(OffloadingManager):
         (``missed``), which ends the lookup of the prefix.
         """
         # a tier must know the request before its first lookup
-        request = self._request(req_context)
-        # tier → number of leading keys that it holds, in the order of lookups; tiers with none are
-        # left out
-        held: dict[IsolatedTier, int] = {}
-        for tier in self._tiers:
-            num_held = tier.num_held(keys, req_context)
-            if num_held:
-                held[tier] = num_held
+        request = self._announced_request(req_context)
+        held = self._num_held_by_tier(keys, req_context)
         if not held:
             return {}
         # all keys of a prefix are of one group, and all tiers have the same configuration
@@ -224,6 +219,20 @@ class TieringOffloadingManager(OffloadingManager):
             holders.update(dict.fromkeys(keys_of_run, run.tier))
         return holders
 
+    def _num_held_by_tier(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+    ) -> dict[IsolatedTier, int]:
+        """Return how many of the keys, from the first on without a gap, each tier holds: in the
+        order of lookups, without the tiers that hold none."""
+        held: dict[IsolatedTier, int] = {}
+        for tier in self._tiers:
+            num_held = tier.num_held(keys, req_context)
+            if num_held:
+                held[tier] = num_held
+        return held
+
     def _decide_load(
         self,
         request: TieredRequest,
@@ -239,12 +248,7 @@ class TieringOffloadingManager(OffloadingManager):
             return
         first_key = keys[0]
         block_size = self.secondary_tiers[0].config.block_size
-        description = request.context.description
-        depth = None
-        if description is not None:
-            depth = description.depth(first_key)
-        # an unknown depth counts as 0, as if the prefix began with the first key
-        start = (depth or 0) * block_size
+        start = block_size * _depth_of(first_key, request.context.description)
         sizes = self._group_sizes(request, get_offload_group_idx(first_key))
         loads = loads_of_runs(runs, sizes, block_size, start)
         decision = self.load_chooser.choose(loads, start)
@@ -299,7 +303,7 @@ class TieringOffloadingManager(OffloadingManager):
         in_primary = self.primary_tier.lookup(key, req_context)
         if in_primary:
             return True
-        request = self._request(req_context)
+        request = self._announced_request(req_context)
 
         # A block has waiters while its promotion is queued or in flight. The block is then held in
         # the primary tier for each of them.
@@ -324,8 +328,9 @@ class TieringOffloadingManager(OffloadingManager):
         req_context: ReqContext,
         holder: IsolatedTier | None,
     ) -> bool | None:
-        """Queue the promotion of the block from ``holder``, or the first tier that holds it.
+        """Queue the promotion of a block from the first tier that holds it.
 
+        :param holder: a tier that is known to hold the block; None: look it up in each tier.
         :returns: None: the block is promoted, or a tier asks to retry; False: no tier holds it.
         """
         if holder is not None:
@@ -346,7 +351,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Submit the queued promotions, except those that wait for rows."""
         for promotion in self._promotions.take():
             if not promotion.tier.is_usable:
-                self._miss(promotion.keys)
+                self._make_misses(promotion.keys)
             elif not self._submit_promotion(promotion):
                 self._promotions.put_back(promotion)
 
@@ -419,9 +424,9 @@ class TieringOffloadingManager(OffloadingManager):
     def _decline(self, keys: Sequence[OffloadKey]) -> None:
         """Count blocks for whose promotion the primary tier has no rows, and make them misses."""
         self.stats.declined_promotions += len(keys)
-        self._miss(keys)
+        self._make_misses(keys)
 
-    def _miss(self, keys: Iterable[OffloadKey]) -> None:
+    def _make_misses(self, keys: Iterable[OffloadKey]) -> None:
         """Make lookups of these blocks return False for the requests that wait for them."""
         for key in keys:
             for req_id in self._promotions.take_waiters(key):
@@ -442,14 +447,7 @@ class TieringOffloadingManager(OffloadingManager):
         for key in context.keys:
             is_absent = self.primary_tier.lookup(key, _PREWARM) is False
             if is_absent and key not in self._promotions.waiters:
-                self._queue_prewarmed(key)
-
-    def _queue_prewarmed(self, key: OffloadKey) -> None:
-        """Queue the promotion of a block from the first tier that holds it, if one does."""
-        for tier in self._tiers:
-            if tier.lookup(key, _PREWARM):
-                self._promotions.add(tier, key, _PREWARM)
-                return
+                self._lookup_secondary(key, _PREWARM, holder=None)
 
     # Loads
 
@@ -548,7 +546,7 @@ class TieringOffloadingManager(OffloadingManager):
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             return None
-        request = self._request(req_context)
+        request = self._announced_request(req_context)
         request.num_being_written += len(output.keys_to_store)
         # the remaining keys are prefix hits, which only request-level tiers receive
         if request.request_level_tiers and len(output.keys_to_store) < len(keys):
@@ -698,14 +696,14 @@ class TieringOffloadingManager(OffloadingManager):
         request = self._requests.get(context.req_id)
         return None if request is None else request.decision
 
-    def _give_up(self, job: TierJob) -> None:
+    def _give_up_promotion(self, job: TierJob) -> None:
         """Make the blocks of a promotion misses, although its end has not been reported. Its tier
         may still write the rows."""
         keys = job.data.keys
         job.tier.on_load_abandoned(job.data.job_id)
         self._promotions.lost.update(keys)
         self._set_load_reason(job, Reason.DEADLINE)
-        self._miss(keys)
+        self._make_misses(keys)
         self._end_awaited_writes(keys)
 
     def _set_load_reason(self, job: TierJob, reason: Reason) -> None:
@@ -726,7 +724,7 @@ class TieringOffloadingManager(OffloadingManager):
             # succeeds
             if tier.poll_failed:
                 for job in self._jobs.promotions_of(tier):
-                    self._give_up(job)
+                    self._give_up_promotion(job)
             self._submit_cascades(tier)
 
     def _end_job(self, result: JobResult) -> None:
@@ -767,7 +765,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions.lost.difference_update(keys)
         # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
-            self._miss(failed)
+            self._make_misses(failed)
             self._deliver(job.tier, loaded)
         # do this last: it ends finished requests, whose tiers must have received the delivered
         # blocks
@@ -816,11 +814,10 @@ class TieringOffloadingManager(OffloadingManager):
         The blocks that it waits for are not passed to the tier that has loaded them, ``source``,
         nor to any tier if the request stores nothing (``ReqContext.store``).
         """
+        offered = request.awaited_writes
         for tier in request.request_level_tiers:
             receives_wanted = tier is not source and request.context.store
-            due = request.awaited_writes
-            if receives_wanted:
-                due = due | wanted
+            due = offered | wanted if receives_wanted else offered
             cascaded = [key for key in keys if key in due]
             # record the blocks, so that a later store of the request does not pass them on again
             if self._cascade(tier, cascaded, request.context):
@@ -832,7 +829,7 @@ class TieringOffloadingManager(OffloadingManager):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Announce a request to all tiers. If any of them is request-level, the engine must offer
         every block of the request."""
-        request = self._request(req_context)
+        request = self._announced_request(req_context)
         # the id is used again while stores of its finished request are in flight
         if request.finished:
             request.reopen()
@@ -845,7 +842,7 @@ class TieringOffloadingManager(OffloadingManager):
             policy = OffloadPolicy.REQUEST_LEVEL
         return RequestOffloadingContext(policy)
 
-    def _request(self, req_context: ReqContext) -> TieredRequest:
+    def _announced_request(self, req_context: ReqContext) -> TieredRequest:
         """Return the state of a request. If it is unknown, announce the request to each tier, which
         must know it before its first lookup or job there."""
         request = self._requests.get(req_context.req_id)
@@ -909,7 +906,7 @@ class TieringOffloadingManager(OffloadingManager):
             self._poll()
         self._polled_in_step = False  # the next step begins
         for job in self._jobs.take_late():
-            self._give_up(job)
+            self._give_up_promotion(job)
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)
@@ -927,7 +924,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return whether work is in progress that needs engine steps even if no request runs."""
         if self._promotions.queued:
             return True
-        if self._prewarming is not None and not self._prewarming.ended:
+        if self._prewarming is not None and not self._prewarming.recent_ended:
             return True
         # Jobs of a tier that cannot be polled may never end; an engine must not step for them.
         if self._jobs.can_end():
@@ -967,6 +964,13 @@ class TieringOffloadingManager(OffloadingManager):
                 tier.shutdown(left_s)
         finally:
             self.primary_tier.shutdown()
+
+
+def _depth_of(key: OffloadKey, description: RequestDescription | None) -> int:
+    """Return the number of a request's blocks before the block with this key; 0 if that is
+    unknown, as if the request began with the block."""
+    depth = None if description is None else description.depth(key)
+    return depth or 0
 
 
 def _tell_slower_tiers(

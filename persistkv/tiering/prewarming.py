@@ -51,7 +51,7 @@ class Prewarming:
         """Monotonic time at which a tier without any answer is given up."""
         self._answered = False
         """Whether the tier has answered once."""
-        self.ended = max_blocks <= 0
+        self.recent_ended = max_blocks <= 0
         """Whether all recently used contexts were returned, or the tier has not answered for a
         minute: an engine must not take steps forever because of it."""
 
@@ -62,7 +62,7 @@ class Prewarming:
             # The first answer lists the recently used contexts, and all of these were returned:
             # from now on, ``_ask`` asks for prefetches.
             if self._answered:
-                self.ended = True
+                self.recent_ended = True
             self._ask()
             self._take_answer()
         if self._contexts:
@@ -85,7 +85,7 @@ class Prewarming:
             is_lost = now > self._asked_at + _PATIENCE_S
             if not is_lost:
                 return
-        is_asked = self._tier.ask_recent(self._max_blocks, prefetched=self.ended)
+        is_asked = self._tier.ask_recent(self._max_blocks, prefetched=self.recent_ended)
         self._asked_at = now if is_asked else None
 
     def _take_answer(self) -> None:
@@ -95,6 +95,7 @@ class Prewarming:
         if self._asked_at is not None:
             recent = self._tier.take_recent()
         if recent is None:
+            # the tier could not be asked yet, or has not answered
             self._give_up_if_late()
             return
         self._asked_at = None
@@ -102,15 +103,15 @@ class Prewarming:
         self._contexts.extend(recent)
         # an empty answer: there are no such contexts
         if not recent:
-            self.ended = True
+            self.recent_ended = True
         num_blocks = sum(len(context.keys) for context in recent)
         if num_blocks:
             logger.info("promoting %d blocks of stored contexts", num_blocks)
 
     def _give_up_if_late(self) -> None:
         """Stop waiting for recently used contexts if the tier has not listed any in time."""
-        if not self.ended and time.monotonic() > self._gives_up_at:
-            self.ended = True
+        if not self.recent_ended and time.monotonic() > self._gives_up_at:
+            self.recent_ended = True
             logger.warning(
                 "the tier listed no recently used contexts within %.0f s: none are promoted",
                 _PATIENCE_S,

@@ -48,9 +48,9 @@ def test_next_context_answered_tier_yields_contexts_one_by_one(keys: Keys) -> No
     assert prewarming.next_context() is None
     tier.answer = list(contexts)
     assert [prewarming.next_context() for _ in range(2)] == contexts
-    assert not prewarming.ended
+    assert not prewarming.recent_ended
     assert prewarming.next_context() is None
-    assert prewarming.ended
+    assert prewarming.recent_ended
     assert not prewarming.waits
     assert tier.asked == [(5, False)]
 
@@ -61,7 +61,7 @@ def test_next_context_after_end_yields_prefetched_contexts(keys: Keys) -> None:
     tier.open, tier.answer = True, []
     prewarming = Prewarming(tier, 5)
     assert prewarming.next_context() is None
-    assert prewarming.ended
+    assert prewarming.recent_ended
     tier.hints = 1
     assert prewarming.next_context() is None
     assert prewarming.waits
@@ -94,7 +94,7 @@ def test_next_context_tier_not_ready_ends_after_timeout(
     soon = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: soon)
     assert prewarming.next_context() is None
-    assert prewarming.ended
+    assert prewarming.recent_ended
 
 
 def fill(

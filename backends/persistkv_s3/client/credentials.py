@@ -58,7 +58,7 @@ class DeferredCredentials:
         :raises LateError: the search did not end by the deadline.
         :raises NoCredentialsError: there are none.
         """
-        search = self._pending_search(what)
+        search = self._awaited_search(what)
         if search is None:
             return
         wait([search], timeout=max(0.0, deadline.remaining))
@@ -69,18 +69,18 @@ class DeferredCredentials:
         # this raises the error of a search that failed
         search.result()
 
-    def _pending_search(self, what: str) -> Future[None] | None:
+    def _awaited_search(self, what: str) -> Future[None] | None:
         """Start a search if one is due; return the one that a request must wait for, or None."""
         with self._lock:
-            if self._lasts(_RENEW_S):
+            if self._are_valid_for(_RENEW_S):
                 return None
             # between the two limits, credentials are renewed and requests use the present ones
-            usable = self._lasts(_VALID_S)
-            if self._is_due(usable=usable):
-                self._start(what, usable=usable)
+            usable = self._are_valid_for(_VALID_S)
+            if self._is_search_due(usable=usable):
+                self._start_search(what, usable=usable)
             return None if usable else self._search
 
-    def _lasts(self, seconds: float) -> bool:
+    def _are_valid_for(self, seconds: float) -> bool:
         """Return whether there are credentials that stay valid for so many seconds."""
         if self._found is None:
             return False
@@ -88,7 +88,7 @@ class DeferredCredentials:
         expires_within = getattr(self._found, "refresh_needed", None)
         return expires_within is None or not expires_within(seconds)
 
-    def _is_due(self, *, usable: bool) -> bool:
+    def _is_search_due(self, *, usable: bool) -> bool:
         """Return whether to search now, in place of a search that has ended or hangs.
 
         :param usable: whether the present credentials can still be used: then a search that has
@@ -101,7 +101,7 @@ class DeferredCredentials:
             return age >= _ABANDON_S
         return not usable or age >= _PAUSE_S
 
-    def _start(self, what: str, *, usable: bool) -> None:
+    def _start_search(self, what: str, *, usable: bool) -> None:
         """Search in a daemon thread: a metadata server may not answer.
 
         :param what: names the request for which they are searched, in an error.
@@ -111,14 +111,14 @@ class DeferredCredentials:
         self._search = search
         self._search_began = time.monotonic()
         thread = threading.Thread(
-            target=self._run,
+            target=self._run_search,
             args=(search, what, usable),
             name="persistkv-s3-credentials",
             daemon=True,
         )
         thread.start()
 
-    def _run(self, search: Future[None], what: str, usable: bool) -> None:
+    def _run_search(self, search: Future[None], what: str, usable: bool) -> None:
         """Search for credentials, and set the result of the search.
 
         :param what: names the request for which they are searched, in an error.

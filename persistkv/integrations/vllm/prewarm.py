@@ -146,7 +146,7 @@ class PersistKVPrewarm(SecondaryTierManager):  # type: ignore[misc]
         if is_promoting or self._passed_over:
             return True
         # recently used contexts are left: they are promoted at the start
-        if not self._prewarming.ended:
+        if not self._prewarming.recent_ended:
             return True
         # contexts of prefetches may be left: not asked for yet, or not promoted yet
         return self._store.prefetch_waits or self._prewarming.waits

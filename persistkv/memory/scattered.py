@@ -104,6 +104,7 @@ class ScatteredBlocks(BlockMemory):
     def verified(self, group: int, block_ids: Sequence[int]) -> None:
         for number in block_ids:
             place = self._places[number]
+            # other blocks were read into the caller's memory directly
             if isinstance(place, _BlockRun):
                 index = number - place.first_number
                 place.blocks.verified(index)

@@ -47,6 +47,7 @@ class BlockIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Further properties that must match, as JSON values: attention backend, RoPE, quantization."""
 
     def __post_init__(self) -> None:
+        # check the types, too, because msgspec checks them only when it decodes
         for name in _REQUIRED:
             value = getattr(self, name)
             if not isinstance(value, str) or not value:

@@ -336,8 +336,8 @@ class BlockStore:
 
         :param into: for each key, writable memory.
         :param timeout_s: seconds until the call returns; blocks that are not read by then are
-            False. They are read into other memory, verified and copied. None: no deadline, and no
-            copy.
+            False. With a deadline, blocks are read into other memory, verified, and then copied to
+            that of the caller. None: no deadline, and no copy.
         :raises ValueError: there is not one block for each key, a block has another size or is
             read-only, or a key occurs twice.
         """

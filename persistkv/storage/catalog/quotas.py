@@ -142,8 +142,8 @@ class Quotas:
         return totals is not None and totals.is_above(expected)
 
     def grown(self) -> Iterator[tuple[bytes, int]]:
-        """Iterate over the digests of the tenants of which this transaction has added more than it
-        has removed, with the bytes of the difference. The caller may evict meanwhile."""
+        """Iterate over the digests of the tenants whose content this transaction has increased,
+        with the bytes of the increase. The caller may evict meanwhile."""
         # iterate over a list, because evictions add tenants to ``_found``
         for digest, totals in list(self._found.items()):
             before = self._before[digest]

@@ -546,7 +546,7 @@ def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -
 
 def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
     """Return kind, pack id and fingerprints (may be empty) of a row in ``LOG``. Damage is not
-    detected: they may be wrong.
+    detected, so each of the three may be wrong.
     """
     row = bytes(row)
     kind = row[:1]

@@ -202,6 +202,7 @@ def _cut(data: bytes, length: int) -> list[bytes]:
     if not data:
         return []
     array = np.frombuffer(data, f"V{length}")
+    # items of this type become bytes
     parts: list[bytes] = array.tolist()
     return parts
 
@@ -512,8 +513,9 @@ def _keys_in(table: bytes, lengths_at: int, header: _Header) -> PackedKeys:
     """Return the keys at the end of a table.
 
     :param lengths_at: offset of the lengths of the keys, which the keys follow.
-    :raises CorruptPackError: the table is too short for its counts, or keys of one length have more
-        or fewer bytes than these. Lengths that differ are checked when the keys are unpacked.
+    :raises CorruptPackError: the table is too short for its counts, or the keys have one length,
+        and not as many bytes as this length and their number imply. Keys that differ in length are
+        checked when they are unpacked.
     """
     key_length = header.key_length
     block_count = header.block_count

@@ -294,7 +294,9 @@ class OtherNamespace(NamespaceView):
         """Return, for each key, a pack in which its block is usable; None if there is none.
         Compares full keys."""
         holders = await self.all_holders(keys)
-        usable: dict[bytes, set[bytes]] = {}  # keys, by pack
+        usable: dict[
+            bytes, set[bytes]
+        ] = {}  # the usable keys of each pack, computed once
         usable_holders: list[HeldPack | None] = []
         for key, pack in zip(keys, holders, strict=True):
             if pack is None:
@@ -424,7 +426,8 @@ class Canary:
     def _fits_row(self, numbers: NumberLayout, group: int) -> bool:
         """Return whether the described numbers of a group are within its blocks."""
         ranges = self._rows.layout.groups[group].ranges
-        # blocks without gaps, at the start of the row, from which the positions are counted
+        # the numbers' positions are counted from the start of the row, so a block must begin there,
+        # and have no gaps
         if len(ranges) != 1:
             return False
         offset, block_bytes = ranges[0]

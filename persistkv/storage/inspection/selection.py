@@ -99,6 +99,7 @@ class Selection(msgspec.Struct, frozen=True):
         for name, value in self.labels:
             if name not in manifest.labels:
                 return False
+            # None selects every value of the label
             if value is not None and value != manifest.labels[name]:
                 return False
         return True

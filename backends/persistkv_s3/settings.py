@@ -1,7 +1,7 @@
 """Checks of a bucket's settings for ``persistkv doctor``: those that cost money or lose content.
 
-1. Each setting takes a permission of its own, which no engine needs. Without it, the outcome says
-   so and is no error.
+1. Reading a setting needs a permission of its own, which no engine needs. Without it, the outcome
+   says so and is no error.
 2. Nothing is changed.
 """
 
@@ -52,7 +52,8 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
     )
     yield from versioning.outcomes(lambda found: _versioning(found, rules, prefix))
     yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
-    # ask for this setting only if a rule moves objects to this class, because it takes a permission
+    # ask for this setting only if a rule moves objects to this class: the request needs a
+    # permission of its own, which an administrator should not have to grant in vain
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
         tiering = _Setting(
             bucket,
@@ -94,7 +95,8 @@ class _Setting:
 
         :param check: name of the check, for its outcome.
         :param operation: boto3's name of the request.
-        :param permission: what the request takes, for the outcome if it is denied.
+        :param permission: the permission that the request needs, which the outcome names if it is
+            missing.
         """
         self._check = check
         self._reason = ""

@@ -184,8 +184,8 @@ def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int],
     """Return a function ``longest(length)`` that finds the longest prefix, of at most ``length``
     tokens, that a sliding-window group can serve.
 
-    The result is ``length`` or a smaller multiple of ``unit``. A result of ``start`` or less means
-    that the group can serve no token after the first ``start`` ones, which need no block.
+    The result is ``length`` or a smaller multiple of ``unit``. If it is ``start`` or less, the
+    group can serve no token beyond the first ``start`` ones, which the caller has already.
     """
     geometry = group.geometry
 

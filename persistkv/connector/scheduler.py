@@ -327,7 +327,8 @@ class _Lookups:
     def _prefix(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of the keys, from the first on without a gap, have blocks that can be
         loaded, now or in a later step."""
-        # there is one answer for each of these blocks; the first miss has none
+        # There is one answer for each of these blocks, and none for the first miss: True if the
+        # block can be loaded now, None if it is being promoted or written.
         answers = self._manager.lookup_prefix(keys, self._request.context)
         for key, answer in zip(keys, answers, strict=False):
             if answer is None:
@@ -388,7 +389,8 @@ class OffloadingConnectorScheduler:
         self._released: list[str] = []
         """Ids of requests that have ended, for the next ``ConnectorOutput``."""
         self._key_bytes: int | None = None
-        """Length of the engine's own keys, without a tenant; None: no key was seen yet."""
+        """Bytes of the engine's own keys, to which a tenant's keys add a tag; None: no key was seen
+        yet."""
 
     def on_new_request(
         self,
@@ -455,6 +457,7 @@ class OffloadingConnectorScheduler:
         :param num_tokens: all tokens of the request now, including those of an unfinished block.
         """
         request = self._requests[req_id]
+        # the first key tells the length of all, which ``take_events`` needs
         if self._key_bytes is None:
             # a list, because an iterator can be read only once
             keys = list(keys)
@@ -497,6 +500,7 @@ class OffloadingConnectorScheduler:
         if not matched:
             return 0
         waiting = lookups.waiting
+        # for ``num_promoted_tokens``
         request.promoted |= waiting
         if waiting:
             # The search also looked up blocks that the match does not need, and these may be the
@@ -561,8 +565,9 @@ class OffloadingConnectorScheduler:
         promoted = [index for index in loaded if keys[index] in request.promoted]
         num_tokens = len(promoted) * geometry.offloaded_tokens
         if promoted and promoted[0] == loaded.start:
-            # The first loaded block may begin after the local tokens, because of a window, or among
-            # them: then its tokens that were on the device already do not count.
+            # Count from the end of the local tokens on. If the first loaded block begins before
+            # this end, its local tokens do not count. If it begins after it, because of a window,
+            # the tokens in between count, too.
             first_token = loaded.start * geometry.offloaded_tokens
             num_tokens += first_token - request.num_local_tokens
         # return at most the loaded tokens, because the load may end within the last block
@@ -687,7 +692,7 @@ class OffloadingConnectorScheduler:
         called once per engine step."""
         events = list(self.manager.take_events())
         key_bytes = self._key_bytes
-        # no request had keys yet, whose length is needed to find the tenant's part
+        # no request has had keys yet, from whose length the part that names a tenant is found
         if key_bytes is None:
             return events
         shown = []

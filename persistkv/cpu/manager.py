@@ -323,7 +323,7 @@ class CPUOffloadingManager(OffloadingManager):
         evictable blocks."""
         refs = self._refs
         spared_rows = [self._rows[key] for key in spared]
-        # the policy evicts no block with a reference
+        # a reader for the time of the call: the policy evicts no block in use
         for row in spared_rows:
             refs[row] = 1
         victims = self._policy.evict(count)

@@ -138,8 +138,11 @@ class RegionFile:
         *,
         created: bool,
     ) -> RegionFile | None:
-        """Lock the open file, and allocate it if this process created it. If it is not
-        ready, or was removed, close it and return None."""
+        """Lock the open file, and allocate it if this process created it. If the file is not ready,
+        or was removed, close it and return None.
+
+        :param created: whether this process created the file; otherwise another one allocates it.
+        """
         file = None
         try:
             _check_private(lock_fd, path)
@@ -154,7 +157,8 @@ class RegionFile:
                 return None
             if created:
                 _allocate(lock_fd, path, size)
-            # a second descriptor, without the lock, for other processes
+            # A second descriptor, without the lock, to map and to pass to other processes. A passed
+            # copy of the first one would keep the lock after the end of this process.
             fd = os.open(path, _OPEN_FLAGS)
             file = cls(path, lock_fd, fd, created)
             return file

@@ -96,7 +96,7 @@ class FilterReusedOffloadingManager(OffloadingManager):
         new: list[OffloadKey] = []
         for keys in description.group_keys:
             new += [block for block in keys if block not in counted]
-        # count a block that the description lacks (yet), too, as a block at depth 0
+        # the description may not contain the looked-up block yet: count it as a block at depth 0
         if description.depth(key) is None:
             new.append(key)
         depths = {block: description.depth(block) or 0 for block in new}

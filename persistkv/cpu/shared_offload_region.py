@@ -308,6 +308,7 @@ def _clear_cuda_error() -> None:
     if not torch.cuda.is_available():
         return
     try:
+        # a kernel, at whose launch CUDA reports and clears the error
         torch.ones(1, device="cuda")
     except RuntimeError as error:
         logger.debug("CUDA reported the error of a registration again: %s", error)

@@ -34,6 +34,7 @@ class CascadeQueue:
         self.num_waiting_blocks = 0
         """Blocks of ``waiting``."""
         self._max_blocks = max_blocks
+        """May be a fraction, as a share of the rows."""
 
     def append(self, cascade: Cascade) -> None:
         self.waiting.append(cascade)

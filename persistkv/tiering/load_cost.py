@@ -249,9 +249,9 @@ class LoadTimes:
         load of their size. The whole load would have taken longer than ``seconds``: if the estimate
         for its size is shorter, it is raised.
 
-        :param num_bytes: bytes of the whole load and of the loads in flight before it; if none of
-            its blocks had arrived, of the load alone.
-        :param loaded_bytes: the part of these bytes that had arrived; 0: no block had.
+        :param num_bytes: bytes of the whole load. If blocks of it had arrived, those of the loads
+            that were in flight before it are included, because ``seconds`` includes their time.
+        :param loaded_bytes: the part of these bytes that had arrived; 0: no block of the load had.
         """
         if not loaded_bytes:
             self._add_silence(num_bytes, seconds)

@@ -253,6 +253,7 @@ class TieringOffloadingManager(OffloadingManager):
         loads = loads_of_runs(runs, sizes, block_size, start)
         decision = self.load_chooser.choose(loads, start)
         request.decision = decision
+        # if the request loads some runs, the reason is recorded at the end of their load
         if not decision.num_runs:
             request.load_reason = decision.reason
         if decision.num_runs < len(runs):
@@ -305,8 +306,8 @@ class TieringOffloadingManager(OffloadingManager):
             return True
         request = self._announced_request(req_context)
 
-        # A block has waiters while its promotion is queued or in flight. The block is then held in
-        # the primary tier for each of them.
+        # A block has waiters while its promotion is queued or in flight. When the promotion has
+        # ended, the block is held in the primary tier for each of them.
         waiters = self._promotions.waiters.get(key)
         if waiters is not None:
             waiters.add(req_context.req_id)
@@ -587,7 +588,7 @@ class TieringOffloadingManager(OffloadingManager):
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
         ended = self.primary_tier.end_writes(keys, success)
-        # orphaned blocks became misses, whose rows are free
+        # a block that was orphaned by a ``reset_cache`` during its write became a miss
         if success:
             for tier in self._tiers:
                 self._cascade(tier, ended.written, req_context)
@@ -856,8 +857,9 @@ class TieringOffloadingManager(OffloadingManager):
         return request
 
     def _forget_awaited_writes(self, request: TieredRequest) -> None:
-        """Forget the blocks that a request has offered for storing and that are being written. Its
-        id is used again by another tenant, and the tiers would store the blocks as that tenant's.
+        """Forget the blocks that a request has offered for storing and that are still being
+        written. Called when another tenant uses its id again: the tiers would store the blocks as
+        those of the new tenant.
         """
         for key in request.awaited_writes:
             awaiting = self._awaiting_write[key]

@@ -519,8 +519,8 @@ class PersistentTier(SecondaryTierManager):
 
     def report_restored(self, req_context: ReqContext) -> int:
         """Report the tokens whose blocks a request has loaded (``on_restored``), when it ends, and
-        return their number. ``on_request_finished`` calls this; an engine that does not call that
-        must call this.
+        return their number. ``on_request_finished`` does so; an engine that does not call
+        ``on_request_finished`` for a request must call this method.
         """
         blocks = self._blocks.pop(req_context.req_id, None)
         if blocks is None:

@@ -52,11 +52,11 @@ class Prewarming:
         self._answered = False
         """Whether the tier has answered once."""
         self.recent_ended = max_blocks <= 0
-        """Whether all recently used contexts were returned, or the tier has not answered for a
-        minute: an engine must not take steps forever because of it."""
+        """Whether all recently used contexts were returned. Also True if the tier has not answered
+        within a minute: until then, an engine takes steps even if it has no request."""
 
     def next_context(self) -> StoredContext | None:
-        """Return the next stored context to promote; None if there is none (yet). Asks the tier for
+        """Return the next stored context to promote; None: there is none now. Asks the tier for
         more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
             # The first answer lists the recently used contexts, and all of these were returned:

@@ -576,7 +576,8 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     except ImportError:
         raise MissingExtraError("boto3", "s3") from None
 
-    # without the option, bodies are signed only if the connection does not protect them
+    # Without the option, bodies are signed only if the connection does not protect them. This is
+    # known once there is a client: the first one does not sign them, and may be replaced below.
     is_undecided = options.unsigned_payload is None
     is_unsigned = options.unsigned_payload is not False
     try:

@@ -211,8 +211,8 @@ class Bucket:
         return self._transport.requests
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> float:
-        """Upload an object, which replaces any with this key; return the time of the attempt that
-        succeeded."""
+        """Upload an object, which replaces any with this key; return the server's time of the
+        attempt that succeeded (``Transport.put``)."""
         num_bytes = sum(memoryview(piece).nbytes for piece in pieces)
 
         # make a new body for each attempt, because an earlier one may have been read in part
@@ -250,6 +250,7 @@ class Bucket:
                 sink.end()
 
         self._run(attempt, transferred=lambda: sink.position)
+        # a generator that yields the buffers processes the last one now
         sink.exhaust()
         return sink.position
 

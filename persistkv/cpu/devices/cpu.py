@@ -189,7 +189,8 @@ class CPUCopyEngine(CopyEngine):
         blocks: IntArray,
         sub_blocks: IntArray,
     ) -> None:
-        """Gather each part of up to 8 MiB into a buffer, and scatter it from there."""
+        """Copy between any pages and any places in rows: gather each part of up to 8 MiB into a
+        buffer, and scatter it from there. torch has no copy that takes indices on both sides."""
         page_bytes = pages.shape[1]
         pages_per_part = max(1, BUFFER_BYTES // page_bytes)
         part_bytes = pages_per_part * page_bytes

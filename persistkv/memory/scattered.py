@@ -29,8 +29,8 @@ class _BlockRun(NamedTuple):
 
 
 class ScatteredBlocks(BlockMemory):
-    """Blocks that are registered for the time of a job: each as a list of regions, or, for a call
-    with a deadline, all together as ``TimedBlocks``.
+    """Blocks that are registered under numbers for the time of a job: each as a list of regions,
+    or, for a call with a deadline, all together as ``TimedBlocks``.
 
     A registered block keeps its memory alive. One thread at a time may call ``add``, ``add_timed``
     and ``remove``.

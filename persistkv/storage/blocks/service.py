@@ -65,8 +65,8 @@ class PutJob(msgspec.Struct, frozen=True):
 
 
 class BlockService:
-    """Stores and loads blocks of callers' memory. For the tasks of one event loop; ``run`` is one
-    of them."""
+    """Stores and loads blocks of callers' memory. Each call is a task of one event loop; the task
+    ``run`` commits meanwhile."""
 
     def __init__(
         self,

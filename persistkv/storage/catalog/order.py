@@ -88,7 +88,8 @@ class Reading(NamedTuple):
 
 class StoreClock(NamedTuple):
     """A recorded reading of the store's own clock, which measures ages and ttl and ignores jumps of
-    the wall clock."""
+    the wall clock. The time between two boots is *unconfirmed* until the wall clock has run
+    steadily for a while."""
 
     time: float  # time of the store at the reading: seconds since the epoch
     at: Reading
@@ -284,10 +285,10 @@ def _entries(name: bytes, row: Use | Chain) -> Iterator[tuple[str, bytes]]:
 
 
 class EvictionOrder:
-    """The eviction order within one write transaction. A *name* is the key of a row in ``USES`` or
-    ``CHAINS``.
+    """The eviction order within one write transaction, which is one moment. A *name* is the key of
+    a pack's row in ``USES``, or of a manifest's row in ``CHAINS``.
 
-    The transaction is one moment, at the time of the store's own clock.
+    The time of the moment is that of the store's own clock.
 
     :raises CorruptStoreError: the row of the clock is damaged.
     """

@@ -81,10 +81,8 @@ class TenantTotals:
 
 
 class Quotas:
-    """Totals and quotas of tenants within one write transaction.
-
-    A *digest* is that of a tenant's name (``TableRows.tenant_digest``).
-    """
+    """Totals and quotas of tenants within one write transaction. A *digest* is that of a tenant's
+    name (``TableRows.tenant_digest``)."""
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows

@@ -81,10 +81,9 @@ SEALED_TABLES = frozenset({PACKS, LOG, MANIFESTS, MANIFEST_KEYS, TENANTS})
 
 class TableRows:
     """Rows (key and value) of all tables of a store within one LMDB transaction, sorted by key in
-    each table.
+    each table. In a store with a key, the values of some tables are sealed.
 
-    In a store with a key, the values of some tables are sealed. A sealed value that does not open
-    reads as empty, which is no valid value of any row.
+    A sealed value that does not open reads as empty, which is no valid value of any row.
 
     A row's key has at most 64 bytes. Returned buffers are valid until a row is changed, or the
     transaction ends. A change that finds no room raises LMDB's error; the transaction must then be
@@ -374,8 +373,8 @@ class Chain(NamedTuple):
 
 @dataclass
 class NamespaceState:
-    """A namespace's change count and exact totals, as in ``BackendStats``: one row, which commits
-    update."""
+    """A namespace's number of changes so far, and the exact totals of its packs and requests: one
+    row, which commits update."""
 
     # 8 random bytes, part of each cursor: a namespace that begins again accepts no earlier cursors
     generation: bytes

@@ -97,10 +97,10 @@ class Payloads(Protocol):
 
 class CatalogTransaction:
     """Changes of the catalogue within one write transaction of the driver, which commits them
-    atomically.
+    atomically. The *name* of a pack or manifest is the key of its rows: its namespace's id, then
+    the pack id or the digest of the manifest's id (``manifest_row``).
 
-    A *name* is a namespace's id followed by a pack id or by the digest of a manifest's id
-    (``manifest_row``). If a method raises, the driver must roll the transaction back.
+    If a method raises, the driver must roll the transaction back.
 
     :param namespace: id of the namespace to which the pack ids of all methods belong.
     :param keep: names of packs and manifests that are not evicted.

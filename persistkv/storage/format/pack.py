@@ -79,7 +79,8 @@ class _Header(msgspec.Struct, frozen=True, gc=False):
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
-    """An ordered sequence of keys, joined.
+    """An ordered sequence of keys, joined. If their lengths differ, ``lengths`` has one for each
+    key, and ``key_length`` is 0.
 
     Methods that return keys, or need single ones, raise CorruptPackError if the lengths are
     malformed or do not fit the data. ``len`` trusts the lengths.

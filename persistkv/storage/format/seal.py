@@ -440,12 +440,11 @@ class _KeyFrames(FrameSeal):
 
 
 class KeySeal(Seal):
-    """Seal of a store with a key.
+    """Seal of a store with a key. The function ``keyring`` returns the known data keys, and
+    ``reload`` those that are known after it has read new ones from the store.
 
-    :param keyring: returns the known keys of the store.
-    :param reload: reads keys of the store that ``keyring`` lacks, and returns all that are known
-        then. Its parameter is the id of the wanted key; empty: any new one. Called without a lock.
-        None: no key is read again.
+    :param reload: its parameter is the id of the wanted data key; empty: any new one. Called
+        without a lock. None: no key is read again.
     """
 
     encrypts = True

@@ -166,12 +166,12 @@ class _BlockPair(NamedTuple):
 
 class OtherNamespace(NamespaceView):
     """View of another release's namespace, as a read-only source of blocks. Its usable keys are
-    added to the index of the engine's own namespace as adopted keys, so that lookups find them.
+    added to the index of the engine's own namespace as adopted keys, so that lookups find them. A
+    block is usable if its pack records its depth (the number of blocks before it in its context),
+    and the depth is below the limit of its KV cache group.
 
-    A block is usable if its pack records its depth (the number of blocks before it in its context),
-    and the depth is below the limit of its KV cache group. Nothing is written to the other
-    namespace, and uses of its packs are not recorded, so they are evicted as unused. The engine
-    stores the blocks that it uses in its own namespace.
+    Nothing is written to the other namespace, and uses of its packs are not recorded, so they are
+    evicted as unused. The engine stores the blocks that it uses in its own namespace.
     """
 
     def __init__(
@@ -342,8 +342,8 @@ class OtherNamespace(NamespaceView):
 
 
 class Canary:
-    """Compares the engine's blocks with those of a candidate namespace, and serves the blocks of an
-    adopted one.
+    """Compares the engine's blocks with those of a candidate, which is the namespace of another
+    engine release, and serves the blocks of an adopted one.
 
     Used by the store's thread only. Failures of the medium are logged and leave the candidate
     undecided.

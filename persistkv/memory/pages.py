@@ -216,8 +216,9 @@ def _page_spans(
     length: int,
     stride: int,
 ) -> list[tuple[int, int]]:
-    """Return the whole pages that ``prefault`` makes resident: first byte, and byte after the last,
-    of spans that do not overlap.
+    """Return the whole pages, in memory of ``size`` bytes, that hold ``length`` bytes at ``first``,
+    and again every ``stride`` bytes: first byte, and byte after the last, of spans that do not
+    overlap.
     """
     page = mmap.PAGESIZE
     spans: list[tuple[int, int]] = []

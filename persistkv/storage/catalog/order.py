@@ -311,7 +311,8 @@ class EvictionOrder:
         is_skewed = abs(clock.skew - last_clock.skew) > _SKEW_S
         is_rebooted = clock.at.boot != last_clock.at.boot
         self._clock_changed = is_skewed or is_rebooted
-        """Whether ``finish`` must record the clock even if the transaction is no moment."""
+        """Whether ``finish`` must record the clock even if the transaction is no moment: readers
+        need the new skew, and the next transaction the new boot."""
 
     @property
     def time(self) -> float:

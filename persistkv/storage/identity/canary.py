@@ -514,12 +514,12 @@ class Canary:
         adopted_depths = (0,) * self._num_groups
         if self.verdict is not None:
             adopted_depths = self.verdict.depths
-        # blocks that the own namespace holds, except for equal fingerprints, are not ``absent``
+        # a key that is not ``absent`` is held, or, rarely, has the fingerprint of a held one
         absent = set(self._own.index.absent(blocks.keys))
         comparable: list[Block] = []
         for block in _by_depth(blocks):
             is_held = block.key not in absent
-            # the engine may have computed the following blocks from this one
+            # the engine may have computed other blocks of the request from this one
             if block.depth == UNKNOWN_DEPTH or block.key in self._loaded:
                 state.foreign = True
             is_new = state.offer(block, is_held=is_held)

@@ -282,6 +282,7 @@ class OtherNamespace(NamespaceView):
         usable: list[bytes] = []
         start = 0  # index of the frame's first key; its blocks follow each other in their context
         for frame in table.frames:
+            # a damaged table may name a group that does not exist
             if frame.depth != UNKNOWN_DEPTH and frame.group < len(self.depths):
                 limit = self.depths[frame.group]
                 below_limit = max(0, limit - frame.depth)

@@ -332,10 +332,7 @@ def _combine(entries: Sequence[_TensorEntry]) -> str:
     """Return the SHA-256 of tensors, hexadecimal, which does not depend on their order."""
     if not entries:
         raise ConfigurationError("weights", [], "at least one tensor")
-    lines = []
-    for entry in entries:
-        line = json.dumps(entry)  # a list of the fields
-        lines.append(line)
+    lines = map(json.dumps, entries)
     # sorted, because the files of a checkpoint may contain its tensors in any order
     text = "\n".join(sorted(lines))
     digest = hashlib.sha256(text.encode())
@@ -481,6 +478,7 @@ def _decode_header(path: Path, encoded: bytes) -> dict[str, _Tensor]:
     decode."""
     tensors = {}
     try:
+        # decode the entries after the header, because one of them is no tensor
         header = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         for name, entry in header.items():

@@ -158,6 +158,7 @@ class BlockService:
                 self._memory.remove(places)
         if is_whole:
             return [True] * len(keys)
+        # a part of the blocks may be durable
         return await self.contains(keys)
 
     def _register(self, memory: JobMemory) -> range:

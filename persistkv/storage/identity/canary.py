@@ -240,7 +240,7 @@ class OtherNamespace(NamespaceView):
         else:
             # a candidate has no usable keys
             super()._learn(changes)
-        # the own index has all usable keys since this reload
+        # a later reload of the own index deletes the usable keys again
         self._own_reloads = self._own.index.reloads
 
     def _remove_adopted(self, changes: Changes, added: Sequence[PackTable]) -> None:
@@ -295,9 +295,8 @@ class OtherNamespace(NamespaceView):
         """Return, for each key, a pack in which its block is usable; None if there is none.
         Compares full keys."""
         holders = await self.all_holders(keys)
-        usable: dict[
-            bytes, set[bytes]
-        ] = {}  # the usable keys of each pack, computed once
+        # the usable keys of each pack, computed once
+        usable: dict[bytes, set[bytes]] = {}
         usable_holders: list[HeldPack | None] = []
         for key, pack in zip(keys, holders, strict=True):
             if pack is None:

@@ -633,8 +633,9 @@ class BlockStore:
         except TimeoutError:
             self.counters.expired_calls += 1
             return [False] * num_keys
+        # ``BlockService.run`` cancels the calls when an internal error has ended it, and logs that
         except CancelledError:
-            return [False] * num_keys  # the store has failed, which is logged
+            return [False] * num_keys
 
     def _submit(
         self,

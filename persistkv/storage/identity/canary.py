@@ -270,7 +270,7 @@ class OtherNamespace(NamespaceView):
         for table in tables:
             keys += self._usable_keys(table)
         if self._own_events:
-            # before the keys are added, because no key is absent afterwards
+            # keys that the own namespace holds, too, are reported already
             absent = index.absent(keys)
             self._own.report.add(stored=absent)
         index.add_adopted(keys)

@@ -48,6 +48,11 @@ class CpuGpuOffloadingHandlers:
         check_kv_caches(kv_caches, block_size_factor)
         device = kv_caches.tensors[0].tensor.device
         engine_class = copy_engine_class(device)
+        cell = cell_bytes(kv_caches, block_size_factor)
+        if cell != region.cpu_page_size:
+            raise ConfigurationError(
+                "cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have"
+            )
         if device.type == "cuda":
             # registering memory creates a context on the current device
             with torch.cuda.device(device):
@@ -94,7 +99,7 @@ def _cell_memory(
 ) -> KVMemory:
     """Return the memory of one worker that copies whole pages to its own cell of each row, in which
     each KV tensor has its part."""
-    cell = region.create_next_view(cell_bytes(kv_caches, block_size_factor))
+    cell = region.create_cell_view()
     offsets = tensor_offsets(kv_caches, block_size_factor)
     pages = []
     rows = []
@@ -122,11 +127,6 @@ def _head_sharded_memory(
     if region.rank is None:
         raise ConfigurationError(
             "rank", None, "a worker's rank: the scheduler has no heads"
-        )
-    cell = cell_bytes(kv_caches, block_size_factor)
-    if cell != region.cpu_page_size:
-        raise ConfigurationError(
-            "cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have"
         )
     slices = head_slices(kv_caches, block_size_factor, region.rank, region.num_workers)
     pages = []

@@ -107,8 +107,6 @@ class SharedOffloadRegion:
         self.rank = rank
         self.num_workers = num_workers
         self.cpu_page_size = cpu_page_size
-        self._next_offset = 0
-        """Offset in this worker's cell of the next KV tensor's part."""
         self._cuda: CudaRuntime | None = None
         """Runtime for ``_unpin``; None: ``pin_mmap_region`` has not used one."""
         self._pinned: list[int] = []
@@ -168,26 +166,17 @@ class SharedOffloadRegion:
         """Number of consecutive rows, starting at row 0, that one call registers with CUDA."""
         return max(1, self.registration_bytes // self.row_stride)
 
-    def create_next_view(self, page_size: int) -> torch.Tensor:
-        """Reserve the next ``page_size`` bytes of this worker's cell in every row; shape
-        (num_blocks, page_size), int8.
+    def create_cell_view(self) -> torch.Tensor:
+        """Return this worker's cell of every row; shape (num_blocks, cpu_page_size), int8.
 
-        :raises ConfigurationError: the cell has fewer bytes left, or ``rank`` is None (no cell);
-            nothing was reserved.
+        :raises ConfigurationError: ``rank`` is None: the scheduler has no cell.
         """
-        _, rows = self._mapped()
         if self.rank is None:
             raise ConfigurationError(
                 "rank", None, "a worker's rank: the scheduler has no cell"
             )
-        left = self.cpu_page_size - self._next_offset
-        if not 0 < page_size <= left:
-            raise ConfigurationError(
-                "page_size", page_size, f"1 to {left} bytes, which the cell has left"
-            )
-        begin = self.rank * self.cpu_page_size + self._next_offset
-        self._next_offset += page_size
-        return rows[:, begin : begin + page_size]
+        begin = self.rank * self.cpu_page_size
+        return self.create_row_view(begin, self.cpu_page_size)
 
     def create_row_view(self, offset: int, num_bytes: int) -> torch.Tensor:
         """Return bytes of every row, which may be in the cells of several workers; shape

@@ -85,9 +85,7 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(
             pages = (
                 kv[:, rank * part : (rank + 1) * part].reshape(blocks, -1).contiguous()
             )
-            memory = KVMemory(
-                (pages,), (region.create_next_view(part * head_bytes),), 1
-            )
+            memory = KVMemory((pages,), (region.create_cell_view(),), 1)
             stores = CPUCopyEngine(memory, Direction.STORE)
             assert stores.run(
                 1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())]
@@ -110,14 +108,14 @@ def test_region_two_workers_interleave_cells_and_scheduler_sees_both(
     view = scheduler.create_kv_memoryview()
     assert (view.shape, view.format, view.readonly) == ((ROWS, STRIDE), "B", False)
     for rank, worker in enumerate(workers):
-        first, rest = worker.create_next_view(1000), worker.create_next_view(2000)
-        assert (first.shape, first.stride(), first.dtype) == (
-            (ROWS, 1000),
+        cell = worker.create_cell_view()
+        assert (cell.shape, cell.stride(), cell.dtype) == (
+            (ROWS, CELL),
             (STRIDE, 1),
             torch.int8,
         )
-        first[3] = rank + 1
-        rest[3] = rank + 11
+        cell[3, :1000] = rank + 1
+        cell[3, 1000:] = rank + 11
     row = np.asarray(view)[3]
     expected = np.repeat(
         np.array([1, 11, 2, 12, 0], np.uint8), [1000, 2000, 1000, 2000, 2192]
@@ -125,22 +123,10 @@ def test_region_two_workers_interleave_cells_and_scheduler_sees_both(
     assert np.array_equal(row, expected)
     row[0] = 77
     assert workers[0].create_kv_memoryview()[3, 0] == 77
-    del row, first, rest
+    del row, cell
     view.release()
     for region in (*workers, scheduler):
         region.cleanup()
-
-
-def test_create_next_view_size_outside_rest_of_cell_raises(
-    make_region: MakeRegion,
-) -> None:
-    region = make_region()
-    region.create_next_view(2000)
-    for size in (1001, 0, -1):
-        with pytest.raises(ConfigurationError, match=r"page_size: .* 1 to 1000 bytes"):
-            region.create_next_view(size)
-    region.create_next_view(1000)
-    region.cleanup()
 
 
 @pytest.mark.parametrize(
@@ -156,12 +142,12 @@ def test_create_row_view_outside_cells_raises(
         region.create_row_view(offset, num_bytes)
 
 
-def test_create_next_view_scheduler_without_rank_raises(
+def test_create_cell_view_scheduler_without_rank_raises(
     make_region: MakeRegion,
 ) -> None:
     region = make_region(None)
     with pytest.raises(ConfigurationError, match="rank"):
-        region.create_next_view(1)
+        region.create_cell_view()
     region.cleanup()
 
 
@@ -202,7 +188,7 @@ def test_region_written_by_other_process_shows_its_bytes(
     code = f"""if True:
         from persistkv.cpu.shared_offload_region import SharedOffloadRegion
         region = SharedOffloadRegion("engine", {ROWS * STRIDE}, {ROWS}, 1, 2, {CELL}, directory={shared_memory!r})
-        region.create_next_view({CELL})[:] = 9
+        region.create_cell_view()[:] = 9
         region.cleanup()
     """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -228,7 +214,7 @@ def test_cleanup_called_twice_frees_all_and_later_use_raises(
         lambda: region.fd,
         lambda: region.address,
         region.create_kv_memoryview,
-        lambda: region.create_next_view(1),
+        region.create_cell_view,
     ):
         with pytest.raises(RegionError, match="cleaned up"):
             use()
@@ -239,7 +225,7 @@ def test_cleanup_views_in_use_warns_and_keeps_memory_mapped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     region = make_region()
-    tensor, view = region.create_next_view(CELL), region.create_kv_memoryview()
+    tensor, view = region.create_cell_view(), region.create_kv_memoryview()
     tensor[:] = 5
     with caplog.at_level(logging.WARNING):
         region.cleanup()
@@ -408,7 +394,7 @@ def test_pin_no_gpu_returns_false_without_warning(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pin_cuda_device_pins_views(region: SharedOffloadRegion) -> None:
     assert pin_mmap_region(region)
-    assert region.create_next_view(STRIDE).is_pinned()
+    assert region.create_cell_view().is_pinned()
 
 
 @pytest.mark.cuda

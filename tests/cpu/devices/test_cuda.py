@@ -353,7 +353,7 @@ def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) ->
         region = SharedOffloadRegion(
             "engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory
         )
-        view = region.create_next_view(1 << 16)
+        view = region.create_cell_view()
         assert not view.is_pinned()
         assert pin_mmap_region(region)
         assert view.is_pinned()
@@ -372,7 +372,7 @@ def test_cuda_engine_copies_across_registrations_succeed(
     assert pin_mmap_region(region)
     pages = random_bytes(16, 1 << 16)
     original = pages.clone()
-    rows = region.create_next_view(1 << 16)
+    rows = region.create_cell_view()
     memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
     copies = [PageCopies(0, 1 << 16, np.arange(16), np.arange(16))]
     run(CUDACopyEngine(memory, Direction.STORE, copier), copies)
@@ -396,7 +396,7 @@ def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(
             pytest.skip("the kernel gives no huge pages for shared memory")
         assert pin_mmap_region(region)
         pages = random_bytes(num_rows, HUGE_PAGE_BYTES)
-        rows = region.create_next_view(HUGE_PAGE_BYTES)
+        rows = region.create_cell_view()
         memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
         order = np.random.default_rng(0).permutation(num_rows)
         run(

@@ -130,7 +130,7 @@ def test_cuda_engine_small_registrations_no_copy_spans_two(
     assert pin_mmap_region(region, driver)
     pages = make_pages()
     original = pages.clone()
-    rows = region.create_next_view(PAGE)
+    rows = region.create_cell_view()
     memory = KVMemory((pages,), (rows,), 1, region.rows_per_registration)
     copier = DriverBatchCopier(driver.library)
     store, load = (CUDACopyEngine(memory, direction, copier) for direction in Direction)

@@ -156,6 +156,6 @@ def _check_endpoint(endpoint: str) -> None:
             "s3 option endpoint_url", f"{parts.scheme}://…", _ENDPOINT
         )
     is_host = parts.scheme in ("http", "https") and bool(host)
-    has_more = bool(parts.path.strip("/") or parts.query or parts.fragment)
-    if not is_host or has_more:
+    has_path = bool(parts.path.strip("/"))
+    if not is_host or has_path or parts.query or parts.fragment:
         raise ConfigurationError("s3 option endpoint_url", endpoint, _ENDPOINT)

@@ -173,30 +173,30 @@ class _ScheduledRequest:
     def take_filled_blocks(self) -> list[_Offer]:
         """Return, by group, the blocks from ``next_store`` on that are full and that the group
         still has; move ``next_store`` after them, so that each block is returned once."""
-        offers = []
-        for group, geometry in enumerate(self.geometries):
-            keys = self.description.group_keys[group]
-            table = self.block_tables[group]
-            factor = geometry.block_size_factor
-            # A block can be stored if its KV is computed, its key known and its device blocks
-            # reported. The engine may report these three at different times.
-            num_computed = self.num_computed_tokens // geometry.offloaded_tokens
-            num_reported = len(table) // factor
-            num_filled = min(num_computed, len(keys), num_reported)
-            first = self.next_store[group]
-            # end at ``first`` or later: an engine that took the device blocks away reports fewer
-            # tokens than in its previous report
-            end = max(first, num_filled)
-            filled = range(first, end)
-            self.next_store[group] = end
-            # test all blocks at once, because only sliding windows lack any
-            device_blocks = table[first * factor : end * factor]
-            if None in device_blocks:
-                offer = _present_blocks(keys, table, factor, filled)
-            else:
-                offer = dict(zip(keys[first:end], filled, strict=True))
-            offers.append(offer)
-        return offers
+        groups = range(len(self.geometries))
+        return [self._take_filled_blocks_of(group) for group in groups]
+
+    def _take_filled_blocks_of(self, group: int) -> _Offer:
+        """Do the work of ``take_filled_blocks`` for one group."""
+        geometry = self.geometries[group]
+        keys = self.description.group_keys[group]
+        table = self.block_tables[group]
+        factor = geometry.block_size_factor
+        # A block can be stored if its KV is computed, its key known and its device blocks reported.
+        # The engine may report these three at different times.
+        num_computed = self.num_computed_tokens // geometry.offloaded_tokens
+        num_reported = len(table) // factor
+        num_filled = min(num_computed, len(keys), num_reported)
+        first = self.next_store[group]
+        # end at ``first`` or later: an engine that took the device blocks away reports fewer tokens
+        # than in its previous report
+        end = max(first, num_filled)
+        self.next_store[group] = end
+        filled = range(first, end)
+        # test all blocks at once, because only sliding windows lack any
+        if None in table[first * factor : end * factor]:
+            return _present_blocks(keys, table, factor, filled)
+        return dict(zip(keys[first:end], filled, strict=True))
 
     def offer_again(
         self, offers: Sequence[_Offer], num_accepted: Sequence[int]

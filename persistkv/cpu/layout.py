@@ -218,26 +218,33 @@ def check_kv_caches(kv_caches: CanonicalKVCaches, block_size_factor: int) -> Non
     device = kv_caches.tensors[0].tensor.device
     for index, canonical in enumerate(kv_caches.tensors):
         _check_tensor(f"kv_caches.tensors[{index}]", canonical, device)
-    last_tensor = len(kv_caches.tensors) - 1
     for group, refs in enumerate(kv_caches.group_data_refs):
         where = f"kv_caches.group_data_refs[{group}]"
         if not refs:
             raise ConfigurationError(where, refs, "at least one tensor of the group")
         for ref in refs:
-            _check_number(
-                f"{where}.tensor_idx",
-                ref.tensor_idx,
-                lowest=0,
-                highest=last_tensor,
-            )
-            page_bytes = kv_caches.tensors[ref.tensor_idx].page_size_bytes
-            _check_number(
-                f"{where}.page_size_bytes",
-                ref.page_size_bytes,
-                lowest=1,
-                highest=page_bytes,
-                unit=" bytes of the tensor's page",
-            )
+            _check_ref(where, ref, kv_caches.tensors)
+
+
+def _check_ref(
+    where: str,
+    ref: CanonicalKVCacheRef,
+    tensors: Sequence[CanonicalKVCacheTensor],
+) -> None:
+    """Raise ConfigurationError unless a group's reference names a tensor and bytes of its pages."""
+    _check_number(
+        f"{where}.tensor_idx",
+        ref.tensor_idx,
+        lowest=0,
+        highest=len(tensors) - 1,
+    )
+    _check_number(
+        f"{where}.page_size_bytes",
+        ref.page_size_bytes,
+        lowest=1,
+        highest=tensors[ref.tensor_idx].page_size_bytes,
+        unit=" bytes of the tensor's page",
+    )
 
 
 def _check_tensor(

@@ -210,15 +210,20 @@ def _allocate(fd: int, path: str, size: int) -> None:
                 )
                 raise ConfigurationError("total_size_bytes", size, expected) from error
         logger.info("%s: waiting until %d bytes are free in %s", path, size, directory)
-        # make one last attempt after the deadline, whose error is raised
-        while time.monotonic() <= deadline:
-            if shutil.disk_usage(directory).free >= size:
-                break
-            time.sleep(_POLL_SECONDS)
+        # if they are not free in time, the error of a last attempt is raised
+        _wait_until_free(directory, size, deadline)
     if not use_huge_pages([fd], size):
         logger.info(
             "%s is not completely in huge pages: disk transfers are slower", path
         )
+
+
+def _wait_until_free(directory: str, size: int, deadline: float) -> None:
+    """Wait until ``size`` bytes are free in a directory, or the deadline has passed."""
+    while time.monotonic() <= deadline:
+        if shutil.disk_usage(directory).free >= size:
+            return
+        time.sleep(_POLL_SECONDS)
 
 
 def _check_private(fd: int, path: str) -> None:

@@ -618,15 +618,10 @@ class PersistentTier(SecondaryTierManager):
             )
             self._remember_durability(req_id, is_durable=False)
             return
-        manifest_id = req_id
-        # make the id unique: one that is used again after a restart would replace the earlier
-        # request
-        if not self.options.unique_request_ids:
-            manifest_id = secrets.token_hex(16)
         group_keys = [list[bytes](keys) for keys in description.group_keys]
         end = RequestEnd(
             request=req_id,
-            manifest_id=manifest_id,
+            manifest_id=self._manifest_id(req_id),
             group_keys=tuple(group_keys),
             tokens=description.num_tokens,
             block_size=self.config.block_size,
@@ -637,6 +632,14 @@ class PersistentTier(SecondaryTierManager):
             tenant=req_context.tenant or DEFAULT_TENANT,
         )
         self.client.end_request(end)
+
+    def _manifest_id(self, req_id: str) -> str:
+        """Return the id of a request's manifest, which replaces any manifest with this id."""
+        if self.options.unique_request_ids:
+            return req_id
+        # an engine that uses the request's id again, such as after a restart, must not replace the
+        # manifest of the earlier request
+        return secrets.token_hex(16)
 
     def _describe(self, keys: Sequence[OffloadKey]) -> RequestDescription:
         """Return the description of a request from its stored keys, in the order of their

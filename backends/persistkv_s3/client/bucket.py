@@ -260,10 +260,12 @@ class Bucket:
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted
         by key. Each page has its own deadline."""
-        page = self._run(partial(self._transport.list, prefix, None, after=after))
+        list_page = partial(self._transport.list, prefix)
+        # None: the first page
+        page = self._run(partial(list_page, None, after=after))
         yield from page.objects
-        while (token := page.next) is not None:
-            page = self._run(partial(self._transport.list, prefix, token))
+        while page.next is not None:
+            page = self._run(partial(list_page, page.next))
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:

@@ -20,7 +20,13 @@ import torch
 
 from persistkv.base import TransferResult
 from persistkv.cpu.devices.base import CopyEngine, Direction
-from persistkv.cpu.layout import IntArray, KVMemory, PageCopies, consecutive_runs
+from persistkv.cpu.layout import (
+    BlockPairs,
+    IntArray,
+    KVMemory,
+    PageCopies,
+    consecutive_runs,
+)
 from persistkv.rounding import divide_up
 
 # 8 MiB: size of the buffer, which stays in the last-level cache between the write and the read
@@ -115,15 +121,7 @@ class CPUCopyEngine(CopyEngine):
         # shape (GPU blocks, bytes to copy)
         pages = all_pages[:, : part.page_bytes]
 
-        # blocks in the order of their places in rows
-        blocks = part.blocks
-        sub_blocks = part.sub_blocks
-        ascends = sub_blocks[1:] > sub_blocks[:-1]
-        if not ascends.all():
-            order = np.argsort(sub_blocks, kind="stable")
-            blocks = blocks[order]
-            sub_blocks = sub_blocks[order]
-
+        blocks, sub_blocks = _sorted_by_place(part)
         # each run takes one call; the buffer takes two calls for each part of its size
         buffered_calls = 2 * divide_up(part.num_bytes, BUFFER_BYTES)
         max_runs = max(FEW_RUNS, buffered_calls)
@@ -211,6 +209,16 @@ class CPUCopyEngine(CopyEngine):
             else:
                 _gather(rows, row_index, part)
                 _scatter(part, pages, (page_index,))
+
+
+def _sorted_by_place(part: PageCopies) -> BlockPairs:
+    """Return the pages to copy and their places in rows, in the order of the places."""
+    places = part.sub_blocks
+    ascends = places[1:] > places[:-1]
+    if ascends.all():
+        return BlockPairs(part.blocks, places)
+    order = np.argsort(places, kind="stable")
+    return BlockPairs(part.blocks[order], places[order])
 
 
 def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:

@@ -58,7 +58,7 @@ def test_end_request_writes_only_packs_of_its_tenant(
     transactions = store.store.queue.take(everything=False)
     (pack,) = transactions[0].packs
     assert (pack.tenant, pack.keys.unpack()) == ("anna", first)
-    store.store.committer.drop([pack])
+    store.store.committer.drop_packs([pack])
 
 
 def test_put_blocks_from_rows_make_pack_of_tenant(

@@ -382,11 +382,11 @@ class StoreClient:
         # a job that is not accepted is no error: the store just lacks its blocks
         if not is_accepted:
             self.counters.refused_bytes += num_bytes
-            self._refuse(job_id, keys)
+            self._refuse_job(job_id, keys)
             return
-        depth_bytes = b"" if depths is None else _joined(depths)
+        depth_bytes = b"" if depths is None else _as_u32(depths)
         packed = PackedKeys.of(keys)
-        rows = _joined(block_ids)
+        rows = _as_u32(block_ids)
         message = protocol.StoreJob(job_id, packed, rows, request, depth_bytes, tenant)
         self._expect_reply()
         self._in_flight.add_store(job_id, keys, num_bytes)
@@ -411,10 +411,10 @@ class StoreClient:
         """
         self.counters.load_jobs += 1
         if self.state is not State.OPEN:
-            self._refuse(job_id, keys)
+            self._refuse_job(job_id, keys)
             return
         packed = PackedKeys.of(keys)
-        rows = _joined(block_ids)
+        rows = _as_u32(block_ids)
         message = protocol.LoadJob(job_id, packed, rows, deadline)
         if not self._in_flight.num_loads:
             # While no load is due, a host may be silent for longer than a load may wait: count its
@@ -423,7 +423,7 @@ class StoreClient:
         self._in_flight.add_load(job_id, keys, deadline)
         self.supervisor.connection.send(message)
 
-    def _refuse(self, job_id: int, keys: Sequence[bytes]) -> None:
+    def _refuse_job(self, job_id: int, keys: Sequence[bytes]) -> None:
         """Fail a job that is not sent: the next ``poll`` returns it with all of its keys failed."""
         self.counters.refused_jobs += 1
         outcome = JobOutcome(
@@ -713,7 +713,7 @@ class StoreClient:
     def _ended(self, message: protocol.Ended) -> None:
         """Do nothing: the host has released the rows, and its connection ends."""
 
-    def _map(self, table: protocol.Table) -> None:
+    def _map_table(self, table: protocol.Table) -> None:
         """Use a new lookup table, and acknowledge it: the host then releases the previous one."""
         # ``map`` closes the descriptor, also if it raises
         fd = table.fd
@@ -723,7 +723,7 @@ class StoreClient:
 
     def _opened(self, opened: protocol.Opened) -> None:
         """Use the store, which the host has opened."""
-        self._map(opened.table)
+        self._map_table(opened.table)
         self.supervisor.opened()
         self._open_failures.report_opened()
         self.wants_all = opened.wants_all
@@ -824,7 +824,7 @@ class StoreClient:
 
     _HANDLERS: Mapping[type, Callable[[StoreClient, Any], None]] = {
         protocol.JobDone: _job_done,
-        protocol.Table: _map,
+        protocol.Table: _map_table,
         StoreReport: _take_report,
         protocol.Flushed: _answer,
         protocol.HostStats: _answer,
@@ -839,6 +839,6 @@ class StoreClient:
     """The handler of each class of message from the host."""
 
 
-def _joined(values: Sequence[int]) -> bytes:
+def _as_u32(values: Sequence[int]) -> bytes:
     """Return numbers as messages carry them: u32, joined."""
     return array("I", values).tobytes()

@@ -190,14 +190,14 @@ class OtherNamespace(NamespaceView):
         self._own_events = options.events
         """Whether changes of the adopted keys are reported to the engine."""
         self._own_reloads = own.index.reloads
-        """Number of reloads of the own index when ``_learn`` added the adopted keys last."""
-        # this view reports nothing: ``_learn`` reports to the own view
+        """Number of reloads of the own index when ``_apply_changes`` last added adopted keys."""
+        # this view reports nothing: ``_apply_changes`` reports to the own view
         options = msgspec.structs.replace(options, events=False)
         super().__init__(
             own.backend, namespace, own.threads, StoreCounters(), layout, options
         )
 
-    def _load(self) -> Changes:
+    def _load_index(self) -> Changes:
         # from the beginning (None), not from a saved index: the adopted keys need the tables of all
         # packs
         return self.backend.changes(self.namespace, None)
@@ -218,16 +218,16 @@ class OtherNamespace(NamespaceView):
     async def refresh(self) -> None:
         """Apply the changes of the other namespace since the last refresh."""
         # A reload of the own index has deleted the adopted keys. Without a position, this refresh
-        # reads all packs, and ``_learn`` adds their keys again.
+        # reads all packs, and ``_apply_changes`` adds their keys again.
         has_own_reloaded = self._own.index.reloads != self._own_reloads
         if has_own_reloaded:
             self.cursor = None
         await super().refresh()
         # discard the report of this view: the engine looks up only adopted keys, whose changes
-        # ``_learn`` adds to the report of the own view
+        # ``_apply_changes`` adds to the report of the own view
         self.report = StoreReport()
 
-    def _learn(self, changes: Changes) -> None:
+    def _apply_changes(self, changes: Changes) -> None:
         """Apply changes of the other namespace to this view's index, and those of its usable keys
         to the own index."""
         if self.is_adopted:
@@ -235,11 +235,11 @@ class OtherNamespace(NamespaceView):
             added = list(changes.added)
             # before this view's index changes: it still knows which packs are removed
             self._remove_adopted(changes, added)
-            super()._learn(replace(changes, added=added))
+            super()._apply_changes(replace(changes, added=added))
             self._adopt_keys(added)
         else:
             # a candidate has no usable keys
-            super()._learn(changes)
+            super()._apply_changes(changes)
         # a later reload of the own index deletes the usable keys again
         self._own_reloads = self._own.index.reloads
 

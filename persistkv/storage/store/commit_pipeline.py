@@ -47,8 +47,8 @@ class StagedPack:
 class Staging:
     """Copies of blocks that wait until they form packs of a useful size.
 
-    Blocks are staged from ``add`` until ``end``, including the time in which a transaction writes
-    them: their bytes are counted, and their keys are found.
+    Blocks are staged from ``add`` until ``release``, also while a transaction writes them: their
+    bytes are counted, and their keys are found.
     """
 
     def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
@@ -162,12 +162,12 @@ class Staging:
 
     def take(self, pack: StagedPack) -> list[Segment]:
         """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged
-        until ``end``."""
+        until ``release``."""
         del self._waiting[pack]
         self._close(pack)
-        return _joined(pack.segments)
+        return _joined_segments(pack.segments)
 
-    def end(self, segments: Iterable[Segment]) -> None:
+    def release(self, segments: Iterable[Segment]) -> None:
         """Forget these blocks, if they are staged, because their transaction has ended."""
         for segment in segments:
             for key in segment.keys:
@@ -176,7 +176,7 @@ class Staging:
                     self.num_bytes -= segment.block_bytes
 
 
-def _joined(segments: Iterable[Segment]) -> list[Segment]:
+def _joined_segments(segments: Iterable[Segment]) -> list[Segment]:
     """Join segments with consecutive depths, so that blocks that were staged one by one share
     frames. Segments of unknown depth are joined, too, by group."""
     runs: list[list[Segment]] = []
@@ -336,7 +336,7 @@ def plan_packs(
     depths_per_pack = blocks_per_pack(rows, max_bytes)
     if blocks.is_one_run:
         # nothing has to be sorted or grouped: 4,096 blocks take 0.2 ms instead of 3 ms
-        parts = _parts(blocks, depths_per_pack)
+        parts = _cut_at_depths(blocks, depths_per_pack)
         return [[_segment(rows, part)] for part in parts]
     packs: list[list[Segment]] = []
     for places in _places_of_packs(blocks.depths, depths_per_pack):
@@ -345,7 +345,7 @@ def plan_packs(
     return packs
 
 
-def _parts(blocks: Blocks, depths_per_pack: int) -> Iterator[Blocks]:
+def _cut_at_depths(blocks: Blocks, depths_per_pack: int) -> Iterator[Blocks]:
     """Cut blocks of one group with consecutive depths into packs, before each depth that is a
     multiple of ``depths_per_pack``."""
     start = 0

@@ -192,18 +192,18 @@ class CommitQueue:
                 taken.append(writer)
             else:
                 self._direct.append(writer)
-        # Make packs of the staged copies, because ``end`` releases copies by their pack only.
+        # Make packs of the staged copies, because ``end_pack`` releases copies by their pack only.
         for pack in self.staging.of_tenants(tenants):
             segments = self.staging.take(pack)
             writer = self._make_writer(segments, pack.tenant)
             taken.append(writer)
         return taken
 
-    def end(self, writer: PackWriter, *, is_durable: bool) -> None:
+    def end_pack(self, writer: PackWriter, *, is_durable: bool) -> None:
         """Forget a pack, because it is durable or dropped: its rows or copies are free."""
         write = self._writes.pop(writer, None)
         if write is None:  # written from staged copies
-            self.staging.end(writer.segments)
+            self.staging.release(writer.segments)
             writer.release()
         else:
             for segment in writer.segments:

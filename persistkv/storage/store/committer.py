@@ -202,11 +202,11 @@ class Committer:
         no parts: it is dropped.
         """
         if isinstance(error, TenantForgottenError):
-            return self._without(error.tenants, [failed, *waiting])
+            return self._without_tenants(error.tenants, [failed, *waiting])
         refused = error.tenant if isinstance(error, QuotaExceededError) else None
         parts = failed.split(refused)
         if not parts:
-            self._drop(failed, refused)
+            self._drop_transaction(failed, refused)
         # ``extendleft`` adds one part after the other in front, which reverses their order
         waiting.extendleft(reversed(parts))
         return waiting
@@ -228,14 +228,14 @@ class Committer:
             # not from the backend: this process lacks memory or descriptors
             failure = StoreError(describe_shortage(error))
         else:
-            await self._apply(transaction, done)
+            await self._apply_result(transaction, done)
             return None
         catalogue.log_failure(failure)
         # the failed commit may have evicted packs
         await catalogue.refresh_or_log()
         return failure
 
-    async def _apply(self, transaction: Transaction, done: _Attempt) -> None:
+    async def _apply_result(self, transaction: Transaction, done: _Attempt) -> None:
         """Apply the result of a commit that succeeded."""
         catalogue = self._catalogue
         batch = done.batch
@@ -249,11 +249,11 @@ class Committer:
             # a pack that the batch lacks was not written: all its blocks were held already
             if writer not in batch.packs:
                 self._counters.held_blocks += len(writer.keys)
-            self._queue.end(writer, is_durable=True)
+            self._queue.end_pack(writer, is_durable=True)
         catalogue.report.persisted += done.persisted
         self.changed.set()
 
-    def _without(
+    def _without_tenants(
         self,
         tenants: Collection[str],
         waiting: Iterable[Transaction],
@@ -264,7 +264,7 @@ class Committer:
         kept: deque[Transaction] = deque()
         for transaction in waiting:
             own, others = transaction.divided(tenants)
-            self._drop(own)
+            self._drop_transaction(own)
             if others.packs or others.ends:
                 kept.append(others)
         return kept
@@ -274,9 +274,11 @@ class Committer:
         ``TenantForgottenError`` must lead here, because the backend raises it only once."""
         writers = self._queue.take_tenants(tenants)
         ends = self._queue.ends.take_tenants(tenants)
-        self._drop(Transaction(writers, ends))
+        self._drop_transaction(Transaction(writers, ends))
 
-    def _drop(self, transaction: Transaction, refused: str | None = None) -> None:
+    def _drop_transaction(
+        self, transaction: Transaction, refused: str | None = None
+    ) -> None:
         """Drop the packs and ends of requests of a failed transaction, and count and report them.
 
         :param refused: the tenant whose quota it did not fit; None: it failed otherwise.
@@ -288,14 +290,14 @@ class Committer:
         for end in transaction.ends:
             # False, because the context is not durable
             persisted.append((end.request, False))
-        self.drop(transaction.packs)
+        self.drop_packs(transaction.packs)
 
-    def drop(self, writers: Iterable[PackWriter]) -> None:
+    def drop_packs(self, writers: Iterable[PackWriter]) -> None:
         """Drop packs, and count their blocks. Their rows are free then."""
         for writer in writers:
             self._counters.dropped_blocks += len(writer.keys)
             self._counters.dropped_bytes += writer.raw_length
-            self._queue.end(writer, is_durable=False)
+            self._queue.end_pack(writer, is_durable=False)
         self.changed.set()
 
     async def _commit_current(

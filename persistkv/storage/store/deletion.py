@@ -97,13 +97,15 @@ class Deleter:
                 return deleted
             for pack in packs:
                 deleted.update(keys.intersection(pack.keys))
-            await self._delete(packs, keys)
+            await self._delete_from_packs(packs, keys)
         raise StoreError(
             f"other processes replaced or stored the blocks during {_MOST_ATTEMPTS} attempts to "
             f"delete them"
         )
 
-    async def _delete(self, packs: Sequence[HeldPack], keys: frozenset[bytes]) -> None:
+    async def _delete_from_packs(
+        self, packs: Sequence[HeldPack], keys: frozenset[bytes]
+    ) -> None:
         """Delete blocks from packs, unless another process replaces a pack meanwhile."""
         whole: list[HeldPack] = []
         for pack in packs:
@@ -115,9 +117,9 @@ class Deleter:
         # one pack at a time, because the blocks that are kept need memory
         for pack in packs:
             if pack not in whole:
-                await self._rewrite(pack, keys)
+                await self._rewrite_without(pack, keys)
 
-    async def _rewrite(self, pack: HeldPack, keys: frozenset[bytes]) -> None:
+    async def _rewrite_without(self, pack: HeldPack, keys: frozenset[bytes]) -> None:
         """Replace a pack by one without these keys."""
         try:
             segments = await self._kept_segments(pack, keys)
@@ -158,7 +160,7 @@ class Deleter:
             # frame
             for first, stop in runs(kept):
                 run_keys = of_frame[first:stop]
-                blocks = await self._read(run_keys, frame.block_bytes)
+                blocks = await self._read_kept(run_keys, frame.block_bytes)
                 depth = frame.depth
                 if depth != UNKNOWN_DEPTH:
                     depth += first
@@ -172,7 +174,7 @@ class Deleter:
                 segments.append(segment)
         return segments
 
-    async def _read(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
+    async def _read_kept(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
         """Return blocks as an array of shape (len(keys), block_bytes)."""
         blocks = np.empty((len(keys), block_bytes), np.uint8)
         # the loader fills places by number; here, each place is one row of the array
@@ -228,7 +230,7 @@ class Deleter:
         """Replace packs as ``_replace`` does. Return True if this process has deleted them, or
         another one has deleted one of them; False: the check failed, and they may still be held.
 
-        :param replaced: as for ``_manifests_without``.
+        :param replaced: as for ``_replacing_commits``.
         :param is_checked: whether the backend refuses to delete the packs if another process has
             deleted one of them since they were looked up. Some drivers refuse it after any commit
             of another process.
@@ -236,7 +238,7 @@ class Deleter:
         position = await self._refresh()
         if not await self._may_be_held(replaced, keys):
             return True
-        batches = await self._manifests_without(replaced, keys)
+        batches = await self._replacing_commits(replaced, keys)
         if is_checked:
             # check in the last commit, which deletes the packs; earlier ones only write manifests
             needs = list(replaced)
@@ -276,7 +278,7 @@ class Deleter:
         held = {pack.pack_id for pack in packs}
         return held.issuperset(pack_ids)
 
-    async def _manifests_without(
+    async def _replacing_commits(
         self,
         replaced: Mapping[bytes, bytes],
         keys: Collection[bytes],
@@ -303,7 +305,7 @@ class Deleter:
             some = heads[start : start + SHORTENED_AT_ONCE]
             read = partial(read_requests, backend, catalogue.namespace, some)
             named = await catalogue.call(read)
-            requests = [_without(request, keys) for request in named]
+            requests = [_request_without(request, keys) for request in named]
             # a rewritten manifest names the packs that hold its keys after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
             # None: no check for other commits; ``_try_replace`` adds the check to the last batch
@@ -323,7 +325,7 @@ class Deleter:
         keys: Sequence[bytes],
     ) -> dict[bytes, bytes]:
         """Return, for each key that is held after the replacement, the id of its pack; see
-        ``_manifests_without``."""
+        ``_replacing_commits``."""
         found = await self._catalogue.pack_of(keys)
         pack_of: dict[bytes, bytes] = {}
         for key, pack_id in found.items():
@@ -333,7 +335,7 @@ class Deleter:
         return pack_of
 
 
-def _without(request: NamedRequest, keys: Collection[bytes]) -> NamedRequest:
+def _request_without(request: NamedRequest, keys: Collection[bytes]) -> NamedRequest:
     """Return a request without these keys."""
     groups = []
     for group in request.keys:

@@ -234,10 +234,12 @@ class LookupTable:
         fingerprints. Of more than 4,096 keys, the oldest are forgotten: lookups find them again,
         and their loads fail as misses.
         """
-        set_bounded(self._collisions, keys)
+        change_collisions(self._collisions, keys)
 
 
-def set_bounded(members: dict[bytes, None], changes: Mapping[bytes, bool]) -> None:
+def change_collisions(
+    members: dict[bytes, None], changes: Mapping[bytes, bool]
+) -> None:
     """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
     removed."""
     for key, is_member in changes.items():
@@ -398,9 +400,9 @@ class _FingerprintTable:
         self.fingerprints[slots] = _GONE
         self.packs[slots] = 0
         self._num_entries[0] -= np.uint64(len(slots))
-        self._empty(slots)
+        self._reclaim_gone(slots)
 
-    def _empty(self, slots: Ints) -> None:
+    def _reclaim_gone(self, slots: Ints) -> None:
         """Change ``_GONE`` to ``_EMPTY`` in slots that an empty slot follows, because no probe must
         pass them: first in these slots, then in the slots before them. Otherwise, a table whose
         packs are evicted and replaced would fill up with ``_GONE``."""
@@ -643,12 +645,12 @@ class Index:
             batch[number] = table.keys
             num_keys += len(table.keys)
             if num_keys >= _AT_ONCE:
-                self._insert_all(batch)
+                self._insert_packs(batch)
                 batch = {}
                 num_keys = 0
-        self._insert_all(batch)
+        self._insert_packs(batch)
 
-    def _insert_all(self, batch: Mapping[int, PackedKeys]) -> None:
+    def _insert_packs(self, batch: Mapping[int, PackedKeys]) -> None:
         """Insert the keys of packs.
 
         :param batch: number of each pack → its keys.
@@ -658,7 +660,7 @@ class Index:
         numbers = np.array(list(batch), np.uint32)
         packs = np.repeat(numbers, counts)
         keys = PackedKeys.unpack_all(keys_of_packs)
-        self._insert(_stored_fingerprints(keys), packs)
+        self._insert_entries(_stored_fingerprints(keys), packs)
 
     def _assign_number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
@@ -674,7 +676,7 @@ class Index:
         self._packs.put(own_id, number)
         return number
 
-    def _insert(self, fingerprints: Fps, packs: _PackNumberArray) -> None:
+    def _insert_entries(self, fingerprints: Fps, packs: _PackNumberArray) -> None:
         """Insert entries; begin to replace a table that becomes too full, and continue the
         replacement."""
         # the entries do not fit into this table: replace it at once, not in slices
@@ -738,7 +740,7 @@ class Index:
         if keys:
             self._num_adopted += len(keys)
             packs = np.full(len(keys), _ADOPTED, np.uint32)
-            self._insert(_stored_fingerprints(keys), packs)
+            self._insert_entries(_stored_fingerprints(keys), packs)
 
     def remove_adopted(self, fingerprints: bytes | None = None) -> None:
         """Remove adopted keys, given as ``PackedKeys.fingerprints``; None: all of them, by a
@@ -780,12 +782,12 @@ class Index:
                 raise StoreError(
                     f"it takes {num_bytes} bytes, more than half of the free space"
                 )
-            content = b"".join(self._pieces(cursor))
+            content = b"".join(self._saved_content(cursor))
             replace_file(path, [seal.sealed(name, content)])
         except (OSError, StoreError, MemoryError, OverflowError) as error:
             logger.info("the index is not saved in %s: %s", path, error)
 
-    def _pieces(self, cursor: bytes) -> Iterator[bytes]:
+    def _saved_content(self, cursor: bytes) -> Iterator[bytes]:
         """Yield the content of the file: header, cursor, numbers and ids of the packs, entries.
         Only the table in use is saved, without empty slots."""
         num_packs = len(self._packs)
@@ -820,7 +822,7 @@ class Index:
         magic, bits, cursor_bytes, num_packs, num_entries = _HEADER.unpack_from(data)
         if magic != _MAGIC or bits != _BITS:
             return None
-        # the seal has verified the content, so its lengths are those that ``_pieces`` wrote
+        # the seal has verified the content, so its lengths are those that ``_saved_content`` wrote
         numbers_at = _HEADER.size + cursor_bytes
         ids_at = numbers_at + _PACK_NUMBER.itemsize * num_packs
         entries_at = ids_at + ID_BYTES * num_packs

@@ -216,7 +216,7 @@ def plan_reads(
     if remote:
         parts = _remote_parts(reads, part_bytes, scratch_bytes, is_timed=is_timed)
     else:
-        parts = list(_parts(reads, part_bytes, scratch_bytes))
+        parts = list(_bounded_parts(reads, part_bytes, scratch_bytes))
     return ReadPlan(parts, list(missing))
 
 
@@ -240,10 +240,10 @@ def _remote_parts(
     others: list[FrameRead] = []
     for run in _runs(reads, _MOST_GAP_BYTES):
         if is_timed or _any_encoded(run):
-            streamed += _cut(run, part_bytes)
+            streamed += _cut_run(run, part_bytes)
         else:
             others += run
-    return [*streamed, *_parts(others, part_bytes, scratch_bytes)]
+    return [*streamed, *_bounded_parts(others, part_bytes, scratch_bytes)]
 
 
 def _any_encoded(reads: Iterable[FrameRead]) -> bool:
@@ -272,7 +272,7 @@ def _follows(before: FrameRead, read: FrameRead, most_gap_bytes: int) -> bool:
     return 0 <= gap_bytes <= most_gap_bytes
 
 
-def _cut(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+def _cut_run(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
     """Cut a run into parts of about ``part_bytes``, measured by offsets from the first frame. A
     frame belongs to the part in which it begins."""
     first = run[0].frame.offset
@@ -304,7 +304,7 @@ def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
         yield FrameRead(number, frame, keys, pack, rows, whole, direct)
 
 
-def _parts(
+def _bounded_parts(
     reads: Iterable[FrameRead],
     part_bytes: int,
     scratch_bytes: int,
@@ -394,9 +394,9 @@ class PartRead:
                     len(self._unread),
                     why,
                 )
-            return self._end(unread_are_absent=False)
+            return self._end_read(unread_are_absent=False)
         # the medium has answered every read: frames that are still unread are not on it
-        return self._end(unread_are_absent=True)
+        return self._end_read(unread_are_absent=True)
 
     def abandon(self) -> ReadOutcome | None:
         """Return the result now, while the call is running; None: it must be waited for. Frames
@@ -407,7 +407,7 @@ class PartRead:
     def drop(self) -> ReadOutcome:
         """End a read at its deadline that has not begun, or that is abandoned; return the
         result."""
-        return self._end(unread_are_absent=False, is_late=True)
+        return self._end_read(unread_are_absent=False, is_late=True)
 
     def _stream(self, take: Take) -> None:
         """Read frames of one pack through one buffer; verify each as it arrives, and copy or decode
@@ -421,7 +421,7 @@ class PartRead:
         buffer = take(largest_bytes)
 
         def finish(number: int, stored: memoryview) -> None:
-            self._finish(number, [stored], raw, in_rows=False)
+            self._finish_frame(number, [stored], raw, in_rows=False)
 
         pack_id = self._part[0].pack.pack_id
         self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
@@ -433,7 +433,7 @@ class PartRead:
         # memory that receives the padding between frames, which nobody reads
         padding = take(PAGE_BYTES)
         # for each frame of the part: the views of memory to read it into
-        buffers = [self._buffers(read, take) for read in self._part]
+        buffers = [self._buffers_for(read, take) for read in self._part]
         spans: list[ReadSpan] = []
         # for each span: the numbers of its frames in the part
         numbers_of_spans: list[range] = []
@@ -451,17 +451,17 @@ class PartRead:
                 continue
             for number in numbers:
                 in_rows = self._part[number].direct
-                self._finish(number, buffers[number], raw, in_rows=in_rows)
+                self._finish_frame(number, buffers[number], raw, in_rows=in_rows)
 
-    def _buffers(self, read: FrameRead, take: Take) -> list[memoryview]:
+    def _buffers_for(self, read: FrameRead, take: Take) -> list[memoryview]:
         """Return the memory into which the frame's stored bytes are read, in their order."""
         if read.direct:
-            rows = self._memory()
+            rows = self._usable_rows()
             return rows.pieces(read.frame.group, read.rows)
         # reads that bypass the page cache need whole pages
         return [take(align(read.frame.stored_length))]
 
-    def _memory(self) -> BlockMemory:
+    def _usable_rows(self) -> BlockMemory:
         """Return the rows.
 
         :raises _AbandonedError: they must not be used any more.
@@ -475,7 +475,7 @@ class PartRead:
         largest_bytes = max(read.frame.raw_length for read in self._part)
         return take(largest_bytes)
 
-    def _finish(
+    def _finish_frame(
         self,
         number: int,
         stored: Sequence[memoryview],
@@ -502,21 +502,21 @@ class PartRead:
             # may happen under the lock
             seal = self._seal_of(read.pack)
             with self._lock:
-                rows = self._memory()
+                rows = self._usable_rows()
                 seal.open(read, stored)
                 if not in_rows:
                     _decode(read, stored[0], rows, raw)
-                self._count(read, rows)
+                self._count_verified(read, rows)
                 del self._unread[number]
         except CorruptPackError as error:
             with self._lock:
-                # raises if the read was abandoned meanwhile, because ``_end`` has counted this
+                # raises if the read was abandoned meanwhile, because ``_end_read`` has counted this
                 # frame then
-                self._memory()
-                self._fail(read, error)
+                self._usable_rows()
+                self._add_bad_frame(read, error)
                 del self._unread[number]
 
-    def _count(self, read: FrameRead, rows: BlockMemory) -> None:
+    def _count_verified(self, read: FrameRead, rows: BlockMemory) -> None:
         """Report to the memory which rows hold verified blocks now, and count them in the
         outcome."""
         filled = read.rows
@@ -525,7 +525,7 @@ class PartRead:
         rows.verified(read.frame.group, filled)
         self._outcome.raw_bytes += len(filled) * read.frame.block_bytes
 
-    def _fail(self, read: FrameRead, error: CorruptPackError) -> None:
+    def _add_bad_frame(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""
         self._outcome.failed += read.wanted
         # not damage: the codec is of another release, or this process lacks the key
@@ -533,7 +533,9 @@ class PartRead:
             self._outcome.bad_frames[read.pack.pack_id] += 1
             self._outcome.suspects[read.pack.pack_id] = read.pack
 
-    def _end(self, *, unread_are_absent: bool, is_late: bool = False) -> ReadOutcome:
+    def _end_read(
+        self, *, unread_are_absent: bool, is_late: bool = False
+    ) -> ReadOutcome:
         """Return the result; frames that were not read have failed. Rows are not written any more.
         A second call changes nothing.
 

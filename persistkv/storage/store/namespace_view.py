@@ -49,7 +49,7 @@ from persistkv.storage.records import (
     StoreOptions,
     StoreReport,
 )
-from persistkv.storage.store.index import HeldPack, Index, set_bounded
+from persistkv.storage.store.index import HeldPack, Index, change_collisions
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class NamespaceView:
         self._recent = _RecentTables()
         self._collisions: dict[bytes, None] = {}
         """Ordered set of the keys that are not held although held keys have their fingerprints, as
-        ``_find_others`` found; at most 4,096."""
+        ``_search_all_candidates`` found; at most 4,096."""
         self._repair_work = _RepairWork()
         self._failures_logged_at: dict[str, float] = {}
         """Kind of failure (``log_failure``) → monotonic time of its last warning."""
@@ -178,8 +178,8 @@ class NamespaceView:
         """Where the index is saved; None: nowhere."""
         try:
             with no_collections():
-                changes = self._load()
-                self._learn(changes)
+                changes = self._load_index()
+                self._apply_changes(changes)
         except BaseException:
             self.index.close()
             raise
@@ -188,7 +188,7 @@ class NamespaceView:
         # return the memory of the parsed tables to the system: about 50 bytes per block
         trim_heap()
 
-    def _load(self) -> Changes:
+    def _load_index(self) -> Changes:
         """Load the index from its file, and return the changes since then; without a file, the
         whole catalogue."""
         path = self.backend.index_file(self.namespace)
@@ -230,7 +230,7 @@ class NamespaceView:
         :raises StoreError: the call raised an exception of any kind; one of another kind is the
             ``__cause__``.
         """
-        with _translated():
+        with _as_store_errors():
             return await self.threads.write(call)
 
     async def read_changes(self, cursor: bytes | None) -> Changes:
@@ -242,7 +242,7 @@ class NamespaceView:
     def commit(self, batch: CommitBatch) -> Awaitable[CommitResult]:
         """Run ``Backend.commit`` as ``call`` does. When it has ended, no thread reads the blocks of
         its packs."""
-        commit = partial(_commit, self.backend, self.namespace, batch)
+        commit = partial(_commit_once, self.backend, self.namespace, batch)
         return self.call(commit)
 
     def log_failure(self, error: StoreError) -> None:
@@ -270,7 +270,7 @@ class NamespaceView:
         changes = await self.read_changes(self.cursor)
         # no ``await`` inside, so that no other task sees an index with only some of the changes
         with self._changing_index():
-            self._learn(changes)
+            self._apply_changes(changes)
 
     async def refresh_or_log(self) -> None:
         """Call ``refresh``, and log a ``StoreError`` instead of raising it."""
@@ -291,13 +291,13 @@ class NamespaceView:
                 f"the index is incomplete: {error or 'no memory is left'}"
             ) from error
 
-    def _learn(self, changes: Changes) -> None:
+    def _apply_changes(self, changes: Changes) -> None:
         """Apply changes of the catalogue to the index, and report them."""
         if changes.reset:
             self._reload(changes)
         else:
-            self._forget(changes.removed)
-            self._add(list(changes.added))
+            self._remove_packs(changes.removed)
+            self._add_packs(list(changes.added))
         self.cursor = changes.cursor
 
     def _reload(self, changes: Changes) -> None:
@@ -314,7 +314,7 @@ class NamespaceView:
         self.index.reload(changes.added, changes.blocks)
         self._announce_gone()
 
-    def _add(self, tables: Sequence[PackTable]) -> None:
+    def _add_packs(self, tables: Sequence[PackTable]) -> None:
         """Add packs to the index, and report their keys. A suspect, which is a pack whose read has
         failed, counts as intact again."""
         for table in tables:
@@ -353,7 +353,7 @@ class NamespaceView:
                 absent = self.index.absent(packed.unpack())
                 self.report.add(removed=absent)
 
-    def _forget(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
+    def _remove_packs(self, packs: Mapping[bytes, PackTable | bytes]) -> None:
         """Remove packs from the index, and report their keys as removed; if the keys of a pack are
         not known, mark the report as incomplete.
 
@@ -419,7 +419,7 @@ class NamespaceView:
         distinct = dict.fromkeys(filter(None, candidates))
         if not distinct:
             return found
-        packs = await self._packs(distinct)
+        packs = await self._packs_by_id(distinct)
         # places of the keys that the first pack with their fingerprint does not hold, or whose
         # table could not be read: further packs may have the fingerprint
         unsure: list[int] = []
@@ -433,22 +433,24 @@ class NamespaceView:
                 unsure.append(place)
         if unsure:
             unsure_keys = [keys[place] for place in unsure]
-            others = await self._find_others(unsure_keys)
+            others = await self._search_all_candidates(unsure_keys)
             for place, pack in zip(unsure, others, strict=True):
                 found[place] = pack
         return found
 
-    async def _find_others(self, keys: Sequence[bytes]) -> list[HeldPack | None]:
+    async def _search_all_candidates(
+        self, keys: Sequence[bytes]
+    ) -> list[HeldPack | None]:
         """Return, for each key, the pack that holds it, of all packs with its fingerprint; None if
         no pack does. A key that is certainly in no pack is remembered as a collision: lookups no
         longer find it.
         """
         candidates = [self.index.candidates(key) for key in keys]
-        packs = await self._packs(chain.from_iterable(candidates))
+        packs = await self._packs_by_id(chain.from_iterable(candidates))
         found: list[HeldPack | None] = []
         collided: list[bytes] = []
         for key, pack_ids in zip(keys, candidates, strict=True):
-            holder = _holder(key, pack_ids, packs)
+            holder = _first_holder(key, pack_ids, packs)
             found.append(holder)
             # a pack whose table could not be read may hold the key
             are_all_read = packs.keys() >= set(pack_ids)
@@ -457,7 +459,7 @@ class NamespaceView:
         self._set_collisions(collided, collided=True)
         return found
 
-    async def _packs(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
+    async def _packs_by_id(self, pack_ids: Iterable[bytes]) -> dict[bytes, HeldPack]:
         """Return these packs by id, without those whose tables are missing or damaged, about which
         ``repair`` decides."""
         numbers = {pack_id: self.index.number_of(pack_id) for pack_id in pack_ids}
@@ -488,7 +490,7 @@ class NamespaceView:
         faster (``_READ_AT_ONCE``)."""
         read = partial(self.backend.tables, self.namespace, pack_ids)
         is_remote = self.backend.capabilities.remote
-        with _translated():
+        with _as_store_errors():
             if len(pack_ids) <= _READ_AT_ONCE and not is_remote:
                 return read()
             (tables,) = await self.threads.read([read])
@@ -505,7 +507,7 @@ class NamespaceView:
         for key in keys:
             of_key = self.index.candidates(key)
             candidates.update(dict.fromkeys(of_key))
-        packs = await self._packs(candidates)
+        packs = await self._packs_by_id(candidates)
         holding: list[HeldPack] = []
         for pack in packs.values():
             # a candidate has the fingerprint of a key, but may lack the key itself
@@ -554,14 +556,14 @@ class NamespaceView:
         # the store may still hold the packs, so ``close`` must not save the index without them
         self._repair_work.index_lacks = True
         # empty fingerprints, because they are not known: the index searches all its slots
-        self._forget(dict.fromkeys(unreadable, b""))
+        self._remove_packs(dict.fromkeys(unreadable, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
         """Remember, or forget, that keys collide: other keys with their fingerprints are held, but
         not they. Report the change to the engine, whose lookups see fingerprints only."""
         if keys:
             changes = dict.fromkeys(keys, collided)
-            set_bounded(self._collisions, changes)
+            change_collisions(self._collisions, changes)
             self.report.collisions.update(changes)
 
     async def committed(
@@ -609,19 +611,19 @@ class NamespaceView:
                 self._add_written(pack.table)
             else:
                 self._counters.held_blocks += len(pack.keys)
-        self._forget_evicted(result)
+        self._remove_evicted(result)
         return follows_cursor and are_all_written
 
     def _add_written(self, table: PackTable) -> None:
         """Add and count a pack that this store wrote."""
-        self._add([table])
+        self._add_packs([table])
         number = self.index.number_of(table.pack_id)
         self._recent.add(HeldPack(table, number))
         self._counters.stored_blocks += len(table.keys)
         self._counters.stored_raw_bytes += table.raw_length
         self._counters.stored_bytes += table.payload_length
 
-    def _forget_evicted(self, result: CommitResult) -> None:
+    def _remove_evicted(self, result: CommitResult) -> None:
         """Remove and count the packs of this namespace that a commit evicted."""
         evicted: dict[bytes, PackTable] = {}
         for pack in result.evicted:
@@ -629,7 +631,7 @@ class NamespaceView:
                 evicted[pack.pack_id] = pack
                 self._counters.evicted_blocks += len(pack.keys)
         if evicted:
-            self._forget(evicted)
+            self._remove_packs(evicted)
 
     def suspect(
         self,
@@ -647,7 +649,7 @@ class NamespaceView:
             # another number: the pack was removed, and perhaps added again, since the read
             if self.index.number_of(pack.pack_id) == pack.number:
                 bad[pack.pack_id] = pack.table
-        self._forget(bad)
+        self._remove_packs(bad)
         for pack_id, table in bad.items():
             suspect = _Suspect(table, bad_frames.get(pack_id, 0))
             self._repair_work.suspects[pack_id] = suspect
@@ -673,14 +675,14 @@ class NamespaceView:
                 # it is unknown whether the suspects are unchanged: restore them to the index
                 self.log_failure(error)
                 tables = [suspect.table for suspect in suspects.values()]
-                self._add(tables)
+                self._add_packs(tables)
                 return
             # counts each suspect once; an attempt may find further ones
             self._count_bad_frames()
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
                 return
-            is_decided = await self._delete(bad)
+            is_decided = await self._delete_bad(bad)
             if is_decided:
                 return
 
@@ -692,7 +694,7 @@ class NamespaceView:
             self._counters.verification_failures += suspect.bad_frames
             suspects[pack_id] = suspect._replace(bad_frames=0)
 
-    async def _delete(self, bad: Sequence[bytes]) -> bool:
+    async def _delete_bad(self, bad: Sequence[bytes]) -> bool:
         """Delete packs, and apply the deletion to the index.
 
         :returns: False: none is deleted, because another process has committed since the last
@@ -771,7 +773,7 @@ class NamespaceView:
         return found
 
 
-def _holder(
+def _first_holder(
     key: bytes,
     pack_ids: Iterable[bytes],
     packs: Mapping[bytes, HeldPack],
@@ -803,7 +805,7 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 
 @contextmanager
-def _translated() -> Iterator[None]:
+def _as_store_errors() -> Iterator[None]:
     """Convert all other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver
     fails only the call."""
     try:
@@ -814,7 +816,9 @@ def _translated() -> Iterator[None]:
         raise StoreError(f"{type(error).__name__}: {error}") from error
 
 
-def _commit(backend: Backend, namespace: bytes, batch: CommitBatch) -> CommitResult:
+def _commit_once(
+    backend: Backend, namespace: bytes, batch: CommitBatch
+) -> CommitResult:
     """Commit a batch once. Afterwards, also after a failure, no thread reads the blocks of its
     packs."""
     for writer in batch.packs:

@@ -236,7 +236,7 @@ def add_savings(
     name = _source_name(today(), identity.digest, source)
     namespace = identity.digest.hex()
     try:
-        recorded = _sum([backend.note(STORE, name)])
+        recorded = _sum_of_notes([backend.note(STORE, name)])
         total = recorded.get(namespace)
         if total is None:
             # the day has no note yet, or a damaged one
@@ -297,7 +297,7 @@ def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool
     if None in contents:
         # another engine, which folds the same sources, has deleted some
         return False
-    totals = _sum(contents)
+    totals = _sum_of_notes(contents)
     if len(totals) != 1:
         # All notes are damaged, or they are of several namespaces: their names contain only the
         # first eight digits of the namespace, which several namespaces may share.
@@ -322,7 +322,7 @@ def read_savings(backend: Backend) -> list[Savings]:
         is_complete = None not in contents
         if is_complete:
             break
-    totals = _sum(contents)
+    totals = _sum_of_notes(contents)
     return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
 
 
@@ -348,7 +348,7 @@ def _counted_names(backend: Backend) -> list[str]:
     return counted
 
 
-def _sum(contents: Iterable[bytes | None]) -> dict[str, Savings]:
+def _sum_of_notes(contents: Iterable[bytes | None]) -> dict[str, Savings]:
     """Return the sum of notes, by namespace; damaged and missing ones do not count."""
     totals: dict[str, Savings] = {}
     for content in contents:

@@ -229,7 +229,7 @@ class Store:
         blocks = Blocks(keys, groups, block_ids, depths)
         if self._is_writable:
             return await self._accept(tenant, request, blocks)
-        self._drop(keys)
+        self._count_refused(keys)
         return StoredJob(tenant, request, blocks)
 
     def _groups_of(self, keys: Sequence[bytes]) -> list[int]:
@@ -273,7 +273,7 @@ class Store:
             job = await self._accept(job.tenant, job.request, job.blocks)
         return job.lost
 
-    def _drop(self, keys: Sequence[bytes]) -> None:
+    def _count_refused(self, keys: Sequence[bytes]) -> None:
         """Count the blocks that a read-only store neither holds nor accepts. Log the first ones."""
         absent = self.index.absent(keys)
         if absent and not self.counters.dropped_blocks:
@@ -303,12 +303,12 @@ class Store:
             # engine computes: the offered ones are compared. This is done before the keys are
             # looked up, because the states of keys may change while the comparison waits.
             await self.sources.examine(request, blocks)
-            held = await self._held(blocks.keys)
+            held = await self._held_keys(blocks.keys)
             # No ``await`` follows, so no other task changes the states of the keys.
             in_flight = self.queue.in_flight(blocks.keys)
             borrowed = set(in_flight)
             writes = set(in_flight.values())
-            new_blocks = self._new(blocks, held, borrowed)
+            new_blocks = self._blocks_to_write(blocks, held, borrowed)
             # blocks that need not be written: held, in flight, staged, or twice in this job
             self.counters.held_blocks += len(blocks.keys) - len(new_blocks.keys)
             for segments in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
@@ -328,7 +328,7 @@ class Store:
         losses = self.queue.losses[tenant]
         return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
 
-    async def _held(self, keys: Sequence[bytes]) -> set[bytes]:
+    async def _held_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return the keys that the store holds, and record uses of their packs. If the medium
         fails, the keys that it probably holds."""
         try:
@@ -347,7 +347,9 @@ class Store:
         self._touch(used)
         return held
 
-    def _new(self, blocks: Blocks, held: set[bytes], borrowed: set[bytes]) -> Blocks:
+    def _blocks_to_write(
+        self, blocks: Blocks, held: set[bytes], borrowed: set[bytes]
+    ) -> Blocks:
         """Return the blocks that are neither held, nor in flight, nor staged; one for each key."""
         staged = self.queue.staging.staged(blocks.keys)
         known = held | borrowed | staged
@@ -409,7 +411,7 @@ class Store:
         """Drop the packs that wait to be written from rows and that no commit has taken yet. From
         now on, ``finish`` accepts no blocks again from their rows."""
         self._is_ending = True
-        self.committer.drop(self.queue.take_direct())
+        self.committer.drop_packs(self.queue.take_direct())
 
     async def flush(self) -> None:
         """Commit all accepted work; return when it is durable, or dropped and counted in

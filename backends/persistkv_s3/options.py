@@ -111,7 +111,7 @@ def parse_url(
         if name in given:
             values[name] = parse_duration(given[name], name=f"s3 option {name}")
     options = convert_options(S3Options, values, where="s3", others=SHARED_NAMES)
-    return _place(url.location), options
+    return _parse_place(url.location), options
 
 
 def _check_names(options: Mapping[str, str]) -> None:
@@ -123,7 +123,7 @@ def _check_names(options: Mapping[str, str]) -> None:
             raise ConfigurationError(f"s3 option {name}", "…", expected)
 
 
-def _place(location: str) -> BucketPlace:
+def _parse_place(location: str) -> BucketPlace:
     """Return the bucket and the prefix that a URL names."""
     bucket, _, prefix = location.partition("/")
     if not _BUCKET.fullmatch(bucket) or ".." in bucket:

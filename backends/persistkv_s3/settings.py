@@ -46,12 +46,14 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
         "get_bucket_lifecycle_configuration",
         "s3:GetLifecycleConfiguration",
     )
-    rules = _rules(lifecycle.content.get("Rules", ()), prefix)
+    rules = _rules_for_store(lifecycle.content.get("Rules", ()), prefix)
     versioning = _Setting(
         bucket, "versioning", "get_bucket_versioning", "s3:GetBucketVersioning"
     )
-    yield from versioning.outcomes(lambda found: _versioning(found, rules, prefix))
-    yield from lifecycle.outcomes(lambda found: _lifecycle(rules, prefix))
+    yield from versioning.outcomes(
+        lambda found: _versioning_effects(found, rules, prefix)
+    )
+    yield from lifecycle.outcomes(lambda found: _lifecycle_effects(rules, prefix))
     # ask for this setting only if a rule moves objects to this class: the request needs a
     # permission of its own, which an administrator should not have to grant in vain
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
@@ -61,14 +63,14 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
             "list_bucket_intelligent_tiering_configurations",
             "s3:GetIntelligentTieringConfiguration",
         )
-        yield from tiering.outcomes(lambda found: _tiering(found, prefix))
+        yield from tiering.outcomes(lambda found: _tiering_effects(found, prefix))
     lock = _Setting(
         bucket,
         "object lock",
         "get_object_lock_configuration",
         "s3:GetBucketObjectLockConfiguration",
     )
-    yield from lock.outcomes(_object_lock)
+    yield from lock.outcomes(_object_lock_effects)
 
 
 class _Effect(NamedTuple):
@@ -129,7 +131,7 @@ class _Setting:
             yield Check(self._check, effect.level, effect.found, effect.todo)
 
 
-def _versioning(
+def _versioning_effects(
     found: Mapping[str, Any],
     rules: Sequence[Rule],
     prefix: str,
@@ -155,19 +157,19 @@ def _versioning(
     )
 
 
-def _lifecycle(rules: Sequence[Rule], prefix: str) -> Iterator[_Effect]:
+def _lifecycle_effects(rules: Sequence[Rule], prefix: str) -> Iterator[_Effect]:
     """Yield the effects of the bucket's lifecycle rules."""
     effects: list[_Effect] = []
     for rule in rules:
-        effects += _expiry(rule, prefix)
-        effects += _transitions(rule)
+        effects += _expiry_effects(rule, prefix)
+        effects += _transition_effects(rule)
     if effects:
         yield from effects
     else:
         yield _Effect(Level.OK, "no rule expires or moves objects of the store")
 
 
-def _expiry(rule: Rule, prefix: str) -> Iterator[_Effect]:
+def _expiry_effects(rule: Rule, prefix: str) -> Iterator[_Effect]:
     """Yield the effect of a rule that expires objects of the store."""
     expiration = rule.content.get("Expiration", {})
     when = expiration.get("Days", expiration.get("Date"))
@@ -192,7 +194,7 @@ def _expiry(rule: Rule, prefix: str) -> Iterator[_Effect]:
     )
 
 
-def _transitions(rule: Rule) -> Iterator[_Effect]:
+def _transition_effects(rule: Rule) -> Iterator[_Effect]:
     """Yield the effects of a rule that moves objects to other storage classes."""
     classes = _storage_classes(rule)
     archives = sorted(_ARCHIVES.intersection(classes))
@@ -220,11 +222,13 @@ def _storage_classes(rule: Rule) -> set[str]:
     }
 
 
-def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[_Effect]:
+def _tiering_effects(found: Mapping[str, Any], prefix: str) -> Iterator[_Effect]:
     """Yield the effects of Intelligent-Tiering: archived objects cannot be read."""
     configurations = found.get("IntelligentTieringConfigurationList", ())
     archiving = [
-        rule for rule in _rules(configurations, prefix) if rule.content.get("Tierings")
+        rule
+        for rule in _rules_for_store(configurations, prefix)
+        if rule.content.get("Tierings")
     ]
     for rule in archiving:
         text = (
@@ -240,7 +244,7 @@ def _tiering(found: Mapping[str, Any], prefix: str) -> Iterator[_Effect]:
         yield _Effect(Level.OK, "no archive access in Intelligent-Tiering")
 
 
-def _object_lock(found: Mapping[str, Any]) -> Iterator[_Effect]:
+def _object_lock_effects(found: Mapping[str, Any]) -> Iterator[_Effect]:
     """Yield whether objects can be deleted: a lock keeps the space of deleted ones."""
     configuration = found.get("ObjectLockConfiguration", {})
     retention = configuration.get("Rule", {}).get("DefaultRetention", {})
@@ -261,7 +265,7 @@ def _object_lock(found: Mapping[str, Any]) -> Iterator[_Effect]:
         yield _Effect(Level.OK, "off")
 
 
-def _rules(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
+def _rules_for_store(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
     """Return the rules that are in force for some objects of the store.
 
     :param contents: rules as S3 returns them.

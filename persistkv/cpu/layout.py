@@ -90,8 +90,9 @@ def head_slices(
 ) -> list[HeadSlice]:
     """Return the slices of one worker's pages in the head-sharded layout, by tensor.
 
-    For each tensor a row holds the parts of its pages in order, for each part the heads of all
-    workers, and for each head the bytes of all GPU blocks of the offloaded block.
+    A page consists of parts, and each part of heads (``HeadSharding``). For each tensor, a row
+    holds the parts in order; in each part the heads of all workers; and for each head the bytes of
+    all GPU blocks of the offloaded block.
 
     :raises ConfigurationError: a tensor does not state its heads, or they do not fit its pages.
     """
@@ -105,18 +106,20 @@ def head_slices(
         slices_per_part = 1
         if block_size_factor > 1:
             slices_per_part = heads_of[index].num_heads
-        size = tensor.page_size_bytes // (num_parts * slices_per_part)
-        size_in_row = size * block_size_factor
+        slice_bytes = tensor.page_size_bytes // (num_parts * slices_per_part)
+        slice_bytes_in_row = slice_bytes * block_size_factor
         # earlier tensors have the heads of all workers, too
         tensor_offset = offsets[index] * num_workers
         for part in range(num_parts):
             # in a row, each part has the slices of all workers, one worker after the other
-            first_in_page = part * slices_per_part
-            first_in_row = (part * num_workers + rank) * slices_per_part
+            first_slice_in_page = part * slices_per_part
+            first_slice_in_row = (part * num_workers + rank) * slices_per_part
             for position in range(slices_per_part):
-                page_offset = (first_in_page + position) * size
-                row_offset = tensor_offset + (first_in_row + position) * size_in_row
-                slices.append(HeadSlice(index, page_offset, size, row_offset))
+                slice_in_page = first_slice_in_page + position
+                slice_in_row = first_slice_in_row + position
+                page_offset = slice_in_page * slice_bytes
+                row_offset = tensor_offset + slice_in_row * slice_bytes_in_row
+                slices.append(HeadSlice(index, page_offset, slice_bytes, row_offset))
     return slices
 
 
@@ -199,7 +202,7 @@ def group_layouts(
                 for position in range(block_size_factor):
                     offset = first_page + position * page_bytes
                     ranges.append((offset, used_bytes))
-        layouts.append(GroupLayout(_merged(ranges)))
+        layouts.append(GroupLayout(_merged_ranges(ranges)))
     return tuple(layouts)
 
 
@@ -287,7 +290,7 @@ def _check_number(
         raise ConfigurationError(field, value, f"{lowest} to {highest}{unit}")
 
 
-def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _merged_ranges(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Return the ranges (offset, length) in ascending order, with adjacent and overlapping ones
     merged."""
     merged: list[tuple[int, int]] = []

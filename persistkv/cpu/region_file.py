@@ -111,7 +111,7 @@ class RegionFile:
         # A forked process shares the lock of its parent, and would take the file from it.
         is_opener = os.getpid() == self._pid
         # The exclusive lock is granted only if no other process uses the file.
-        if is_opener and _lock(lock_fd, fcntl.LOCK_EX):
+        if is_opener and _try_lock(lock_fd, fcntl.LOCK_EX):
             _unlink_if_at(lock_fd, self.path)
         os.close(lock_fd)
 
@@ -150,7 +150,7 @@ class RegionFile:
             if not created and os.fstat(lock_fd).st_size != size:
                 return None
             # another process is about to remove the file
-            if not _lock(lock_fd, fcntl.LOCK_SH):
+            if not _try_lock(lock_fd, fcntl.LOCK_SH):
                 return None
             # another process removed the file before it was locked
             if not _is_at(lock_fd, path):
@@ -252,7 +252,7 @@ def _remove_leftover(path: str) -> bool:
         return False
     try:
         is_own = os.fstat(fd).st_uid == os.geteuid()
-        removed = is_own and _lock(fd, fcntl.LOCK_EX) and _unlink_if_at(fd, path)
+        removed = is_own and _try_lock(fd, fcntl.LOCK_EX) and _unlink_if_at(fd, path)
     finally:
         os.close(fd)
     if removed:
@@ -260,7 +260,7 @@ def _remove_leftover(path: str) -> bool:
     return removed
 
 
-def _lock(fd: int, kind: int) -> bool:
+def _try_lock(fd: int, kind: int) -> bool:
     """Acquire a ``flock`` without waiting; return whether it was granted."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)

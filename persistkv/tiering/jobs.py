@@ -100,7 +100,7 @@ class JobsInFlight:
         self._jobs[job.data.job_id] = job
         return job
 
-    def take(self, job_id: int) -> TierJob | None:
+    def take_ended(self, job_id: int) -> TierJob | None:
         """Remove a job that has ended and return it; None: it is not in flight."""
         return self._jobs.pop(job_id, None)
 

@@ -467,9 +467,9 @@ class PrefillSpeed:
         self._mean_token_s += share * (token_s - self._mean_token_s)
         self._mean_depth_squared += share * (depth * depth - self._mean_depth_squared)
         self._mean_product += share * (token_s * depth - self._mean_product)
-        self._fit()
+        self._fit_line()
 
-    def _fit(self) -> None:
+    def _fit_line(self) -> None:
         """Compute from the means the line of a token's seconds by its depth (least squares)."""
         depth = self._mean_depth
         token_s = self._mean_token_s
@@ -567,7 +567,7 @@ class LoadChooser:
         if self._is_worth_loading(whole):
             return self._decision_to_load(whole, Reason.LOADED)
         # why the last runs are computed, even if earlier runs are loaded
-        reason = _reason(runs, start, self.prefill)
+        reason = _reason_to_compute(runs, start, self.prefill)
         # try the longest prefix first
         for num_runs in range(len(runs) - 1, 0, -1):
             prefix = self._estimate(runs[:num_runs], start)
@@ -642,7 +642,9 @@ def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None
     return slowest_s
 
 
-def _reason(runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed) -> Reason:
+def _reason_to_compute(
+    runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed
+) -> Reason:
     """Return why runs are computed. ``TOO_SHORT``: a load of 16 times the tokens would be faster
     than their computation, so the latency of the store is too long for so few; otherwise
     ``TOO_SLOW``."""

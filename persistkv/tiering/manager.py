@@ -350,7 +350,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _submit_promotions(self) -> None:
         """Submit the queued promotions, except those that wait for rows."""
-        for promotion in self._promotions.take():
+        for promotion in self._promotions.take_queued():
             if not promotion.tier.is_usable:
                 self._make_misses(promotion.keys)
             elif not self._submit_promotion(promotion):
@@ -376,10 +376,10 @@ class TieringOffloadingManager(OffloadingManager):
         if output is None:
             if self._may_wait_for_row(promotion):
                 return False
-            self._decline(keys)
+            self._decline_promotion(keys)
             return True
 
-        self._decline(keys[num_rows:])
+        self._decline_promotion(keys[num_rows:])
         allocated = set(output.keys_to_store)
         for key in fitting:
             # A block got no row if a store or another promotion has begun to write it since the
@@ -412,7 +412,7 @@ class TieringOffloadingManager(OffloadingManager):
             limit_s=self._load_limit_s(promotion.tier, context),
             decision=self._decision_of(context),
         )
-        self._submit(job)
+        self._submit_job(job)
 
     def _readable_blocks(self, context: ReqContext) -> list[OffloadKey]:
         """Return the request's blocks in the primary tier; none if it has no description."""
@@ -422,7 +422,7 @@ class TieringOffloadingManager(OffloadingManager):
                 readable += filter(self.primary_tier.is_ready, keys)
         return readable
 
-    def _decline(self, keys: Sequence[OffloadKey]) -> None:
+    def _decline_promotion(self, keys: Sequence[OffloadKey]) -> None:
         """Count blocks for whose promotion the primary tier has no rows, and make them misses."""
         self.stats.declined_promotions += len(keys)
         self._make_misses(keys)
@@ -543,7 +543,7 @@ class TieringOffloadingManager(OffloadingManager):
         allocated. The others do not: in a step without room, each call would poll in vain.
         """
         if self._jobs and not self._polled_in_step:
-            self._poll()
+            self._poll_tiers()
         output = self.primary_tier.prepare_store(keys, req_context)
         if output is None:
             return None
@@ -660,7 +660,7 @@ class TieringOffloadingManager(OffloadingManager):
             self.stats.cascaded_blocks += len(keys)
             self._cascades[tier].num_submitted_blocks += len(keys)
             job = self._jobs.add_cascade(tier, keys, rows, cascade.context)
-            self._submit(job)
+            self._submit_job(job)
         # end it after the submission: the tier receives a request's end after its last store job
         self._end_cascade(cascade)
 
@@ -679,7 +679,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     # Jobs
 
-    def _submit(self, job: TierJob) -> None:
+    def _submit_job(self, job: TierJob) -> None:
         """Submit a job to its tier. If the tier raises, end the job as failed."""
         if not job.tier.submit(job.data):
             self._end_job(JobResult(job.data.job_id, success=False))
@@ -714,7 +714,7 @@ class TieringOffloadingManager(OffloadingManager):
         if request is not None and request.load_reason is not Reason.DEADLINE:
             request.load_reason = reason
 
-    def _poll(self) -> None:
+    def _poll_tiers(self) -> None:
         """End the finished jobs of all tiers, and submit the waiting cascades for which this makes
         room."""
         self._polled_in_step = True
@@ -730,7 +730,7 @@ class TieringOffloadingManager(OffloadingManager):
 
     def _end_job(self, result: JobResult) -> None:
         """Process the result of a job of a secondary tier."""
-        job = self._jobs.take(result.job_id)
+        job = self._jobs.take_ended(result.job_id)
         if job is None:
             logger.error(
                 "a secondary tier reported job %d, which is not in flight",
@@ -767,12 +767,14 @@ class TieringOffloadingManager(OffloadingManager):
         # after a reset, no request waits for the blocks of the job
         if not job.is_reset:
             self._make_misses(failed)
-            self._deliver(job.tier, loaded)
+            self._deliver_promoted(job.tier, loaded)
         # do this last: it ends finished requests, whose tiers must have received the delivered
         # blocks
         self._end_awaited_writes(keys)
 
-    def _deliver(self, source: IsolatedTier, keys: Sequence[OffloadKey]) -> None:
+    def _deliver_promoted(
+        self, source: IsolatedTier, keys: Sequence[OffloadKey]
+    ) -> None:
         """Hold promoted blocks for the requests that wait for them. Pass the blocks to the
         request-level tiers of these requests, and of those that have offered them for storing.
 
@@ -905,7 +907,7 @@ class TieringOffloadingManager(OffloadingManager):
         submit promotions; then return the events of all tiers."""
         # a call of ``prepare_store`` may have polled in this step already
         if not self._polled_in_step:
-            self._poll()
+            self._poll_tiers()
         self._polled_in_step = False  # the next step begins
         for job in self._jobs.take_late():
             self._give_up_promotion(job)
@@ -961,7 +963,7 @@ class TieringOffloadingManager(OffloadingManager):
                     # each drain ends jobs, which makes room for the next cascades
                     if not tier.drain(deadline - time.monotonic()):
                         break
-                    self._poll()
+                    self._poll_tiers()
                 left_s = max(0.0, deadline - time.monotonic())
                 tier.shutdown(left_s)
         finally:

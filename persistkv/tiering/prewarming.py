@@ -60,10 +60,10 @@ class Prewarming:
         more contexts if none are left."""
         if not self._contexts and self._max_blocks > 0:
             # The first answer lists the recently used contexts, and all of these were returned:
-            # from now on, ``_ask`` asks for prefetches.
+            # from now on, ``_ask_tier`` asks for prefetches.
             if self._answered:
                 self.recent_ended = True
-            self._ask()
+            self._ask_tier()
             self._take_answer()
         if self._contexts:
             return self._contexts.popleft()
@@ -75,7 +75,7 @@ class Prewarming:
         queued."""
         return self._asked_at is not None or bool(self._contexts)
 
-    def _ask(self) -> None:
+    def _ask_tier(self) -> None:
         """Ask the tier for contexts, unless a question waits for its answer: first for recently
         used ones, and once these have ended for those of ``PersistentTier.prefetch``."""
         now = time.monotonic()

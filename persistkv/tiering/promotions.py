@@ -67,7 +67,7 @@ class PromotionQueue:
         """Remove and return the ids of the requests that wait for a block."""
         return self.waiters.pop(key, set())
 
-    def take(self) -> list[Promotion]:
+    def take_queued(self) -> list[Promotion]:
         """Remove and return all queued promotions; their blocks keep their waiters."""
         promotions = list(self.queued.values())
         self.queued = {}

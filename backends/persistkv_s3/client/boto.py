@@ -94,11 +94,11 @@ class BotoClient(Transport):
 
     def __init__(self, place: BucketPlace, options: S3Options) -> None:
         self._place = place
-        self._target = _given(
+        self._target = _without_none(
             Bucket=place.bucket, ExpectedBucketOwner=options.expected_bucket_owner
         )
         """Arguments of all requests."""
-        self._encryption = _given(
+        self._encryption = _without_none(
             ServerSideEncryption=options.sse,
             SSEKMSKeyId=options.sse_kms_key_id,
             BucketKeyEnabled=options.sse_bucket_key,
@@ -176,7 +176,7 @@ class BotoClient(Transport):
             etag = str(answer.get("ETag", ""))
             sink.expect(answer["ContentLength"], etag)
             with _cut_off(body, deadline):
-                _receive(body, f"{self._where}: GET {key}", sink, deadline)
+                _receive_body(body, f"{self._where}: GET {key}", sink, deadline)
 
     def _check_range(self, answer: Any, key: str, start: int, stop: int) -> None:
         """Raise ``BrokenError`` unless the server sends the requested range, or its part before the
@@ -405,7 +405,7 @@ class PlainBucket(BotoClient, PlainMedium):
             super().close()
 
 
-def _given(**options: str | bool | None) -> dict[str, str | bool]:
+def _without_none(**options: str | bool | None) -> dict[str, str | bool]:
     """Return the options that are not None: boto3 accepts no None for its parameters."""
     return {name: value for name, value in options.items() if value is not None}
 
@@ -421,7 +421,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _receive(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
+def _receive_body(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
     """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
     unchanged."""
     while len(room := sink.room()):
@@ -494,11 +494,11 @@ def _as_s3_error(error: Exception, what: str, deadline: Deadline) -> S3Error:
         OSError,
     )
     if isinstance(error, broken):
-        return BrokenError(f"{what}: {_cause(error)}")
-    return RequestRefusedError(f"{what}: {_cause(error)}")
+        return BrokenError(f"{what}: {_describe_cause(error)}")
+    return RequestRefusedError(f"{what}: {_describe_cause(error)}")
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     """Describe an error by its type and the system error that caused it. Its message may hold
     request headers."""
     name = type(error).__name__
@@ -583,12 +583,12 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     try:
         core, credentials = _make_session(options)
         session = boto3.session.Session(botocore_session=core)
-        client = _client_of(session, options, unsigned=is_unsigned)
+        client = _new_client(session, options, unsigned=is_unsigned)
         # only a client knows the endpoint, which may come from boto3's configuration
         is_encrypted = client.meta.endpoint_url.startswith("https:")
         if is_undecided and not is_encrypted:
             client.close()
-            client = _client_of(session, options, unsigned=False)
+            client = _new_client(session, options, unsigned=False)
     except (BotoCoreError, ValueError) as error:
         raise ConfigurationError(
             "s3 url", options.endpoint_url, f"options that boto3 accepts ({error})"
@@ -596,7 +596,7 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     return client, credentials
 
 
-def _client_of(session: Any, options: S3Options, *, unsigned: bool) -> Any:
+def _new_client(session: Any, options: S3Options, *, unsigned: bool) -> Any:
     """Return a client of a boto3 session.
 
     :param unsigned: whether signatures leave out the bodies of uploads.
@@ -609,11 +609,11 @@ def _client_of(session: Any, options: S3Options, *, unsigned: bool) -> Any:
         "s3",
         endpoint_url=options.endpoint_url,
         region_name=region,
-        config=Config(**_settings(options, unsigned=unsigned)),
+        config=Config(**_config_arguments(options, unsigned=unsigned)),
     )
 
 
-def _settings(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
+def _config_arguments(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
     """Return the arguments of botocore's ``Config`` for a client.
 
     :param unsigned: whether signatures leave out the bodies of uploads.

@@ -219,7 +219,7 @@ class Bucket:
         def attempt(deadline: Deadline) -> float:
             return self._transport.put(key, Body(pieces, deadline), deadline)
 
-        return self._run(attempt, transferred=lambda: num_bytes)
+        return self._run_with_retries(attempt, transferred=lambda: num_bytes)
 
     def read(
         self,
@@ -249,23 +249,23 @@ class Bucket:
                 # the object ends before the range, so there is nothing to read
                 sink.end()
 
-        self._run(attempt, transferred=lambda: sink.position)
+        self._run_with_retries(attempt, transferred=lambda: sink.position)
         # a generator that yields the buffers processes the last one now
         sink.exhaust()
         return sink.position
 
     def head(self, key: str) -> None:
-        self._run(partial(self._transport.head, key))
+        self._run_with_retries(partial(self._transport.head, key))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted
         by key. Each page has its own deadline."""
         list_page = partial(self._transport.list, prefix)
         # None: the first page
-        page = self._run(partial(list_page, None, after=after))
+        page = self._run_with_retries(partial(list_page, None, after=after))
         yield from page.objects
         while page.next is not None:
-            page = self._run(partial(list_page, page.next))
+            page = self._run_with_retries(partial(list_page, page.next))
             yield from page.objects
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -293,7 +293,7 @@ class Bucket:
         :raises RequestRefusedError: none of them is deleted, or probably none.
         """
         try:
-            self._run(partial(self._transport.delete, keys))
+            self._run_with_retries(partial(self._transport.delete, keys))
         except KeysRefusedError as error:
             return error
         except RequestRefusedError as error:
@@ -318,7 +318,9 @@ class Bucket:
         after: ObjectVersion | None = None
         while True:
             try:
-                page = self._run(partial(self._transport.versions, prefix, after))
+                page = self._run_with_retries(
+                    partial(self._transport.versions, prefix, after)
+                )
             except RequestRefusedError as error:
                 # report the refusal: without a list, some versions may be left
                 return str(error)
@@ -327,7 +329,9 @@ class Bucket:
                 batch = found[start : start + MOST_DELETED]
                 # go on with other versions if the server refuses to delete these
                 try:
-                    self._run(partial(self._transport.delete_versions, batch))
+                    self._run_with_retries(
+                        partial(self._transport.delete_versions, batch)
+                    )
                 except RequestRefusedError as error:
                     refusal = str(error)
             if page.next is None:
@@ -336,7 +340,7 @@ class Bucket:
 
     def setting(self, name: str) -> Mapping[str, Any]:
         """Return a setting of the bucket; empty if it was never set."""
-        return self._run(partial(self._transport.setting, name))
+        return self._run_with_retries(partial(self._transport.setting, name))
 
     def _delete_each(self, keys: Sequence[str]) -> RequestRefusedError | None:
         """Delete objects with a request for each; return the last refusal if some are refused.
@@ -348,7 +352,7 @@ class Bucket:
         refused_in_a_row = 0
         for key in keys:
             try:
-                self._run(partial(self._transport.delete, [key]))
+                self._run_with_retries(partial(self._transport.delete, [key]))
                 refused_in_a_row = 0
             except RequestRefusedError as error:
                 refusal = error
@@ -357,7 +361,7 @@ class Bucket:
                     raise
         return refusal
 
-    def _run(
+    def _run_with_retries(
         self,
         attempt: Callable[[Deadline], R],
         transferred: Callable[[], int] = lambda: 0,
@@ -373,7 +377,7 @@ class Bucket:
         earlier_failure: S3Error | None = None
         for attempts_left in reversed(range(MOST_ATTEMPTS)):
             try:
-                return self._attempt(attempt, deadline, transferred)
+                return self._attempt_once(attempt, deadline, transferred)
             except LateError as error:
                 # the previous attempt has left little time, so the error also names its failure
                 if earlier_failure is None:
@@ -394,7 +398,7 @@ class Bucket:
             most_jitter_s = min(2 * most_jitter_s, _LAST_BOUND_S)
         raise AssertionError("the last attempt returns or raises")
 
-    def _attempt(
+    def _attempt_once(
         self,
         attempt: Callable[[Deadline], R],
         deadline: Deadline,

@@ -160,7 +160,7 @@ class CPUCopyEngine(CopyEngine):
         for begin, end, rectangle in _rectangles(sub_blocks, rows):
             index = torch.from_numpy(blocks[begin:end])
             index = index.view(rectangle.shape[:2])
-            _move(pages, (index,), rectangle, gathers=is_store)
+            _copy_indexed(pages, (index,), rectangle, gathers=is_store)
 
     def _copy_page_run(
         self,
@@ -178,7 +178,7 @@ class CPUCopyEngine(CopyEngine):
         first = int(blocks[0])
         run = pages[first : first + len(blocks)]
         index = _row_index(sub_blocks, rows)
-        _move(rows, index, run, gathers=is_load)
+        _copy_indexed(rows, index, run, gathers=is_load)
 
     def _copy_buffered(
         self,
@@ -228,7 +228,7 @@ def _row_index(sub_blocks: IntArray, rows: torch.Tensor) -> IndexTensors:
     return torch.from_numpy(row), torch.from_numpy(position)
 
 
-def _move(
+def _copy_indexed(
     indexed: torch.Tensor,
     index: IndexTensors,
     plain: torch.Tensor,

@@ -153,7 +153,7 @@ def test_read_broken_off_keeps_blocks_received_before(
         raise LateError("the deadline passed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("persistkv_s3.client.boto._receive", break_off)
+        patch.setattr("persistkv_s3.client.boto._receive_body", break_off)
         failed = store.read(keys, range(32))
     came = 32 - len(failed)
     assert 0 < came < 32

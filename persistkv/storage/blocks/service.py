@@ -184,15 +184,22 @@ class BlockService:
         accepted = await self.store.put(request, keys, own_places, depths, tenant)
         # End the request before the next ``await``, in which the commit task could run: one
         # transaction then has both the blocks and the manifest.
-        group_keys = {job.group: keys}
-        end = self._end_request(request, group_keys, job.labels, job.retention, tenant)
+        end = self._end_request(
+            request,
+            keys,
+            job.group,
+            job.labels,
+            job.retention,
+            tenant,
+        )
         await self.store.finish(accepted)
         return await end
 
     def _end_request(
         self,
         request: str,
-        keys: Mapping[int, Keys],
+        keys: Keys,
+        group: int,
         labels: Mapping[str, str],
         retention: Retention,
         tenant: str,
@@ -200,23 +207,19 @@ class BlockService:
         """End a request. The result of the returned future will be whether all of its keys are
         durable.
 
-        :param keys: keys of the context by KV cache group.
+        :param keys: keys of the context, all of one KV cache group.
         """
         loop = asyncio.get_running_loop()
         committed: asyncio.Future[bool] = loop.create_future()
         self._open_ends[request] = committed  # ``_take_report`` sets its result
         num_groups = len(self._memory.layout.groups)
-        group_keys: list[list[bytes]] = []
-        for group in range(num_groups):
-            keys_of_group = keys.get(group, ())
-            group_keys.append(list(keys_of_group))
-        # the group with the most keys covers all tokens: a call may give keys of one group only
-        num_blocks = max(map(len, group_keys))
+        group_keys: list[list[bytes]] = [[] for _ in range(num_groups)]
+        group_keys[group] = list(keys)
         end = RequestEnd(
             request=request,
             manifest_id=request,
             group_keys=tuple(group_keys),
-            tokens=num_blocks * self._tokens_per_block,
+            tokens=len(keys) * self._tokens_per_block,
             block_size=self._tokens_per_block,
             labels=dict(labels),
             retention=retention,
@@ -273,7 +276,8 @@ class BlockService:
 
     async def pin(
         self,
-        keys: Mapping[int, Keys],
+        keys: Keys,
+        group: int,
         labels: Mapping[str, str],
         ttl_s: float | None,
         tenant: str,
@@ -283,7 +287,14 @@ class BlockService:
         request = secrets.token_hex(16)
         retention = Retention(pin=True, ttl_s=ttl_s)
         with self._call():
-            is_whole = await self._end_request(request, keys, labels, retention, tenant)
+            is_whole = await self._end_request(
+                request,
+                keys,
+                group,
+                labels,
+                retention,
+                tenant,
+            )
         return request, is_whole
 
     async def unpin(self, pin: str) -> None:

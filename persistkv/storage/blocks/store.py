@@ -485,13 +485,13 @@ class BlockStore:
         :raises StoreTimeoutError: the deadline has passed; the blocks may be pinned later.
         :raises StoreError: the medium failed, or the store is read-only.
         """
-        full = {group: self._full_keys(keys, group)}
+        full = self._full_keys(keys, group)
         # without keys, there is no tenant either
         tenants = list(self._positions_by_tenant(keys)) or [DEFAULT_TENANT]
         if len(tenants) > 1:
             raise ValueError(f"a pin for keys of {len(tenants)} tenants")
         (tenant,) = tenants
-        pinning = self._service.pin(full, labels, ttl_s, tenant)
+        pinning = self._service.pin(full, group, labels, ttl_s, tenant)
         pin, is_whole = self._wait(pinning, timeout_s)
         if is_whole:
             return pin

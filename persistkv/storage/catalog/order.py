@@ -68,7 +68,9 @@ _MAX_PINS = (1 << 32) - 1  # largest ``Use.pins``, which is recorded in 32 bits
 _MOMENTS_PER_S = 1_000_000
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CLOCK_ROW = b"clock"
-_CLOCK = struct.Struct("<Qddd16sdd")  # the fields of ``_ClockRow``
+# row of the clock: number of the last moment, ``StoreClock.time``, the fields of ``Reading``, the
+# other fields of ``StoreClock``
+_CLOCK = struct.Struct("<Qddd16sdd")
 
 
 class Reading(NamedTuple):
@@ -167,20 +169,6 @@ class StoreClock(NamedTuple):
         )
 
 
-class _ClockRow(NamedTuple):
-    """Row of the clock in ``META``."""
-
-    moment: int
-    """Number of the last moment."""
-    time: float
-    """``StoreClock.time``; the fields below are those of ``StoreClock``, and of its ``Reading``."""
-    wall: float
-    since_boot: float
-    boot: bytes
-    unconfirmed_s: float
-    confirming_since: float
-
-
 @cache  # the file cannot change while this process runs
 def _boot() -> bytes:
     """Return 16 bytes that identify the present boot."""
@@ -204,23 +192,16 @@ def read_clock(rows: TableRows) -> tuple[int, StoreClock]:
         return 0, StoreClock(now.wall, now)
     if len(encoded) != _CLOCK.size:
         raise _unreadable_clock(encoded)
-    row = _ClockRow._make(_CLOCK.unpack(encoded))
-    if row.moment > MAX_COUNT:
+    moment, time, wall, since_boot, boot, *confirmation = _CLOCK.unpack(encoded)
+    # ``confirmation`` has the fields ``unconfirmed_s`` and ``confirming_since``
+    clock = StoreClock(time, Reading(wall, since_boot, boot), *confirmation)
+    if moment > MAX_COUNT:
         raise _unreadable_clock(encoded)
-    times = (
-        row.time,
-        row.wall,
-        row.since_boot,
-        row.unconfirmed_s,
-        row.confirming_since,
-    )
-    for seconds in times:
+    for seconds in (time, wall, since_boot, *confirmation):
         # compare with ``not … <=``, which also refuses NaN
         if not 0 <= seconds <= _LATEST_S:
             raise _unreadable_clock(encoded)
-    at = Reading(row.wall, row.since_boot, row.boot)
-    clock = StoreClock(row.time, at, row.unconfirmed_s, row.confirming_since)
-    return row.moment, clock
+    return moment, clock
 
 
 def _unreadable_clock(row: Buffer) -> CorruptStoreError:
@@ -229,16 +210,14 @@ def _unreadable_clock(row: Buffer) -> CorruptStoreError:
 
 def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
     """Record the number of the last moment and the clock at that moment."""
-    row = _ClockRow(
-        moment=moment,
-        time=clock.time,
-        wall=clock.at.wall,
-        since_boot=clock.at.since_boot,
-        boot=clock.at.boot,
-        unconfirmed_s=clock.unconfirmed_s,
-        confirming_since=clock.confirming_since,
+    row = _CLOCK.pack(
+        moment,
+        clock.time,
+        *clock.at,
+        clock.unconfirmed_s,
+        clock.confirming_since,
     )
-    rows.put(META, _CLOCK_ROW, _CLOCK.pack(*row))
+    rows.put(META, _CLOCK_ROW, row)
 
 
 def _expiring(rows: TableRows, entry: bytes) -> Chain | None:

@@ -183,7 +183,7 @@ class StoreKey:
         sealed = seal_record(self._wrapping_key(salt), name, key.secret)
         return WrappedKey(keyring, key.id, self.id, salt, sealed)
 
-    def unwrap(self, wrapped: WrappedKey) -> DataKey:
+    def _unwrap(self, wrapped: WrappedKey) -> DataKey:
         """Return a data key of the store itself, not of a tenant.
 
         :raises WrongKeyError: another store key wraps it.
@@ -214,7 +214,8 @@ class StoreKey:
         # this also refuses an empty list, which names no keyring
         if len(keyrings) != 1:
             raise CorruptPackError("keys", f"they belong to {len(keyrings)} keyrings")
-        return Keyring(keyrings.pop(), map(self.unwrap, entries))
+        data_keys = map(self._unwrap, entries)
+        return Keyring(keyrings.pop(), data_keys)
 
     def _wrapping_key(self, salt: bytes) -> bytes:
         return derive(self._secret, salt, _WRAPPED)

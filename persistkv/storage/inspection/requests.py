@@ -134,11 +134,13 @@ class RequestView(msgspec.Struct, frozen=True):
         manifest: RequestManifest,
         use: RequestUse | None,
         store_ttl_s: float | None = None,
+        short_id: str = "",
     ) -> RequestView:
         """Return the view of a manifest head and of its use.
 
         :param use: use of the request; None: unknown.
         :param store_ttl_s: ttl of the store in seconds; None: the store has none.
+        :param short_id: empty: the ids of the other requests are not known.
         """
         view = cls(
             id=manifest.id,
@@ -150,7 +152,7 @@ class RequestView(msgspec.Struct, frozen=True):
             raw_bytes=manifest.raw_bytes,
             ordered=manifest.ordered,
             labels=manifest.labels,
-            short_id=manifest.id,  # a caller that knows the other ids shortens it
+            short_id=short_id or manifest.id,
             context=manifest.context.hex(),
             ttl_s=manifest.ttl_s,
             priority=manifest.priority,
@@ -226,9 +228,13 @@ class FoundRequest(NamedTuple):
         catalogue = backend.catalogue(self.namespace.id)
         (use,) = catalogue.uses([self.manifest.id])
         ttl_s = backend.policy().ttl_s
-        view = RequestView.of(self.namespace.id, self.manifest, use, ttl_s)
-        short_id = self.short_id or view.id
-        return msgspec.structs.replace(view, short_id=short_id)
+        return RequestView.of(
+            self.namespace.id,
+            self.manifest,
+            use,
+            ttl_s,
+            self.short_id,
+        )
 
 
 def chosen_namespaces(

@@ -14,6 +14,7 @@ import logging
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from persistkv.storage.catalog.rows import (
     MAX_COUNT,
@@ -267,4 +268,4 @@ def with_default(
         rest.stored_bytes -= totals.stored_bytes
     if rest.packs > 0 or rest.stored_bytes > 0:
         found.append(rest)
-    return sorted(found, key=lambda totals: totals.tenant)
+    return sorted(found, key=attrgetter("tenant"))

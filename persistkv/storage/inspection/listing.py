@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -55,13 +56,13 @@ class Sort(enum.StrEnum):
 _SortKey = Callable[[RequestView], tuple[Any, ...]]
 # Sort keys. Each contains the id of the request, so that pages of equal values have a fixed order.
 _KEYS: dict[Sort, _SortKey] = {
-    Sort.CREATED: lambda view: (view.created, view.id),
+    Sort.CREATED: attrgetter("created", "id"),
     Sort.USED: lambda view: (view.last_used or 0.0, view.created, view.id),
-    Sort.TOKENS: lambda view: (view.tokens, view.created, view.id),
-    Sort.BLOCKS: lambda view: (view.blocks, view.created, view.id),
-    Sort.SIZE: lambda view: (view.raw_bytes, view.created, view.id),
+    Sort.TOKENS: attrgetter("tokens", "created", "id"),
+    Sort.BLOCKS: attrgetter("blocks", "created", "id"),
+    Sort.SIZE: attrgetter("raw_bytes", "created", "id"),
     Sort.HITS: lambda view: (view.hits or 0, view.last_used or 0.0, view.id),
-    Sort.ID: lambda view: (view.id, view.namespace),
+    Sort.ID: attrgetter("id", "namespace"),
     Sort.NAMESPACE: lambda view: (view.namespace, -view.created, view.id),
 }
 # people look for the newest and the largest, but read names from the beginning of the alphabet
@@ -187,4 +188,4 @@ def _uses_of(
 
 def _oldest(group: list[RequestView]) -> RequestView:
     """Return the oldest copy of a group."""
-    return min(group, key=lambda view: view.created)
+    return min(group, key=attrgetter("created"))

@@ -208,7 +208,7 @@ class FoundRequest(NamedTuple):
                 found.append(manifest)
         if not found:
             raise NotFoundError(f"{self.manifest.id} was deleted meanwhile")
-        found.sort(key=lambda manifest: manifest.created)
+        found.sort(key=attrgetter("created"))
         return found
 
     def keys(self, backend: Backend) -> ManifestKeys:

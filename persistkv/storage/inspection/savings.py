@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 import msgspec
 
 from persistkv.storage.backend import Backend
@@ -41,7 +43,7 @@ def saved_totals(backend: Backend) -> list[SavedTotals]:
             _saved(total, label, restored.requests, restored.tokens)
             for label, restored in total.labels.items()
         ]
-        labels.sort(key=lambda row: row.tokens, reverse=True)
+        labels.sort(key=attrgetter("tokens"), reverse=True)
         rows += labels
     return rows
 

@@ -138,6 +138,7 @@ class RequestDescription:
         """
         known = self.group_keys[group_idx]
         for key in keys:
+            # a key that occurs twice keeps its first depth
             self._depths.setdefault(key, len(known))
             known.append(key)
 

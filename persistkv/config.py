@@ -406,6 +406,7 @@ class Registry(Generic[T]):
         return found
 
     def _plugins(self) -> dict[str, EntryPoint]:
+        """Return the installed plug-ins by name; none is imported yet."""
         points = entry_points(group=self._group)
         return {point.name: point for point in points}
 

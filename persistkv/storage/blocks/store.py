@@ -544,6 +544,7 @@ class BlockStore:
         :returns: False: a call hung for ``timeout_s`` seconds. The store then closes when the call
             ends, or with the process; acknowledged blocks are durable.
         """
+        # a forked child has no thread of the store, so there is nothing to wait for
         if os.getpid() != self._owner_pid:
             return True
         # start the end after all calls that have started, so that the service waits for these calls

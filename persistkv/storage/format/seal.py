@@ -499,7 +499,7 @@ class KeySeal(Seal):
         return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
-        # a short record may come from a time when the store had no key
+        # the store may have written a short record before it had a key
         if len(record) < RECORD_BYTES:
             raise CorruptPackError("record", "it was not sealed with a key")
         key_id, salt = _RECORD.unpack_from(record)

@@ -99,7 +99,7 @@ def candidates(
         differing = [difference.field for difference in differences]
         if differing == [RELEASE_FIELD]:
             found.append(other)
-    # ordering them scans the manifests of each candidate
+    # order several ones only, because that scans the manifests of each candidate
     if len(found) > 1:
         found.sort(key=partial(_last_write, backend), reverse=True)
     return found

@@ -15,7 +15,6 @@ from persistkv.cpu.layout import (
     HeadSlice,
     KVMemory,
     cell_bytes,
-    check_kv_caches,
     head_slices,
     tensor_offsets,
 )
@@ -45,10 +44,10 @@ class CpuGpuOffloadingHandlers:
         *,
         head_sharded: bool = False,
     ) -> None:
-        check_kv_caches(kv_caches, block_size_factor)
+        # this raises if the caches or the factor are invalid
+        cell = cell_bytes(kv_caches, block_size_factor)
         device = kv_caches.tensors[0].tensor.device
         engine_class = copy_engine_class(device)
-        cell = cell_bytes(kv_caches, block_size_factor)
         if cell != region.cpu_page_size:
             raise ConfigurationError(
                 "cpu_page_size", region.cpu_page_size, f"{cell}, as the KV caches have"

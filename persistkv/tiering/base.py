@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -103,11 +102,11 @@ class SecondaryTierManager(ABC):
         about 1 µs."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return the number of keys before the first one for which ``lookup`` does not return
-        True."""
-        return sum(
-            1 for _ in takewhile(lambda key: self.lookup(key, req_context), keys)
-        )
+        """Return for how many of the keys, from the first on without a gap, ``lookup`` would return
+        True. 0, the default, also if the tier has nothing faster than a call of ``lookup`` for
+        each key: the manager makes these calls then.
+        """
+        return 0
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:

@@ -50,11 +50,6 @@ class IsolatedTier:
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
         """Calls a method of the tier; ``default`` is the result if the method raises."""
-        own_lookup_prefix = type(tier).lookup_prefix
-        self._has_lookup_prefix = (
-            own_lookup_prefix is not SecondaryTierManager.lookup_prefix
-        )
-        """Whether the tier overrides ``lookup_prefix``."""
 
     # Lookup
 
@@ -70,12 +65,9 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return how many of the keys, from the first on without a gap, the tier holds.
-
-        0 also if the tier has no ``lookup_prefix`` of its own: the manager then calls ``lookup``
-        for each key, which is as fast.
-        """
-        if not (self.is_usable and self._has_lookup_prefix):
+        """Return how many of the keys, from the first on without a gap, the tier holds; 0 also if
+        only ``lookup`` tells (``SecondaryTierManager.lookup_prefix``)."""
+        if not self.is_usable:
             return 0
         return self._attempt(
             self.tier.lookup_prefix,

@@ -168,8 +168,8 @@ class TieringOffloadingManager(OffloadingManager):
         req_context: ReqContext,
     ) -> list[bool | None]:
         """See ``OffloadingManager``. From the first key on that is not readable in the primary
-        tier, one call probes each secondary tier for all keys, if the tier has its own
-        ``lookup_prefix``.
+        tier, one call probes each secondary tier for all keys. Keys that it does not find are
+        looked up one by one, because a tier may have no such call.
         """
         answers: list[bool | None] = []
         for key in keys:

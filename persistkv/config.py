@@ -101,7 +101,7 @@ def exact_size(num_bytes: int) -> str:
     for unit in ("PiB", "TiB", "GiB", "MiB", "KiB"):
         if num_bytes % _UNITS[unit] == 0:
             return f"{num_bytes // _UNITS[unit]}{unit}"
-    return f"{num_bytes} bytes"
+    return f"{num_bytes}B"
 
 
 def exact_duration(seconds: float) -> str:

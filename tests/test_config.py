@@ -91,11 +91,12 @@ def test_parse_duration_invalid_text_raises_and_names_field(value: str) -> None:
         (3 << 29, "1536MiB"),
         (1 << 40, "1TiB"),
         (4096, "4KiB"),
-        (1000, "1000 bytes"),
+        (1000, "1000B"),
     ],
 )
 def test_exact_size_is_largest_unit_without_rounding(num_bytes: int, text: str) -> None:
     assert exact_size(num_bytes) == text
+    assert parse_size(text, name="capacity") == num_bytes
 
 
 @pytest.mark.parametrize("text", ["7d", "36h", "90m", "90s", "0.5s"])

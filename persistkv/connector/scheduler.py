@@ -135,6 +135,7 @@ class _ScheduledRequest:
             raise ValueError(f"a load up to token {stop} ends within a block")
         for group, geometry in enumerate(self.geometries):
             needed = geometry.device_blocks(stop, start=self.num_local_tokens)
+            # ``check_tables`` has checked that the table is long enough
             targets = tables[group][needed.start : needed.stop]
             if None in targets:
                 raise ValueError(
@@ -607,8 +608,8 @@ class OffloadingConnectorScheduler:
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-        # The blocks to load are in the primary tier already. The requests that computed the local
-        # tokens have offered the blocks of these tokens.
+        # Neither the loaded blocks are stored again, which are in the primary tier, nor those of
+        # the local tokens, which the requests that computed these have offered.
         request.skip_stores(request.num_matched_tokens)
         return request.num_external_tokens
 
@@ -692,7 +693,8 @@ class OffloadingConnectorScheduler:
         called once per engine step."""
         events = list(self.manager.take_events())
         key_bytes = self._key_bytes
-        # no request has had keys yet, from whose length the part that names a tenant is found
+        # Before the first request, the length of the engine's keys is unknown, and with it the part
+        # of a key that a tenant adds.
         if key_bytes is None:
             return events
         shown = []

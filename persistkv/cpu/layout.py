@@ -422,6 +422,7 @@ def _pair_blocks(
     for num_blocks, first_index in groups:
         # the group's first block may be in the middle of its first row
         skipped = first_index % factor
+        # a group without blocks has no row, wherever its first block would be
         num_rows = 0
         if num_blocks:
             num_rows = divide_up(skipped + num_blocks, factor)

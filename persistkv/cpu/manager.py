@@ -305,7 +305,10 @@ class CPUOffloadingManager(OffloadingManager):
             raise KeyError(f"block {missing} is not held") from None
 
     def _free_before_reset(self, unused: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Free and return those blocks in ``unused`` that date from before a ``reset_cache``."""
+        """Free and return those blocks that date from before a ``reset_cache``.
+
+        :param unused: blocks whose last reader or writer has ended.
+        """
         if not self._before_reset:
             return []
         ended = [key for key in unused if key in self._before_reset]

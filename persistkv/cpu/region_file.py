@@ -117,7 +117,8 @@ class RegionFile:
 
     @classmethod
     def _create_or_attach(cls, path: str, size: int) -> RegionFile | None:
-        """Try once. None: the caller must retry, because the file is not ready or was removed."""
+        """Try once to create the file, or to attach to it. None: the caller must retry, because the
+        file is not ready or was removed."""
         lock_fd = _create(path)
         if lock_fd is not None:
             return cls._lock_and_allocate(lock_fd, path, size, created=True)

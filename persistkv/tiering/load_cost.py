@@ -611,8 +611,8 @@ class LoadChooser:
         :param reason: why the runs after them are computed; ``LOADED``: there are none.
         """
         deadline_s = math.inf
-        # Without a cost limit, no times were compared: there is no deadline, and the next
-        # comparison is as after the last one.
+        # Without a cost limit, no times were compared: there is no deadline, and ``_was_chosen``
+        # keeps the result of the last comparison.
         if not estimate.always_load:
             self._was_chosen = True
             deadline_s = _deadline_s(estimate.load_s, estimate.compute_s)

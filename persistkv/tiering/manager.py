@@ -242,7 +242,8 @@ class TieringOffloadingManager(OffloadingManager):
         """Decide how many runs of keys the request loads, from the first one on. The first key of
         the next run becomes a miss, which ends the lookup of the prefix. Without a decision, the
         request loads all runs."""
-        # decide nothing: blocks that are being loaded for another request cost nothing more
+        # Blocks of the prefix are being loaded for other requests, at no further cost: wait for
+        # them, and decide nothing.
         waiters = self._promotions.waiters
         if waiters and not waiters.keys().isdisjoint(keys):
             return

@@ -408,7 +408,7 @@ class PersistentTier(SecondaryTierManager):
             load.is_abandoned = True
 
     def _end_probe(self) -> None:
-        """Take the answer of a probe, and learn from it."""
+        """Take the answer of a probe, if it has arrived, and learn from it."""
         probed = self.client.take_probed()
         if probed is None:
             return

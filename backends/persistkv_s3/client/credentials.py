@@ -74,7 +74,7 @@ class DeferredCredentials:
         with self._lock:
             if self._are_valid_for(_RENEW_S):
                 return None
-            # between the two limits, credentials are renewed and requests use the present ones
+            # for so long, requests use the present credentials while these are renewed
             usable = self._are_valid_for(_VALID_S)
             if self._is_search_due(usable=usable):
                 self._start_search(what, usable=usable)

@@ -263,8 +263,8 @@ class Sink:
         self._room = self._room[count:]
 
     def exhaust(self) -> None:
-        """Request the buffer after the last one: a generator that yields the buffers processes a
-        full one when the next is requested.
+        """Let the owner of the buffers process the last one, if it is full: a generator that yields
+        the buffers processes each when the next one is requested.
 
         :raises ValueError: the buffers hold more bytes than the range.
         """

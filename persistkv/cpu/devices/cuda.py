@@ -112,6 +112,7 @@ class CUDACopyEngine(CopyEngine):
                 # later jobs have not ended either, because one stream runs them in order
                 if not job.end.query():  # type: ignore[no-untyped-call]
                     break
+                # ``elapsed_time`` is in milliseconds
                 seconds = job.begin.elapsed_time(job.end) / 1e3
                 result = TransferResult(
                     job.job_id,

@@ -200,7 +200,9 @@ class _ScheduledRequest:
         return dict(zip(keys[first:end], filled, strict=True))
 
     def offer_again(
-        self, offers: Sequence[_Offer], num_accepted: Sequence[int]
+        self,
+        offers: Sequence[_Offer],
+        num_accepted: Sequence[int],
     ) -> None:
         """Move ``next_store`` back to the first refused block of each group, so that the next call
         of ``take_filled_blocks`` offers it again.

@@ -80,7 +80,9 @@ class FilterReusedOffloadingManager(OffloadingManager):
         return self.backing.lookup(key, req_context)
 
     def _blocks_to_count(
-        self, key: OffloadKey, req_context: ReqContext
+        self,
+        key: OffloadKey,
+        req_context: ReqContext,
     ) -> list[OffloadKey]:
         """Return the blocks for which a lookup of ``key`` counts: ``key`` alone for a request
         without a description, otherwise all blocks of the request that were not counted yet. The

@@ -580,9 +580,12 @@ class LoadChooser:
         """Return the expected times of these runs, which begin at token ``start``."""
         load_s = _parallel_load_s(runs)
         compute_s = self.prefill.expected_s(start, runs[-1].stop)
+        num_runs = len(runs)
         if load_s is None:
-            return _Estimate(len(runs), 0.0, compute_s, always_load=True)
-        return _Estimate(len(runs), load_s, compute_s)
+            return _Estimate(
+                num_runs, load_s=0.0, compute_s=compute_s, always_load=True
+            )
+        return _Estimate(num_runs, load_s, compute_s)
 
     def _is_worth_loading(self, estimate: _Estimate) -> bool:
         """Return whether to load: the load is faster than the computation, or a trial. Of the loads
@@ -643,7 +646,9 @@ def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None
 
 
 def _reason_to_compute(
-    runs: Sequence[LoadRun], start: int, prefill: PrefillSpeed
+    runs: Sequence[LoadRun],
+    start: int,
+    prefill: PrefillSpeed,
 ) -> Reason:
     """Return why runs are computed. ``TOO_SHORT``: a load of 16 times the tokens would be faster
     than their computation, so the latency of the store is too long for so few; otherwise

@@ -774,7 +774,9 @@ class TieringOffloadingManager(OffloadingManager):
         self._end_awaited_writes(keys)
 
     def _deliver_promoted(
-        self, source: IsolatedTier, keys: Sequence[OffloadKey]
+        self,
+        source: IsolatedTier,
+        keys: Sequence[OffloadKey],
     ) -> None:
         """Hold promoted blocks for the requests that wait for them. Pass the blocks to the
         request-level tiers of these requests, and of those that have offered them for storing.

@@ -84,7 +84,7 @@ class _Effect(NamedTuple):
 
 
 class _Setting:
-    """A setting that was read, or the reason why it was not."""
+    """A setting of the bucket that was read, or the reason why it was not."""
 
     def __init__(
         self,

@@ -340,7 +340,8 @@ class _Lookups:
 
 
 class OffloadingConnectorScheduler:
-    """Plans transfers between the device and a manager's primary tier.
+    """Plans transfers between the device and a manager's primary tier: loads of matched prefixes,
+    and stores of blocks that became full.
 
     Methods that take a ``req_id``, except ``on_new_request``, raise KeyError if there is no such
     request.

@@ -21,7 +21,8 @@ class Cascade:
 
 
 class CascadeQueue:
-    """Cascades of one tier that are not submitted yet, and the number of blocks in those that are.
+    """Cascades, copies of blocks from the primary tier, to one tier: those that are not submitted
+    yet, and the number of blocks in those that are.
 
     :param max_blocks: rows that submitted cascades may keep from eviction.
     """

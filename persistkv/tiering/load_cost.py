@@ -540,7 +540,8 @@ class _Estimate(NamedTuple):
 
 
 class LoadChooser:
-    """Decides how many runs each request of one engine loads."""
+    """Decides how many runs of blocks each request of one engine loads from stores, instead of
+    computing them."""
 
     def __init__(self, prefill: PrefillSpeed) -> None:
         self.prefill = prefill

@@ -97,8 +97,9 @@ class TieringStats:
 
 
 class TieringOffloadingManager(OffloadingManager):
-    """Manager of the primary tier and all secondary tiers. Not thread-safe: called from the
-    scheduler's thread.
+    """Manager of the primary tier and all secondary tiers: looks blocks up in each, promotes them
+    from secondary tiers to the primary one, and cascades them the other way. Not thread-safe:
+    called from the scheduler's thread.
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.

@@ -159,7 +159,7 @@ class _Load:
 
 class PersistentTier(SecondaryTierManager):
     """Secondary tier that stores the blocks of whole requests durably, so that they survive
-    restarts of the engine.
+    restarts of the engine. The store's host, usually a process, does the I/O.
 
     The constructor waits up to ``open_timeout_s`` seconds for the store. Later calls wait only if
     their description says so.

@@ -13,8 +13,8 @@ _LONGEST_S = 5.0  # maximum seconds between two probes
 
 
 class ProbeTimer:
-    """Times of the probes of one store: one when it is judged too slow, then others at growing
-    distances, up to 5 s, one at a time."""
+    """Times of the probes of one store, small reads that show how fast it is: one when it is judged
+    too slow, then others at growing distances, up to 5 s, one at a time."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """:param clock: returns seconds."""

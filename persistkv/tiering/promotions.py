@@ -37,8 +37,8 @@ class Promotion:
 
 
 class PromotionQueue:
-    """Promotions of the current step, at most one for each tier and request, and the requests that
-    wait for promoted blocks. Not thread-safe.
+    """Promotions, loads of blocks into the primary tier, of the current step: at most one for each
+    tier and request. Also the requests that wait for promoted blocks. Not thread-safe.
 
     A block has waiters from its lookup until its promotion ends, so no block is promoted twice at
     the same time.

@@ -78,7 +78,8 @@ LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
-    """Circuit breaker, see the top of this file. Thread-safe.
+    """Circuit breaker: after bad answers it holds requests back for a pause, then admits one as a
+    probe. The top of this file has its states and what a bad answer is. Thread-safe.
 
     :param name: name of the server in the log.
     :param slow_s: seconds after which an answer is bad; an answer with many bytes has more time.
@@ -183,8 +184,9 @@ class Breaker:
 
 
 class Bucket:
-    """Operations on one bucket, see the top of this file. Thread-safe. A failed operation raises an
-    ``S3Error``, or the error of its sink. ``Transport`` specifies arguments and results.
+    """Operations on one bucket, with a deadline, retries and the breaker. Thread-safe. A failed
+    operation raises an ``S3Error``, or the error of its sink. ``Transport`` specifies arguments and
+    results.
 
     :param transport: client that makes the attempts; closed with the bucket.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.

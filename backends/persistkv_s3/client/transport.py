@@ -182,7 +182,7 @@ class Body:
 
 
 class Sink:
-    """Destination of a range of an object that may end before the range does.
+    """Destination of a download: buffers for a range of an object, which may end before the range.
 
     :param length: bytes that the buffers hold together.
     :param buffers: each is taken when those before it are full. Exceptions of the iterable pass

@@ -289,7 +289,8 @@ class Backend(ABC):
         """
 
     def notes(self, namespace: bytes, names: Sequence[str]) -> list[bytes | None]:
-        """Return the content of several notes, in order; see ``note``."""
+        """Return the content of several notes, in order; None for each that is absent or
+        damaged."""
         return [self.note(namespace, name) for name in names]
 
     @abstractmethod

@@ -123,10 +123,10 @@ class Blobs(ABC):
         """Delete blobs with all older versions that the medium keeps, also versions of blobs that
         were deleted before. Other names are ignored.
 
-        :param prefix: as in ``list``; all names start with it.
+        :param prefix: empty, or ends with ``/``; all names start with it.
         :returns: what the medium does not let the caller delete, in sentences; empty: nothing is
             left.
-        :raises StoreError: as in ``delete``.
+        :raises StoreError: some may have been deleted, or may be deleted later.
         """
         self.delete(list(names))
         return []

@@ -403,11 +403,12 @@ class StoreClient:
         """Submit a load job: read blocks into these rows, which the host may write until ``poll``
         returns the job.
 
-        The other parameters and errors are those of ``submit_store``.
-
+        :param job_id: chosen by the caller; no other job in flight may have it.
+        :param block_ids: for each key, the number of the row to fill.
         :param deadline: ``time.monotonic`` time at which blocks fail whose reads have not begun. A
             host whose read is still in progress 2 s later is killed, if it is a process. None: no
             deadline.
+        :raises ValueError: a key is empty; nothing was submitted.
         """
         self.counters.load_jobs += 1
         if self.state is not State.OPEN:

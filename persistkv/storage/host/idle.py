@@ -19,7 +19,8 @@ class IdleSupervision:
 
     def __init__(self, look: Callable[[], bool]) -> None:
         """:param look: a bound method that checks the host, called with ``lock`` held; returns
-        whether the store is open. The supervision ends when nothing else refers to its object.
+        whether the store is open. The thread ends when nothing else refers to the object of this
+        method.
         """
         # keep a weak reference, because the thread would otherwise keep the rows of a client mapped
         # that was dropped without ``close``

@@ -183,8 +183,8 @@ class CommitQueue:
     def take_tenants(self, tenants: Collection[str]) -> list[PackWriter]:
         """Remove and return the packs of these tenants that no commit has taken yet, for the caller
         to drop."""
-        # a job that waits for one of these packs sees that the number has grown, and does not store
-        # its blocks again
+        # ``Store.finish`` compares this number: a job that waits for one of these packs must not
+        # store its blocks again.
         self.losses.update(tenants)
         taken: list[PackWriter] = []
         for writer in self.take_direct():

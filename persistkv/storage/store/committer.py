@@ -59,7 +59,7 @@ class Committer:
         self._counters = counters
         self._canary = canary
         self._memory = MemoryShares.of(options.staging_bytes).transaction
-        """``CommitBatch.memory`` of each commit."""
+        """Bytes of encoded packs that the driver of a remote store may hold at once in a commit."""
         interval_s = parse_durability(options.durability) or 0.0
         self._touch_s = max(_TOUCH_S, interval_s)
         """Seconds after a commit at which uses of packs are committed, also if no blocks are."""

@@ -91,8 +91,8 @@ class Deleter:
         for _ in range(_MOST_ATTEMPTS):
             await self._refresh()
             packs = await self._catalogue.packs_with(keys)
-            # After ``needs_repair``, the table of a pack could not be read: another process may
-            # have replaced the pack during the search, which has then missed the new one.
+            # ``needs_repair``: the table of a pack could not be read. Perhaps another process has
+            # replaced the pack during the search, which has then missed the new pack.
             if not packs and not self._catalogue.needs_repair:
                 return deleted
             for pack in packs:
@@ -230,7 +230,8 @@ class Deleter:
         """Replace packs as ``_replace`` does. Return True if this process has deleted them, or
         another one has deleted one of them; False: the check failed, and they may still be held.
 
-        :param replaced: as for ``_replacing_commits``.
+        :param replaced: id of each pack to delete → id of the new pack with its other blocks; empty
+            bytes: it has no other blocks.
         :param is_checked: whether the backend refuses to delete the packs if another process has
             deleted one of them since they were looked up. Some drivers refuse it after any commit
             of another process.
@@ -324,8 +325,11 @@ class Deleter:
         replaced: Mapping[bytes, bytes],
         keys: Sequence[bytes],
     ) -> dict[bytes, bytes]:
-        """Return, for each key that is held after the replacement, the id of its pack; see
-        ``_replacing_commits``."""
+        """Return, for each key that is held after the replacement of packs, the id of its pack.
+
+        :param replaced: id of each deleted pack → id of the new pack with its other blocks; empty
+            bytes: it has no other blocks.
+        """
         found = await self._catalogue.pack_of(keys)
         pack_of: dict[bytes, bytes] = {}
         for key, pack_id in found.items():

@@ -86,7 +86,7 @@ _fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
 
 
 def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprint of each key as a table stores it; see ``_stored``."""
+    """Return the fingerprint of each key as a table stores it, without reserved values."""
     fingerprints = np.fromiter(map(_fingerprint, keys), np.uint64, len(keys))
     return _stored(fingerprints)
 
@@ -240,8 +240,8 @@ class LookupTable:
 def change_collisions(
     members: dict[bytes, None], changes: Mapping[bytes, bool]
 ) -> None:
-    """Add (True) or remove (False) members of an ordered set. Above 4,096 members, the oldest are
-    removed."""
+    """Change an ordered set of colliding keys: True adds a key, False removes it. Above 4,096 keys,
+    the oldest are removed."""
     for key, is_member in changes.items():
         # remove it even if it is added again below, which makes it the newest
         members.pop(key, None)
@@ -446,8 +446,8 @@ class _FingerprintTable:
 
 
 class _PackNumbers:
-    """Ids and numbers of packs: in many dicts, because a dict of a million entries needs 50 ms to
-    grow."""
+    """Ids and numbers of packs. They are spread over many dicts, because one dict of a million
+    entries needs 50 ms to grow, and delays the event loop."""
 
     def __init__(self) -> None:
         self._numbers: list[dict[bytes, int]] = [{} for _ in range(_PARTS)]
@@ -587,7 +587,7 @@ class Index:
         id_of = {number: self._packs.id(number) for number in distinct}
         first = [id_of[number] for number in number_of_each]
         if self._num_adopted:
-            # an entry with a pack may follow that of an adopted key: search for one
+            # the first entry is that of an adopted key: search the later ones for a pack
             adopted = np.flatnonzero(numbers == _ADOPTED)
             for position in adopted.tolist():
                 first[position] = self._first_candidate(keys[position])
@@ -765,7 +765,7 @@ class Index:
         :param cursor: position in the change log up to which the index has all changes.
         :param seal: of the store. It seals the file, because a fingerprint shows to a reader who
             guesses a prompt that the guess is right.
-        :param name: under which the file is sealed.
+        :param name: names the kind and namespace of the file, which opens only under this name.
         """
         # adopted keys are not saved: the next opening adopts them again
         if self._num_adopted:
@@ -808,7 +808,10 @@ class Index:
 
     def load(self, path: Path, seal: Seal, name: bytes) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the
-        file is absent or damaged. The index is still empty then. Parameters as in ``save``.
+        file is absent or damaged. The index is still empty then.
+
+        :param seal: of the store.
+        :param name: the name that ``save`` was given.
         """
         try:
             data = seal.opened(name, _read_saved(path))

@@ -49,9 +49,10 @@ _UNWANTED = -1  # stands for a row number if no row receives the block
 # 36 MiB: enough for one request to read a pack that was cut at fixed depths, with its padding
 _REMOTE_PART_BYTES = 36 << 20
 _PART_BYTES = (1 << 20, 16 << 20)
-"""Bounds of a part, 1 to 16 MiB; between them, each thread gets an equal share of the job. Shorter
-parts keep the disk waiting: with reads of 4 MiB, cold jobs of 512 x 64 KiB took 18.4 ms alone and
-16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms. The disk alone took 13.3 ms."""
+"""Least and greatest bytes of a part of a local store, 1 and 16 MiB; between them, each thread gets
+an equal share of the job. Shorter parts keep the disk waiting: with reads of 4 MiB, cold jobs of
+512 x 64 KiB took 18.4 ms alone and 16.3 ms in a queue; with one part per thread, 17.3 and 14.3 ms.
+The disk alone took 13.3 ms."""
 
 # 256 KiB: largest gap between two frames that one call reads together with them. Reading the gap
 # takes less time than a second call.
@@ -309,7 +310,10 @@ def _bounded_parts(
     part_bytes: int,
     scratch_bytes: int,
 ) -> Iterator[list[FrameRead]]:
-    """Divide frames that are not streamed into parts; parameters as in ``plan_reads``."""
+    """Divide frames that are not streamed into parts. A part has at most ``part_bytes`` stored
+    bytes, of which at most ``scratch_bytes`` pass through scratch memory; a single larger frame is
+    a part.
+    """
     part: list[FrameRead] = []
     size = 0  # bytes of the part so far
     indirect = 0  # bytes of the part that pass through memory other than rows
@@ -317,7 +321,7 @@ def _bounded_parts(
         length = align(read.frame.stored_length)
         scratch = 0 if read.direct else length
         fits = size + length <= part_bytes and indirect + scratch <= scratch_bytes
-        # the part is large enough for a call of its own
+        # Each part is one call: small packs share a part, and a larger part ends with its pack.
         is_worth_a_call = size >= scratch_bytes
         is_other_pack = bool(part) and read.pack is not part[-1].pack
         if part and (not fits or (is_other_pack and is_worth_a_call)):
@@ -454,7 +458,8 @@ class PartRead:
                 self._finish_frame(number, buffers[number], raw, in_rows=in_rows)
 
     def _buffers_for(self, read: FrameRead, take: Take) -> list[memoryview]:
-        """Return the memory into which the frame's stored bytes are read, in their order."""
+        """Return the memory into which the frame's stored bytes are read, in their order: its rows
+        if it is ``direct``, else a piece that ``take`` takes from the scratch buffer."""
         if read.direct:
             rows = self._usable_rows()
             return rows.pieces(read.frame.group, read.rows)

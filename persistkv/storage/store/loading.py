@@ -75,7 +75,12 @@ class Loader:
         block_ids: Sequence[int],
         deadline: float | None = None,
     ) -> ReadOutcome:
-        """Load blocks into rows, verify and count them. Parameters as for ``Store.read``."""
+        """Load blocks into rows, verify and count them.
+
+        :param block_ids: for each key, the row to fill.
+        :param deadline: ``time.monotonic`` time at which blocks fail that are not read yet; None:
+            no deadline.
+        """
         wanted = _Wanted(keys, block_ids, self._rows, deadline)
         outcome = await self._read(wanted)
         num_failed = len(outcome.failed)
@@ -88,7 +93,10 @@ class Loader:
 
     async def probe(self, keys: Sequence[bytes], deadline: float) -> ReadOutcome:
         """Read and verify the first blocks of these keys, as many as fit in 8 MiB, and discard
-        them. Parameters as for ``Store.probe``."""
+        them.
+
+        :param deadline: ``time.monotonic`` time at which the probe ends, whatever the medium does.
+        """
         layout = self._rows.layout
         num_rows = max(1, _PROBE_BYTES // layout.row_stride)
         probed = keys[:num_rows]

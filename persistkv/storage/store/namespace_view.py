@@ -595,7 +595,10 @@ class NamespaceView:
         follows_cursor: bool,
     ) -> bool:
         """Apply the result of a commit; return whether the index is complete without a refresh.
-        Parameters as in ``committed``."""
+
+        :param follows_cursor: whether it is certain that no other process committed between
+            ``cursor`` and this commit.
+        """
         self._counters.commits += 1
         # a pack that the backend held already was not written, and the index may lack it
         are_all_written = all(pack.written for pack in packs)
@@ -677,12 +680,13 @@ class NamespaceView:
                 tables = [suspect.table for suspect in suspects.values()]
                 self._add_packs(tables)
                 return
-            # counts each suspect once; an attempt may find further ones
+            # an attempt may find further suspects; the frames of each are counted once
             self._count_bad_frames()
             bad = list(suspects)
             if not bad or not self.backend.capabilities.writable:
                 return
             is_decided = await self._delete_bad(bad)
+            # otherwise another process has committed: refresh, and try again
             if is_decided:
                 return
 
@@ -937,7 +941,8 @@ def shortened(
     The block size is estimated: tokens of the present manifest divided by its blocks. The tokens of
     an incomplete last block count, but not the block, so the estimate is too high for few blocks.
 
-    :param pack_of: as for ``make_manifest``, without the keys of bad packs.
+    :param pack_of: for each durable key, the id of a pack that holds it; it lacks the keys of bad
+        packs.
     :param seen: ``CommitBatch.seen``.
     """
     shorter: list[ManifestWrite] = []

@@ -272,8 +272,10 @@ def fold(backend: Backend, last_day: int) -> None:
 
 
 def _final_sources(backend: Backend, last_day: int) -> dict[str, list[str]]:
-    """Return the names of the sources of each day up to ``last_day`` and each namespace, by the
-    name of the note that will have their sum."""
+    """Group the sources of the days up to ``last_day`` by day and namespace.
+
+    :returns: name of the note that will have the sum of a group → names of its sources.
+    """
     sources: dict[str, list[str]] = {}
     for name in backend.note_names(STORE):
         found = _NAME.fullmatch(name)

@@ -194,7 +194,7 @@ class _Server:
 
     def _begin_end(self) -> None:
         """Handle no further messages, and inform the owner, which bounds the time of the end.
-        Idempotent: the bound of the first call stays."""
+        Idempotent: a later call does not extend the bound."""
         if self._has_begun_end:
             return
         self._has_begun_end = True
@@ -277,7 +277,8 @@ def serve(
 
 
 def _release_frames(error: BaseException) -> None:
-    """Delete the variables of the frames in the tracebacks of an internal error."""
+    """Delete the variables of the frames in the tracebacks of an internal error, because they would
+    keep the rows mapped."""
     pending = [error]
     while pending:
         current = pending.pop()

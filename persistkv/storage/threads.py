@@ -92,7 +92,7 @@ class StoreThreads:
         timer = loop.call_at(deadline, self._abandon, running)
         results: list[T | None] = [None] * len(calls)
         try:
-            await _ends(futures)
+            await _all_ended(futures)
             # Iterate by number: an exception of ``result`` references this frame, and in a cycle
             # with a variable that refers to the future, it would keep the rows of the call alive.
             for number in range(len(futures)):
@@ -137,7 +137,7 @@ async def _run_all(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[T
     """Run calls, and wait until all have ended; return their results in order."""
     futures = list(map(pool.submit, calls))
     try:
-        await _ends(futures)
+        await _all_ended(futures)
         return list(map(Future.result, futures))
     finally:
         # An exception of ``result`` references this frame. Without this, it would be in a reference
@@ -145,7 +145,7 @@ async def _run_all(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[T
         futures.clear()
 
 
-def _ends(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
+def _all_ended(futures: Sequence[Future[T]]) -> asyncio.Future[None]:
     """Return a future of the running loop that is done when all ``futures`` are."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()

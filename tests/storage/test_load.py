@@ -88,4 +88,4 @@ def test_plan_packs_groups_share_packs_and_unknown_depths_fill_packs(
 
 
 def test_plan_packs_no_blocks_returns_no_packs(rows: Rows) -> None:
-    assert plan_packs(rows, Blocks([], [], [], [])) == []
+    assert plan_packs(rows, Blocks([], [], [], []), MAX_BYTES) == []

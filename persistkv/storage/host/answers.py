@@ -8,20 +8,21 @@ from persistkv.base import StoredContext
 from persistkv.storage.host import protocol
 
 BACKGROUND_TOKEN = 0
-"""Token of requests for totals for which no caller waits. ``Answers.ask`` counts from 1."""
+"""Token of requests for totals for which no caller waits. ``Answers.begin_question`` counts from
+1."""
 _BACKGROUND_S = 5.0  # seconds between two requests for totals for which no caller waits
 
 
 class Answers:
     """The last answer to each kind of question.
 
-    A caller waits for the answer to ``ask``, one caller at a time. No caller waits for an answer
-    of another kind: it is kept here until it is read.
+    One caller at a time waits for the answer to its question (``begin_question``). An answer to
+    any other message is kept here until it is read.
     """
 
     def __init__(self) -> None:
         self.awaited: protocol.Flushed | protocol.HostStats | None = None
-        """The answer to the last ``ask``; None: it has not arrived."""
+        """The answer to the last question; None: it has not arrived."""
         self.totals: protocol.HostStats | None = None
         """The last totals of the host that arrived."""
         self.recent: list[StoredContext] | None = None
@@ -31,11 +32,11 @@ class Answers:
         self.probe_began: float | None = None
         """``time.monotonic`` time of the probe that the host has to answer; None: there is none."""
         self._token = BACKGROUND_TOKEN
-        """Token of the last ``ask``."""
+        """Token of the last question."""
         self._next_background_at = 0.0
         """``time.monotonic`` time of the next request for totals for which no caller waits."""
 
-    def ask(self) -> int:
+    def begin_question(self) -> int:
         """Return the token of a new question, for which a caller waits."""
         self._token += 1
         self.awaited = None

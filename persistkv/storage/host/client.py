@@ -787,7 +787,7 @@ class StoreClient:
         :param question: makes the message from its token.
         """
         deadline = time.monotonic() + timeout_s
-        token = self._answers.ask()
+        token = self._answers.begin_question()
         if self.state is State.OPEN:
             self.supervisor.connection.send(question(token))
         while self.state is State.OPEN:

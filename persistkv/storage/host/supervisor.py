@@ -241,11 +241,12 @@ class ProcessHost(Host):
     def cpu_wait_s(self) -> float:
         try:
             statistics = Path(f"/proc/{self.pid}/schedstat").read_text()
-            nanoseconds = statistics.split()[1]
+            # nanoseconds on a CPU, nanoseconds of waiting for one, number of time slices
+            waited_ns = statistics.split()[1]
         except (OSError, IndexError):
             # the process has ended, or the kernel does not count CPU time
             return 0.0
-        return int(nanoseconds) / 1e9
+        return int(waited_ns) / 1e9
 
     def release(self) -> None:
         self._forget_process()
@@ -348,7 +349,7 @@ class Watchdog:
         """Return the reading of a clock, in seconds, that stops while the host waits for a CPU."""
         return time.monotonic() - self._cpu_wait_s()
 
-    def is_silent(self, ping: Callable[[], None], *, load_due: bool = False) -> bool:
+    def is_silent(self, ping: Callable[[], None], *, load_due: bool) -> bool:
         """Return whether the host has been silent for the time limit, so that the caller must kill
         it.
 
@@ -589,7 +590,7 @@ class Supervisor:
     def abandon(self) -> None:
         """Kill the host without finishing its work, and wait at most 5 s for its exit."""
         self.mark_lost()
-        self._end(self.host.wait(KILL_S))
+        self._end(exited=self.host.wait(KILL_S))
 
     def close(self, timeout_s: float) -> bool:
         """Have the host release the rows, commit its work and exit; return whether it exited within
@@ -614,7 +615,7 @@ class Supervisor:
         if self.uses_rows:
             self.host.kill()
             has_exited = self.host.wait(KILL_S)
-        self._end(has_exited)
+        self._end(exited=has_exited)
         return False
 
     def _awaits_release(self) -> bool:
@@ -627,7 +628,7 @@ class Supervisor:
                 self.uses_rows = False
         return self.uses_rows and not self.connection.ended
 
-    def _end(self, exited: bool) -> None:
+    def _end(self, *, exited: bool) -> None:
         """Enter the last state.
 
         :param exited: whether the host is dead, so that it uses no rows.
@@ -660,5 +661,6 @@ class Supervisor:
             return True
         # a load must be answered sooner than other work, so its host may be silent for less time
         return self.watchdog.is_silent(
-            lambda: self.connection.send(protocol.Ping()), load_due=load_due
+            ping=lambda: self.connection.send(protocol.Ping()),
+            load_due=load_due,
         )

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from persistkv.config import MAX_PACK_BYTES
 from persistkv.memory.rows import BlockMemory, ByteArray, RowBlocks, StagedBlocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
 from persistkv.storage.format.pack_writer import PackWriter, Segment
@@ -230,19 +229,20 @@ class Transaction(NamedTuple):
         others = Transaction(other_packs, other_ends)
         return own, others
 
-    def split(self, refused: str | None = None) -> list[Transaction]:
+    def split(self, over_quota: str | None) -> list[Transaction]:
         """Return a transaction for each pack and each end of a request; an empty list if this one
         cannot be split.
 
-        :param refused: a tenant whose packs did not fit its quota. If others have packs in the
-            transaction, it is only split in two: theirs, and that tenant's.
+        :param over_quota: a tenant whose packs did not fit its quota. If others have packs in the
+            transaction, it is only split in two: theirs, and that tenant's. None: the transaction
+            failed otherwise.
         """
         if len(self.packs) + len(self.ends) < 2:
             return []
-        if refused is not None:
-            own, others = self.divided([refused])
-            # return the other tenants' packs first: they may fit, and should not wait for the
-            # refused ones
+        if over_quota is not None:
+            own, others = self.divided([over_quota])
+            # return the other tenants' packs first: they may fit, and should not wait for those
+            # that did not
             if own.packs and others.packs:
                 return [others, own]
         alone = [Transaction([pack]) for pack in self.packs]
@@ -307,7 +307,7 @@ class Blocks(NamedTuple):
         return list(self.depths) == list(range(first, first + count))
 
 
-def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> int:
+def blocks_per_pack(rows: BlockMemory, max_bytes: int) -> int:
     """Return the maximum number of blocks of each group in a pack that is cut at fixed depths: the
     largest power of two with which a pack of all groups has at most 32 MiB and at most
     ``max_bytes``; at least 1.
@@ -322,7 +322,7 @@ def blocks_per_pack(rows: BlockMemory, max_bytes: int = TARGET_PACK_BYTES) -> in
 def plan_packs(
     rows: BlockMemory,
     blocks: Blocks,
-    max_bytes: int = MAX_PACK_BYTES,
+    max_bytes: int,
 ) -> list[list[Segment]]:
     """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the
     segments of each pack.

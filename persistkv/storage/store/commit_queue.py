@@ -157,7 +157,8 @@ class CommitQueue:
         """
         num_bytes = sum(segment.raw_length for segment in segments)
         is_small = num_bytes < DIRECT_BYTES
-        if (is_small or self._copies_all) and self.staging.fits(num_bytes):
+        should_copy = is_small or self._copies_all
+        if should_copy and self.staging.fits(num_bytes):
             # small packs of a request are joined
             self.staging.add(tenant, request, segments, own_pack=not is_small)
             return None

@@ -203,10 +203,10 @@ class Committer:
         """
         if isinstance(error, TenantForgottenError):
             return self._without_tenants(error.tenants, [failed, *waiting])
-        refused = error.tenant if isinstance(error, QuotaExceededError) else None
-        parts = failed.split(refused)
+        over_quota = error.tenant if isinstance(error, QuotaExceededError) else None
+        parts = failed.split(over_quota)
         if not parts:
-            self._drop_transaction(failed, refused)
+            self._drop_transaction(failed, over_quota)
         # ``extendleft`` adds one part after the other in front, which reverses their order
         waiting.extendleft(reversed(parts))
         return waiting
@@ -277,13 +277,13 @@ class Committer:
         self._drop_transaction(Transaction(writers, ends))
 
     def _drop_transaction(
-        self, transaction: Transaction, refused: str | None = None
+        self, transaction: Transaction, over_quota: str | None = None
     ) -> None:
         """Drop the packs and ends of requests of a failed transaction, and count and report them.
 
-        :param refused: the tenant whose quota it did not fit; None: it failed otherwise.
+        :param over_quota: the tenant whose quota it did not fit; None: it failed otherwise.
         """
-        if refused is not None:
+        if over_quota is not None:
             for writer in transaction.packs:
                 self._counters.quota_blocks += len(writer.keys)
         persisted = self._catalogue.report.persisted

@@ -107,17 +107,17 @@ class Deleter:
         self, packs: Sequence[HeldPack], keys: frozenset[bytes]
     ) -> None:
         """Delete blocks from packs, unless another process replaces a pack meanwhile."""
-        whole: list[HeldPack] = []
+        whole_packs: list[HeldPack] = []
+        other_packs: list[HeldPack] = []
         for pack in packs:
-            if keys.issuperset(pack.keys):
-                whole.append(pack)
-        if whole:
+            chosen = whole_packs if keys.issuperset(pack.keys) else other_packs
+            chosen.append(pack)
+        if whole_packs:
             # no new pack, because no block is kept
-            await self._replace(whole, writer=None, keys=keys)
+            await self._replace(whole_packs, writer=None, keys=keys)
         # one pack at a time, because the blocks that are kept need memory
-        for pack in packs:
-            if pack not in whole:
-                await self._rewrite_without(pack, keys)
+        for pack in other_packs:
+            await self._rewrite_without(pack, keys)
 
     async def _rewrite_without(self, pack: HeldPack, keys: frozenset[bytes]) -> None:
         """Replace a pack by one without these keys."""
@@ -236,14 +236,14 @@ class Deleter:
             deleted one of them since they were looked up. Some drivers refuse it after any commit
             of another process.
         """
-        position = await self._refresh()
+        cursor = await self._refresh()
         if not await self._may_be_held(replaced, keys):
             return True
         batches = await self._replacing_commits(replaced, keys)
         if is_checked:
             # check in the last commit, which deletes the packs; earlier ones only write manifests
             needs = list(replaced)
-            batches[-1] = replace(batches[-1], seen=position, needs=needs)
+            batches[-1] = replace(batches[-1], seen=cursor, needs=needs)
         # write the new packs in the first batch, because manifests of all batches may name them
         batches[0] = replace(batches[0], packs=new_packs)
         for batch in batches:

@@ -238,18 +238,18 @@ class LookupTable:
 
 
 def change_collisions(
-    members: dict[bytes, None], changes: Mapping[bytes, bool]
+    collisions: dict[bytes, None], changes: Mapping[bytes, bool]
 ) -> None:
     """Change an ordered set of colliding keys: True adds a key, False removes it. Above 4,096 keys,
     the oldest are removed."""
-    for key, is_member in changes.items():
+    for key, is_collision in changes.items():
         # remove it even if it is added again below, which makes it the newest
-        members.pop(key, None)
-        if is_member:
-            members[key] = None
-    while len(members) > _MAX_COLLISIONS:
-        oldest = next(iter(members))
-        members.pop(oldest, None)
+        collisions.pop(key, None)
+        if is_collision:
+            collisions[key] = None
+    while len(collisions) > _MAX_COLLISIONS:
+        oldest = next(iter(collisions))
+        del collisions[oldest]
 
 
 def _table_bytes(slots: int) -> int:

@@ -182,7 +182,7 @@ def plan_reads(
     part_bytes: int,
     scratch_bytes: int,
     *,
-    remote: bool = False,
+    remote: bool,
     is_timed: bool = False,
 ) -> ReadPlan:
     """Divide the frames that hold ``keys`` into parts.
@@ -533,8 +533,9 @@ class PartRead:
     def _add_bad_frame(self, read: FrameRead, error: CorruptPackError) -> None:
         """Add a frame whose bytes are bad to the outcome."""
         self._outcome.failed += read.wanted
-        # not damage: the codec is of another release, or this process lacks the key
-        if error.field not in ("codec", "key"):
+        # otherwise the codec is of another release, or this process lacks the key
+        is_damaged = error.field not in ("codec", "key")
+        if is_damaged:
             self._outcome.bad_frames[read.pack.pack_id] += 1
             self._outcome.suspects[read.pack.pack_id] = read.pack
 
@@ -617,8 +618,9 @@ def _decode(
     codec = read.pack.table.codec
     if read.whole:
         pieces = rows.pieces(frame.group, read.rows)
-        # the rows are consecutive, and the whole frame is wanted: decode straight into them
-        if len(pieces) == 1:
+        are_consecutive = len(pieces) == 1
+        # decode straight into the rows, without a copy of each block
+        if are_consecutive:
             decode_frame(codec, frame, stored, pieces[0])
             return
     if frame.encoded:

@@ -535,11 +535,11 @@ class NamespaceView:
         """Refresh, and remove from the index the packs whose tables are damaged or no longer held,
         unless they were added since the failed lookup or the medium fails.
         """
-        packs = self._repair_work.unread
+        unread = self._repair_work.unread
         self._repair_work.unread = {}
         await self.refresh_or_log()
         unchanged: list[bytes] = []
-        for pack_id, number in packs.items():
+        for pack_id, number in unread.items():
             # another number: the pack was removed, and perhaps added again, since the lookup
             if self.index.number_of(pack_id) == number:
                 unchanged.append(pack_id)

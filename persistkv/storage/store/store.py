@@ -308,7 +308,7 @@ class Store:
             in_flight = self.queue.in_flight(blocks.keys)
             borrowed = set(in_flight)
             writes = set(in_flight.values())
-            new_blocks = self._blocks_to_write(blocks, held, borrowed)
+            new_blocks = self._blocks_to_write(blocks, held | borrowed)
             # blocks that need not be written: held, in flight, staged, or twice in this job
             self.counters.held_blocks += len(blocks.keys) - len(new_blocks.keys)
             for segments in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
@@ -347,15 +347,15 @@ class Store:
         self._touch(used)
         return held
 
-    def _blocks_to_write(
-        self, blocks: Blocks, held: set[bytes], borrowed: set[bytes]
-    ) -> Blocks:
-        """Return the blocks that are neither held, nor in flight, nor staged; one for each key."""
-        staged = self.queue.staging.staged(blocks.keys)
-        known = held | borrowed | staged
+    def _blocks_to_write(self, blocks: Blocks, known: set[bytes]) -> Blocks:
+        """Return the blocks that are neither ``known`` nor staged, one for each key.
+
+        :param known: keys that are held or in flight.
+        """
+        skipped = known | self.queue.staging.staged(blocks.keys)
         position_of: dict[bytes, int] = {}
         for position, key in enumerate(blocks.keys):
-            if key not in known:
+            if key not in skipped:
                 position_of[key] = position
         if len(position_of) == len(blocks.keys):
             return blocks

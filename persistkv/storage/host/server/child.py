@@ -90,7 +90,7 @@ class _HostProcess(Lifecycle):
         self._released = threading.Event()
         """Set when the rows are unmapped."""
         thread = threading.Thread(
-            target=self._ready_rows, name="persistkv-rows", daemon=True
+            target=self._prepare_rows, name="persistkv-rows", daemon=True
         )
         thread.start()
 
@@ -114,7 +114,7 @@ class _HostProcess(Lifecycle):
         self._released.set()  # this ends the thread that maps pages
         libc.unmap(self._address, self._num_bytes)
 
-    def _ready_rows(self) -> None:
+    def _prepare_rows(self) -> None:
         """Move the rows into huge pages if the engine did not, then map all their pages into this
         process's page table.
 

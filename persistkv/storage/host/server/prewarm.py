@@ -21,7 +21,7 @@ def recent_contexts(
     namespace: bytes,
     holds: Callable[[bytes], bool],
     max_blocks: int,
-    choice: Choice | None = None,
+    choice: Choice | None,
 ) -> list[StoredContext]:
     """Return the stored requests to promote, the most recently used one first, with at most
     ``max_blocks`` keys in all.

@@ -183,15 +183,15 @@ class Session:
             logger.warning("the most recently used contexts cannot be read: %s", why)
         self._channel.send(protocol.Recent.of(contexts))
 
-    async def end(self, released: Callable[[], None]) -> None:
+    async def end(self, on_released: Callable[[], None]) -> None:
         """Drop the jobs that have not begun, commit accepted work, and end the tasks.
 
-        :param released: called when no row is in use any more.
+        :param on_released: called when no row is in use any more.
         """
         # begin to flush before the wait for jobs, which lasts as long as a read hangs
         flushing = self._tasks.create_task(self.store.flush())
         await self._jobs.end()
-        released()
+        on_released()
         await flushing
         # jobs that ended after the start of this flush have added work: blocks to store, and uses
         # of blocks

@@ -673,7 +673,8 @@ class StoreClient:
         """Pass each message to the handler of its class."""
         for message in messages:
             has_table = protocol.table_of(message) is not None
-            # an earlier message had the host killed: map no table of a lost host
+            # An earlier message had the host killed: map no table of a lost host. Its answers to
+            # jobs still count.
             if has_table and self.state not in RUNNING:
                 discard(message)
                 continue

@@ -112,6 +112,7 @@ class SocketConnection(Connection):
             return
         body = self._encoder.encode(message)
         data = _LENGTH.pack(len(body)) + body
+        # a lookup table is kept with the bytes, because ``push`` sends its descriptor with them
         outgoing = _Outgoing(memoryview(data), table_of(message))
         self._outbox.append(outgoing)
         self.outbox_bytes += len(data)

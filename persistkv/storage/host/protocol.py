@@ -228,8 +228,8 @@ class OpenFailed(_Message):
     def of(cls, error: PersistKVError | ValueError) -> OpenFailed:
         """Encode an exception as a message.
 
-        A subclass of a driver becomes its nearest class in ``persistkv.errors``. Another
-        ValueError, which a value of the caller has caused, becomes a ConfigurationError.
+        A subclass of a driver becomes its nearest class in ``persistkv.errors``. A ValueError that
+        is no PersistKVError, which a value of the caller has caused, becomes a ConfigurationError.
         """
         if not isinstance(error, PersistKVError):
             error = ConfigurationError("store", None, "", str(error))

@@ -54,8 +54,8 @@ class Staging:
         """:param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks and ``add``
         does not.
         :param max_age_s: age in seconds at which a pack is due.
-        :param gather_all: all packs become due together, when the oldest is old enough. If False,
-            each pack becomes due when it is full or old enough itself.
+        :param gather_all: True: all packs become due together, when the oldest is old enough.
+            False: each pack becomes due when it is full or old enough itself.
         """
         self.num_bytes = 0
         """Raw bytes of all copies."""
@@ -118,7 +118,7 @@ class Staging:
     def of_context(self, end: RequestEnd) -> list[StagedPack]:
         """Return the waiting packs of this request, and those of other requests with blocks of its
         context."""
-        # None is added for keys that are not staged
+        # packs with blocks of the context; None is added for keys that are not staged
         holders: set[StagedPack | None] = set()
         for keys in end.group_keys:
             holders.update(map(self._pack_of.get, keys))

@@ -78,6 +78,7 @@ class Deleter:
             try:
                 return await self._delete_everywhere(frozenset(keys))
             except TenantForgottenError as error:
+                # the backend raises this once only, so the accepted content must be dropped now
                 self._committer.forget(error.tenants)
                 raise
             finally:

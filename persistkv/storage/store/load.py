@@ -351,7 +351,7 @@ class PartRead:
         is_private: bool = False,
     ) -> None:
         """:param part: frames that ``plan_reads`` has put into one part.
-        :param is_timed: whether the load has a deadline, as for ``plan_reads``.
+        :param is_timed: whether the load has a deadline.
         :param is_private: whether the rows have no other use, also after the call.
         """
         self._backend = backend

@@ -782,7 +782,11 @@ def _first_holder(
     pack_ids: Iterable[bytes],
     packs: Mapping[bytes, HeldPack],
 ) -> HeldPack | None:
-    """Return the first of some packs that holds a key; None: of those in ``packs``, none does."""
+    """Return the first of the packs with these ids that holds a key. None: none does, of those that
+    ``packs`` contains.
+
+    :param packs: id → pack; packs whose tables could not be read are missing.
+    """
     for pack_id in pack_ids:
         pack = packs.get(pack_id)
         if pack is not None and key in pack.places:
@@ -810,8 +814,8 @@ def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Change
 
 @contextmanager
 def _as_store_errors() -> Iterator[None]:
-    """Convert all other exceptions to ``StoreError``, so that a lack of memory or a bug in a driver
-    fails only the call."""
+    """Convert exceptions other than ``StoreError`` to one, so that a lack of memory or a bug in a
+    driver fails only the call."""
     try:
         yield
     except StoreError:
@@ -825,6 +829,7 @@ def _commit_once(
 ) -> CommitResult:
     """Commit a batch once. Afterwards, also after a failure, no thread reads the blocks of its
     packs."""
+    # the packs may have been written in part by an earlier attempt
     for writer in batch.packs:
         writer.restart()
     try:

@@ -185,6 +185,7 @@ class Jobs:
         try:
             keys = message.keys.unpack()
             block_ids = array("I", message.block_ids)
+            # an empty array: the depths are unknown
             depths = array("I", message.depths) or None
             accepted = await self._store.put(
                 message.request, keys, block_ids, depths, message.tenant

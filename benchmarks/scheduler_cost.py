@@ -80,9 +80,7 @@ def measure(
     runs: int,
 ) -> tuple[float, float]:
     """Return the median microseconds per lookup and per stored block, with a full primary tier."""
-    region = SharedOffloadRegion(
-        uuid.uuid4().hex, resident * ROW_BYTES, resident, 0, 1, ROW_BYTES
-    )
+    region = SharedOffloadRegion(uuid.uuid4().hex, resident, 0, 1, ROW_BYTES)
     primary = CPUPrimaryTierOffloadingManager(region, policy)
     layout = RowLayout(ROW_BYTES, (GroupLayout(((0, ROW_BYTES),)),))
     tier = NullTier(

@@ -31,7 +31,7 @@ from persistkv.base import (
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import cell_bytes
 from persistkv.cpu.manager import CPULoadStoreSpec
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 _TENSORS_PER_GROUP = 4
 
@@ -177,10 +177,7 @@ def _region(
     num_rows: int,
 ) -> Iterator[SharedOffloadRegion]:
     cell = cell_bytes(kv_caches, 1)
-    total = num_rows * row_stride_bytes(1, cell)
-    region = SharedOffloadRegion(
-        f"bench-{uuid.uuid4().hex}", total, num_rows, 0, 1, cell
-    )
+    region = SharedOffloadRegion(f"bench-{uuid.uuid4().hex}", num_rows, 0, 1, cell)
     try:
         yield region
     finally:

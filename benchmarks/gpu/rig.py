@@ -23,7 +23,7 @@ from persistkv.cpu.devices.cuda import CUDACopyEngine, PageCopier
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, cell_bytes, tensor_offsets
 from persistkv.cpu.manager import CPULoadStoreSpec
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 # with several tensors, as with layers, consecutive pages of one tensor are not adjacent in the rows
 _TENSORS = 4
@@ -47,9 +47,8 @@ class Worker:
             [[CanonicalKVCacheRef(index, page_bytes) for index in range(_TENSORS)]],
         )
         cell = cell_bytes(self.caches, 1)
-        total = self.num_blocks * row_stride_bytes(1, cell)
         self._region = SharedOffloadRegion(
-            f"bench-{uuid.uuid4().hex}", total, self.num_blocks, 0, 1, cell
+            f"bench-{uuid.uuid4().hex}", self.num_blocks, 0, 1, cell
         )
         try:
             self._handlers = CpuGpuOffloadingHandlers(self.caches, 1, self._region)

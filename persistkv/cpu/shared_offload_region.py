@@ -58,14 +58,12 @@ class SharedOffloadRegion:
 
     :param instance_id: name of the engine, the same in all of its processes; part of the file's
         name.
-    :param total_size_bytes: must be ``num_blocks`` rows of ``row_stride_bytes(num_workers,
-        cpu_page_size)``.
+    :param num_blocks: number of rows, of ``row_stride_bytes(num_workers, cpu_page_size)`` bytes.
     :param rank: number of this worker, 0 to ``num_workers - 1``; None for the scheduler, which has
         no cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
-    :raises ConfigurationError: a number is out of range or does not agree with the others, or
-        shared memory is short.
+    :raises ConfigurationError: a number is out of range, or shared memory is short.
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
@@ -75,7 +73,6 @@ class SharedOffloadRegion:
     def __init__(
         self,
         instance_id: str,
-        total_size_bytes: int,
         num_blocks: int,
         rank: int | None,
         num_workers: int,
@@ -97,12 +94,8 @@ class SharedOffloadRegion:
                 "rank", rank, f"0 to {num_workers - 1}, or None for the scheduler"
             )
         self.row_stride = row_stride_bytes(num_workers, cpu_page_size)
-        size = num_blocks * self.row_stride
-        if total_size_bytes != size:
-            expected = f"{size}: {num_blocks} rows of {self.row_stride} bytes"
-            raise ConfigurationError("total_size_bytes", total_size_bytes, expected)
         self.mmap_path = region_path(instance_id, directory)
-        self.total_size_bytes = total_size_bytes
+        self.total_size_bytes = num_blocks * self.row_stride
         self.num_blocks = num_blocks
         self.rank = rank
         self.num_workers = num_workers

@@ -139,7 +139,6 @@ class CPUOffloadingSpec(OffloadingSpec):
             try:
                 self._region = SharedOffloadRegion(
                     geometry.instance_id,
-                    total_size_bytes=self.num_blocks * self.row_stride,
                     num_blocks=self.num_blocks,
                     rank=geometry.rank,
                     num_workers=geometry.num_workers,

@@ -28,7 +28,7 @@ from persistkv.cpu.devices.cuda import CUDACopyEngine, DriverBatchCopier
 from persistkv.cpu.gpu_worker import CpuGpuOffloadingHandlers
 from persistkv.cpu.layout import KVMemory, PageCopies, cell_bytes, group_layouts
 from persistkv.cpu.manager import CPULoadStoreSpec
-from persistkv.cpu.shared_offload_region import SharedOffloadRegion, row_stride_bytes
+from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.errors import ConfigurationError
 
 NUM_BLOCKS, NUM_ROWS = 96, 80
@@ -92,10 +92,7 @@ def make_handlers(
     directory: str,
 ) -> Iterator[tuple[CpuGpuOffloadingHandlers, SharedOffloadRegion]]:
     cell = cell_bytes(caches, factor)
-    total = NUM_ROWS * row_stride_bytes(1, cell)
-    region = SharedOffloadRegion(
-        "engine", total, NUM_ROWS, 0, 1, cell, directory=directory
-    )
+    region = SharedOffloadRegion("engine", NUM_ROWS, 0, 1, cell, directory=directory)
     with ExitStack() as cleanup:
         cleanup.callback(region.cleanup)
         handlers = CpuGpuOffloadingHandlers(caches, factor, region)
@@ -441,12 +438,10 @@ def test_handlers_head_sharded_two_workers_fill_rows_as_one(
     def fill_rows(num_workers: int) -> torch.Tensor:
         per_worker = heads // num_workers
         page = parts * per_worker * head_bytes
-        stride = row_stride_bytes(num_workers, page * factor)
         name = f"workers-{num_workers}-{factor}"
         regions = [
             SharedOffloadRegion(
                 name,
-                num_rows * stride,
                 num_rows,
                 rank,
                 num_workers,
@@ -495,9 +490,7 @@ def test_handlers_head_sharded_region_of_scheduler_raises(shared_memory: str) ->
         torch.zeros((2, 16), dtype=torch.int8), 16, HeadSharding(2, 2)
     )
     kv_caches = CanonicalKVCaches([tensor], [[CanonicalKVCacheRef(0, 16)]])
-    region = SharedOffloadRegion(
-        "engine", 2 * 4096, 2, None, 1, 16, directory=shared_memory
-    )
+    region = SharedOffloadRegion("engine", 2, None, 1, 16, directory=shared_memory)
     with pytest.raises(ConfigurationError, match="rank"):
         CpuGpuOffloadingHandlers(kv_caches, 1, region, head_sharded=True)
     region.cleanup()

@@ -554,9 +554,7 @@ TestARCManager.settings = LIMITS
 
 @pytest.fixture
 def region(shared_memory: str) -> SharedOffloadRegion:
-    return SharedOffloadRegion(
-        "engine", 4 * 4096, 4, None, 1, 4096, directory=shared_memory
-    )
+    return SharedOffloadRegion("engine", 4, None, 1, 4096, directory=shared_memory)
 
 
 def test_primary_tier_written_row_is_read_through_view(

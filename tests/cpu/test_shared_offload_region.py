@@ -36,11 +36,9 @@ def make_region(shared_memory: str) -> MakeRegion:
     def make(
         rank: int | None = 0,
         num_workers: int = 2,
-        total: int = ROWS * STRIDE,
     ) -> SharedOffloadRegion:
         return SharedOffloadRegion(
             "engine",
-            total,
             ROWS,
             rank,
             num_workers,
@@ -68,11 +66,9 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(
     rows = []
     for num_workers in (1, 2):
         part = heads // num_workers
-        total = blocks * row_stride_bytes(num_workers, part * head_bytes)
         regions = [
             SharedOffloadRegion(
                 f"engine-{num_workers}",
-                total,
                 blocks,
                 rank,
                 num_workers,
@@ -154,7 +150,6 @@ def test_create_cell_view_scheduler_without_rank_raises(
 @pytest.mark.parametrize(
     ("wrong", "field"),
     [
-        ({"total": ROWS * STRIDE - 1}, "total_size_bytes"),
         ({"rank": 2}, "rank"),
         ({"rank": -1}, "rank"),
         ({"num_workers": 0}, "num_workers"),
@@ -187,7 +182,7 @@ def test_region_written_by_other_process_shows_its_bytes(
     region = make_region(0)
     code = f"""if True:
         from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-        region = SharedOffloadRegion("engine", {ROWS * STRIDE}, {ROWS}, 1, 2, {CELL}, directory={shared_memory!r})
+        region = SharedOffloadRegion("engine", {ROWS}, 1, 2, {CELL}, directory={shared_memory!r})
         region.create_cell_view()[:] = 9
         region.cleanup()
     """
@@ -267,7 +262,7 @@ def test_region_other_geometry_under_same_name_raises(
     region = make_region()
     with pytest.raises(RegionError, match="another geometry"):
         SharedOffloadRegion(
-            "engine", STRIDE, 1, 0, 2, CELL, directory=shared_memory, timeout_s=0.1
+            "engine", 1, 0, 2, CELL, directory=shared_memory, timeout_s=0.1
         )
     region.cleanup()
 
@@ -321,9 +316,7 @@ class Runtime:
 
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
-    region = SharedOffloadRegion(
-        "engine", STRIDE * ROWS, ROWS, 0, 1, STRIDE, directory=shared_memory
-    )
+    region = SharedOffloadRegion("engine", ROWS, 0, 1, STRIDE, directory=shared_memory)
     yield region
     region.cleanup()
 

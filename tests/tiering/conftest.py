@@ -125,9 +125,7 @@ def make_stack() -> Iterator[MakeStack]:
         *tiers: Callable[[OffloadingConfig, memoryview], SecondaryTierManager],
         **options: Any,
     ) -> Stack:
-        region = SharedOffloadRegion(
-            uuid.uuid4().hex, num_blocks * STRIDE, num_blocks, 0, 1, STRIDE
-        )
+        region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks, 0, 1, STRIDE)
         primary = CPUPrimaryTierOffloadingManager(region, enable_events=True)
         view = primary.get_kv_memoryview()
         config = OffloadingConfig(

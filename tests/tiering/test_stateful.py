@@ -202,9 +202,7 @@ class TieringMachine(RuleBasedStateMachine):
         cascade_share=st.sampled_from([1.0, 0.3]),
     )
     def build(self, tiers: list[OffloadPolicy], cascade_share: float) -> None:
-        region = SharedOffloadRegion(
-            uuid.uuid4().hex, NUM_ROWS * STRIDE, NUM_ROWS, 0, 1, STRIDE
-        )
+        region = SharedOffloadRegion(uuid.uuid4().hex, NUM_ROWS, 0, 1, STRIDE)
         self.primary = CPUPrimaryTierOffloadingManager(region)
         view = self.primary.get_kv_memoryview()
         self.rows = np.frombuffer(view, dtype=np.uint8).reshape(NUM_ROWS, STRIDE)

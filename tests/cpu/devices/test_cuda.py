@@ -92,9 +92,7 @@ def run(engine: CUDACopyEngine, copies: list[PageCopies]) -> None:
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
     """Region of 16 rows of 64 KiB."""
-    region = SharedOffloadRegion(
-        "engine", 16 << 16, 16, 0, 1, 1 << 16, directory=shared_memory
-    )
+    region = SharedOffloadRegion("engine", 16, 0, 1, 1 << 16, directory=shared_memory)
     yield region
     region.cleanup()
 
@@ -321,7 +319,7 @@ def test_handlers_failed_kernel_fails_jobs_and_shutdown_frees_region(
 ) -> None:
     ended = in_new_process(
         f"""
-region = SharedOffloadRegion("engine", 16 << 16, 16, 0, 1, 1 << 16, directory={shared_memory!r})
+region = SharedOffloadRegion("engine", 16, 0, 1, 1 << 16, directory={shared_memory!r})
 pages = random_bytes(16, 1 << 16)
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
 handlers = CpuGpuOffloadingHandlers(caches, 1, region)
@@ -351,7 +349,7 @@ print("released")
 def test_cleanup_pinned_region_unpins_and_new_region_pins(shared_memory: str) -> None:
     for _ in range(2):
         region = SharedOffloadRegion(
-            "engine", 4 << 16, 4, 0, 1, 1 << 16, directory=shared_memory
+            "engine", 4, 0, 1, 1 << 16, directory=shared_memory
         )
         view = region.create_cell_view()
         assert not view.is_pinned()
@@ -389,7 +387,7 @@ def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(
     num_rows = 16
     total = num_rows * HUGE_PAGE_BYTES
     region = SharedOffloadRegion(
-        "engine", total, num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory
+        "engine", num_rows, 0, 1, HUGE_PAGE_BYTES, directory=shared_memory
     )
     try:
         if not use_huge_pages([region.fd], total):
@@ -412,7 +410,7 @@ def test_cuda_engine_rows_in_huge_pages_are_pinned_and_copied(
 def test_region_two_processes_pin_it_and_copy(shared_memory: str) -> None:
     def make(rank: int) -> str:
         return f"""
-region = SharedOffloadRegion("engine", 8 << 17, 8, {rank}, 2, 1 << 16, directory={shared_memory!r})
+region = SharedOffloadRegion("engine", 8, {rank}, 2, 1 << 16, directory={shared_memory!r})
 pages = torch.full((8, 1 << 16), {rank} + 1, dtype=torch.int8, device=DEVICE)
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(pages, 1 << 16)], [[CanonicalKVCacheRef(0, 1 << 16)]])
 handlers = CpuGpuOffloadingHandlers(caches, 1, region)
@@ -455,9 +453,7 @@ def test_handlers_shutdown_waits_for_copies_in_flight(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     page, count = 2 << 20, 64
-    region = SharedOffloadRegion(
-        "engine", count * page, count, 0, 1, page, directory=shared_memory
-    )
+    region = SharedOffloadRegion("engine", count, 0, 1, page, directory=shared_memory)
     view = region.create_kv_memoryview()
     pages = torch.zeros((count, page), dtype=torch.int8, device=DEVICE)
     caches = CanonicalKVCaches(
@@ -488,7 +484,7 @@ def test_region_process_exits_during_copies_can_be_pinned_again(
 ) -> None:
     body = f"""
 page = 2 << 20
-region = SharedOffloadRegion("engine", 16 * page, 16, 0, 1, page, directory={shared_memory!r})
+region = SharedOffloadRegion("engine", 16, 0, 1, page, directory={shared_memory!r})
 caches = CanonicalKVCaches([CanonicalKVCacheTensor(random_bytes(16, page), page)], [[CanonicalKVCacheRef(0, page)]])
 handlers = CpuGpuOffloadingHandlers(caches, 1, region)
 sleep()
@@ -499,9 +495,7 @@ os._exit(3)
     assert in_new_process(body).returncode == 3
     assert len(list(Path(shared_memory).iterdir())) == 1
     page = 2 << 20
-    region = SharedOffloadRegion(
-        "engine", 16 * page, 16, 0, 1, page, directory=shared_memory
-    )
+    region = SharedOffloadRegion("engine", 16, 0, 1, page, directory=shared_memory)
     try:
         assert pin_mmap_region(region)
     finally:

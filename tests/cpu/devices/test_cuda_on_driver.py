@@ -50,7 +50,7 @@ def make_pages(count: int = 16) -> torch.Tensor:
 @pytest.fixture
 def region(shared_memory: str) -> Iterator[SharedOffloadRegion]:
     region = SharedOffloadRegion(
-        "engine", NUM_ROWS * PAGE, NUM_ROWS, 0, 1, PAGE, directory=shared_memory
+        "engine", NUM_ROWS, 0, 1, PAGE, directory=shared_memory
     )
     yield region
     region.cleanup()

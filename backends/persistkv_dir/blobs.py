@@ -91,7 +91,7 @@ _NO_BLOB = frozenset(
 )
 """Errors of a path without a regular file: nothing, a link, a directory, a socket."""
 
-_CHANGED = frozenset({errno.ENOENT, errno.ESTALE})
+_REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 """Errors of a directory or file that another machine removed or replaced."""
 
 
@@ -166,11 +166,11 @@ class DirBlobs(Blobs):
             try:
                 write_time = self._write(place, pieces)
             except OSError as error:
-                if error.errno not in _CHANGED:
+                if error.errno not in _REPLACED:
                     raise
                 # The directory does not exist yet or was removed meanwhile; or another machine has
                 # removed the temporary file, which was a day old.
-                self._create(place.directories)
+                self._create_directories(place.directories)
                 write_time = self._write(place, pieces)
         self._server_time = _ServerTime(write_time, time.monotonic())
         return write_time
@@ -216,7 +216,7 @@ class DirBlobs(Blobs):
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
             # try all directories, even if one is forbidden
-            failures += self._unlink(directories, neighbours)
+            failures += self._delete_in(directories, neighbours)
         if failures:
             raise failures[0]
 
@@ -296,7 +296,7 @@ class DirBlobs(Blobs):
                 )
             yield descriptor
 
-    def _create(self, directories: Sequence[str]) -> None:
+    def _create_directories(self, directories: Sequence[str]) -> None:
         """Create the directories on a path below the root if they are missing, and the root; make
         their entries durable."""
         # Once the root was seen, it is never created again: if it is gone, it may be unmounted, and
@@ -355,7 +355,7 @@ class DirBlobs(Blobs):
         with self._directory(place.directories, _REVALIDATE) as directory:
             # the directory exists, but the entries on its path may not be synced yet
             if _identity(directory) not in self._durable:
-                self._create(place.directories)
+                self._create_directories(place.directories)
             modified = _write_and_rename(directory, place.file, pieces)
             try:
                 os.fsync(directory)
@@ -369,7 +369,7 @@ class DirBlobs(Blobs):
                 ) from error
         return max(modified, renamed)
 
-    def _unlink(
+    def _delete_in(
         self,
         directories: Sequence[str],
         places: Iterable[_Place],
@@ -401,7 +401,7 @@ class DirBlobs(Blobs):
         try:
             return self._open_file(place, _LOOK_UP)
         except OSError as error:
-            if error.errno not in _CHANGED | _NO_BLOB:
+            if error.errno not in _REPLACED | _NO_BLOB:
                 raise
         # try again, because the client of a network file system may have answered from its cache
         try:

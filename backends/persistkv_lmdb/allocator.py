@@ -196,7 +196,7 @@ class Allocator:
         """Return the number of free extents."""
         return self._rows.count(FREE)
 
-    def take(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
+    def allocate(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
         """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise
         from several. The caller has checked that so many are free.
 
@@ -205,7 +205,7 @@ class Allocator:
         taken: list[Extent] = []
         missing = pages
         while missing and len(taken) < most_extents:
-            free = self._best(missing)
+            free = self._best_free_extent(missing)
             num_taken = min(missing, free.pages)
             extent, rest = free.split(num_taken)
             # the rest, which may have no pages, stays free
@@ -240,12 +240,12 @@ class Allocator:
         """Make all extents free that a writer has reserved. It must not be writing into them."""
         extents = read_reserved(self._rows, writer)
         self.reserve(writer, ())
-        self.free_now(extents)
+        self.make_free(extents)
 
-    def free_now(self, extents: Iterable[Extent]) -> None:
+    def make_free(self, extents: Iterable[Extent]) -> None:
         """Make allocated extents free."""
         for extent in extents:
-            self._join(extent)
+            self._add_free_extent(extent)
             self.free += extent.pages
 
     def free_pack(self, name: bytes) -> None:
@@ -260,7 +260,7 @@ class Allocator:
             # An extent outside of its segment means a damaged row. Its pages stay allocated to no
             # pack: freeing wrong ones could let another pack be overwritten.
             if extent.pages > 0 and extent.end <= segment_end:
-                self.free_now([extent])
+                self.make_free([extent])
 
     def make_holes(self, pages: int, at_most: int) -> list[Extent]:
         """Turn free pages into holes, from the largest extents on, so that few holes are made;
@@ -273,7 +273,7 @@ class Allocator:
         left = pages
         while left > 0 and self.free and len(holes) < at_most:
             # all extents are smaller, so this returns the largest one
-            free = self._best(_MOST_PAGES)
+            free = self._best_free_extent(_MOST_PAGES)
             num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
             self._replace([free], kept)
@@ -297,7 +297,7 @@ class Allocator:
             if rest.pages:
                 self._put_hole(rest)
         self.total += pages
-        self.free_now([filled])
+        self.make_free([filled])
 
     def _put_hole(self, hole: Extent) -> None:
         """Record a hole. The totals are the caller's concern."""
@@ -335,7 +335,7 @@ class Allocator:
         for key, _ in self._rows.starting_with(SIZES, prefix=b""):
             yield _free_extent(key)
 
-    def _best(self, pages: int) -> Extent:
+    def _best_free_extent(self, pages: int) -> Extent:
         """Return the smallest free extent of at least ``pages`` pages; if all are smaller, the
         largest one. It stays free: the caller changes its rows.
 
@@ -358,7 +358,7 @@ class Allocator:
             )
         return found
 
-    def _join(self, extent: Extent) -> None:
+    def _add_free_extent(self, extent: Extent) -> None:
         """Record a free extent, merged with the free extents that it touches."""
         before, after = self._neighbours(extent)
         merged = extent
@@ -456,7 +456,7 @@ class ExtentPayloads:
         else:
             raise NotPlacedError
 
-    def take(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
+    def allocate(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
         :param most_extents: allocate fewer pages rather than more extents.
@@ -471,7 +471,7 @@ class ExtentPayloads:
             raise StoreFullError(
                 f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments"
             )
-        return self.allocator.take(pages, most_extents)
+        return self.allocator.allocate(pages, most_extents)
 
     def delete(self, name: bytes) -> None:
         """Delete the payload of the pack ``name``, if it has any: its space is free at once."""
@@ -513,7 +513,7 @@ class ExtentPayloads:
                     space = self._growing_end()
                 num_filled = min(missing, space.pages)
                 # let the file grow first: if the disk has no space, nothing is recorded
-                self._files.allocate(space._replace(pages=num_filled))
+                self._files.allocate_space(space._replace(pages=num_filled))
                 self.allocator.fill(space, num_filled)
                 missing -= num_filled
         except StoreFullError:

@@ -76,7 +76,7 @@ from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
 from persistkv.tenants import check_tenant
 from persistkv_lmdb import files
 from persistkv_lmdb.allocator import Allocator, read_extents
-from persistkv_lmdb.commit import BatchCommit, StaleError, fit_policy, release_free
+from persistkv_lmdb.commit import BatchCommit, StaleError, enforce_policy, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.forgetting import LmdbForgetting
@@ -471,8 +471,8 @@ class LmdbBackend(Backend):
         keys = environment.database.keys
         # the transaction writes no row: it holds the writer lock, which changes of keys need
         with environment.transaction(write=True), files.translated_io(self._path):
-            keys.refuse(tenants, self._forgotten)
-            keys.make(tenants)
+            keys.check_not_forgotten(tenants, self._forgotten)
+            keys.make_missing(tenants)
 
     def _commit(
         self,
@@ -495,9 +495,9 @@ class LmdbBackend(Backend):
                     return commit.write_after_eviction()
         except CorruptPackError:
             # The key of a tenant may have been destroyed while it sealed a pack: then the tenant
-            # was forgotten, which ``refuse`` raises.
+            # was forgotten, which ``check_not_forgotten`` raises.
             tenants = tenants_of(batch)
-            environment.database.keys.refuse(tenants, self._forgotten)
+            environment.database.keys.check_not_forgotten(tenants, self._forgotten)
             raise
         except StaleError:
             # report no evictions: the caller now reads all changes since ``seen``, which include
@@ -509,7 +509,7 @@ class LmdbBackend(Backend):
             # LMDB found no page although the driver expected free ones: a reader may hold them
             reader = environment.database.oldest_reader()
             if reader is None:  # no reader: the database is fragmented, or damaged
-                environment.suspect()
+                environment.mark_suspect()
                 raise
             raise environment.database.pinned_error(reader) from None
 
@@ -595,7 +595,7 @@ class LmdbBackend(Backend):
         with self.rows(write=True) as transaction:
             write_policy(transaction, policy)
             write_quotas(transaction, policy.quotas)
-        fit_policy(self.environment)
+        enforce_policy(self.environment)
 
     def delete_quarantined(self) -> int:
         self._writable()  # raises if the store is open read-only

@@ -222,7 +222,7 @@ class BatchCommit:
         """Record the first uses of a batch with many of them in a short transaction. The batch's
         own transaction records the last ones."""
         early = self._batch.touches[:_TOUCHED_AT_ONCE]
-        with self._step() as (commit, _room):
+        with self._short_transaction() as (commit, _room):
             commit.touch(early)
         rest = self._batch.touches[_TOUCHED_AT_ONCE:]
         self._batch = replace(self._batch, touches=rest)
@@ -265,7 +265,7 @@ class BatchCommit:
             ``write_after_eviction`` then evicts in several transactions.
         """
         environment = self._environment
-        with self._step() as (commit, room):
+        with self._short_transaction() as (commit, room):
             environment.release_reserved(room.transaction, include_own=True)
             # Claim the number after the release: it may be that of a dead process, whose extents
             # must be free before this process reserves any under it.
@@ -275,16 +275,16 @@ class BatchCommit:
             commit.touch(self._batch.touches)
             # evict nothing for a batch that cannot fit
             if not room.fits_when_empty():
-                raise room.full()
+                raise room.full_error()
             # the batch fits if at most this much is in use
             most_in_use = room.limit.minus(room.need)
             end = commit.evict(
                 lambda: room.fits(most_in_use), at_most=self._most_evicted
             )
             if end is not EvictionEnd.GOAL_MET:
-                raise room.full()
+                raise room.full_error()
             num_pages = bound_pages(self._lacking)
-            self._reserved = room.payloads.take(num_pages)
+            self._reserved = room.payloads.allocate(num_pages)
             room.payloads.allocator.reserve(writer, self._reserved)
 
     def _write_packs(self, packs: Sequence[NewPack]) -> None:
@@ -356,7 +356,7 @@ class BatchCommit:
                 return self._commit()
             except _TenantAboveError as error:
                 evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
-                self._repeat(evict, at_once=self._most_evicted)
+                self._repeat_deletions(evict, at_once=self._most_evicted)
             # Other engines may add content of the tenant as fast as this one evicts it. Doubling
             # the bound on each attempt ends this: at last, the batch's own transaction, which
             # excludes other writers, may evict all that the quota requires.
@@ -389,7 +389,7 @@ class BatchCommit:
             commit.remove(batch)
             if self._packs_to_delete:
                 names = self._deleted_names(commit)
-                environment.erase(transaction, names)
+                environment.record_erasure(transaction, names)
             commit.add(batch)
             # expire after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), at_most=self._most_evicted)
@@ -402,9 +402,9 @@ class BatchCommit:
 
             # the estimates of ``room.check`` were too low: roll back, and evict first
             if commit.grew and not room.fits(room.limit):
-                raise room.full()
+                raise room.full_error()
             if room.payloads.published:
-                self._describe_namespace(transaction, commit)
+                self._write_identity(transaction, commit)
             # A user may remove a segment file at any time, so check this last: if the packs in it
             # counted as held, the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
@@ -413,7 +413,7 @@ class BatchCommit:
         self._restart_unpublished(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
-    def _describe_namespace(
+    def _write_identity(
         self,
         transaction: TableRows,
         commit: CatalogTransaction,
@@ -423,7 +423,7 @@ class BatchCommit:
         row = transaction.get(NAMESPACES, self._namespace)
         if row is not None:
             generation = commit.cursor[:GENERATION_BYTES]
-            self._environment.recovery.describe(self._namespace, row, generation)
+            self._environment.recovery.write_identity(self._namespace, row, generation)
 
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
@@ -480,7 +480,7 @@ class BatchCommit:
         # follows the eviction, because only the space of free pages can be returned.
         room.payloads.shrink(room.payloads.limit)
         if writer is not None:
-            room.reserve_ahead(writer)
+            room.reserve_for_next_commit(writer)
 
     def _release_unused(self, payloads: ExtentPayloads, writer: int) -> None:
         """End the reservation of this process, whose number is ``writer``: free those of its
@@ -496,7 +496,7 @@ class BatchCommit:
         num_taken = pages_of(self._reserved) - pages_of(unused)
         self._environment.recent_commit_bytes.append(num_taken * PAGE_BYTES)
         payloads.allocator.reserve(writer, ())
-        payloads.allocator.free_now(unused)
+        payloads.allocator.make_free(unused)
 
     def _restart_unpublished(self, room: Room) -> None:
         """Mark the packs that another process has stored meanwhile as not written by this commit
@@ -558,7 +558,7 @@ class BatchCommit:
             with environment.transaction() as rows:
                 used_before = rows.used_bytes()
             evict = partial(self._evict_some, multiple, used_before)
-            self._repeat(
+            self._repeat_deletions(
                 evict, at_once=self._most_evicted, most_transactions=_TRANSACTIONS
             )
             # LMDB reuses the pages of the evicted packs after another commit, and once no reader
@@ -586,7 +586,7 @@ class BatchCommit:
         self._drop_shared_manifests(shared_by=1)
         return self.write()
 
-    def _repeat(
+    def _repeat_deletions(
         self,
         step: Callable[[int], bool],
         at_once: int,
@@ -622,7 +622,7 @@ class BatchCommit:
             _let_others_run()
 
     @contextmanager
-    def _step(
+    def _short_transaction(
         self,
         *,
         without_growth: bool = False,
@@ -659,8 +659,8 @@ class BatchCommit:
         # First refuse tenants that were forgotten since the content was accepted. Then refuse
         # tenants that a process is forgetting now, because that process may miss the content that
         # this commit adds.
-        self._environment.database.keys.refuse(tenants, self._forgotten)
-        self._environment.refuse_forgotten(transaction, tenants)
+        self._environment.database.keys.check_not_forgotten(tenants, self._forgotten)
+        self._environment.check_not_being_forgotten(transaction, tenants)
         room = Room(self._environment, transaction, without_growth=without_growth)
         opened = self._environment.opened_namespaces
         commit = CatalogTransaction(
@@ -733,14 +733,14 @@ class BatchCommit:
         transactions. Leave packs that at most ``shared_by`` manifests name to the batch's own
         transaction.
         """
-        for pack_id in self._shared(self._batch.deletions, shared_by):
+        for pack_id in self._widely_shared(self._batch.deletions, shared_by):
             self._drop_manifests_of(pack_id, keep_later=False)
         # keep the packs that follow a bad pack: they are of use again once an engine has stored the
         # blocks of the bad pack again
-        for pack_id in self._shared(self._batch.bad, shared_by):
+        for pack_id in self._widely_shared(self._batch.bad, shared_by):
             self._drop_manifests_of(pack_id, keep_later=True)
 
-    def _shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
+    def _widely_shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
         """Return the ids of the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
         if not pack_ids:
@@ -759,20 +759,22 @@ class BatchCommit:
 
         :param keep_later: keep the packs that follow this one in the manifests.
         """
-        drop = partial(self._drop_some, pack_id, keep_later=keep_later)
-        self._repeat(drop, at_once=_DROPPED_AT_ONCE)
+        drop = partial(self._drop_some_manifests, pack_id, keep_later=keep_later)
+        self._repeat_deletions(drop, at_once=_DROPPED_AT_ONCE)
 
-    def _drop_some(self, pack_id: bytes, at_most: int, *, keep_later: bool) -> bool:
+    def _drop_some_manifests(
+        self, pack_id: bytes, at_most: int, *, keep_later: bool
+    ) -> bool:
         """Delete at most ``at_most`` manifests that name a pack in one transaction; return whether
         more name it.
 
         :param keep_later: keep the packs that follow this one in the manifests.
         """
-        with self._step() as (commit, room):
+        with self._short_transaction() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
             # erase all packs that were deleted with the manifests: a rebuild must not find them
             names = _names_of(commit.evicted)
-            self._environment.erase(room.transaction, names)
+            self._environment.record_erasure(room.transaction, names)
         return more
 
     def _evict_some(self, multiple: int, used_before: int, at_most: int) -> bool:
@@ -788,11 +790,11 @@ class BatchCommit:
             deletions; nothing changed.
         """
         needs_more_free = multiple > 0
-        with self._step(without_growth=needs_more_free) as (commit, room):
+        with self._short_transaction(without_growth=needs_more_free) as (commit, room):
             self._environment.release_reserved(room.transaction, include_own=True)
             commit.touch(self._batch.touches)
             if not room.fits_when_empty():
-                raise _NothingLeftError(str(room.full()))
+                raise _NothingLeftError(str(room.full_error()))
             goal = room.low_watermark().minus(room.need)
             if needs_more_free:
                 # evict more only from the catalogue: values in LMDB need contiguous pages, payloads
@@ -812,12 +814,12 @@ class BatchCommit:
         most_in_use = room.limit.minus(room.need)
         has_evicted = bool(self._evicted or commit.evicted)
         if not has_evicted or not room.fits(most_in_use):
-            raise _NothingLeftError(str(room.full()))
+            raise _NothingLeftError(str(room.full_error()))
 
     def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
         quota; return whether more must be evicted."""
-        with self._step() as (commit, room):
+        with self._short_transaction() as (commit, room):
             commit.touch(self._batch.touches)
             commit.quotas.expect({tenant: num_bytes})
             digest = room.transaction.tenant_digest(tenant)
@@ -836,7 +838,7 @@ def _let_others_run() -> None:
     time.sleep(_TURN_S)
 
 
-def fit_policy(environment: Environment) -> None:
+def enforce_policy(environment: Environment) -> None:
     """Evict until the store fits its capacity and its quotas, in short transactions; return the
     space to the file system.
 

@@ -46,7 +46,7 @@ LOCK_FILE_BYTES = 64 << 10
 # 1 MiB: minimum of the catalogue, twice the pages of a few transactions
 MIN_CATALOGUE = 1 << 20
 # 2 MiB: pages that a commit rewrites, and those of the last two commits, which are not reusable yet
-CATALOGUE_AHEAD = 2 << 20
+REWRITTEN_BYTES = 2 << 20
 _CATALOGUE_SHARE = 4  # 1/4: maximum share of the capacity that ``data.mdb`` takes
 # 1/256: maximum share of the capacity by which ``data.mdb`` grows in one transaction. The maximum
 # is 64 MiB in a large store, 1 MiB in a store of less than 256 MiB, and 1/32 in one of less than 32
@@ -216,7 +216,7 @@ class Database:
         with files.translated_at_open(self._path):
             exists = files.file_id(self._path / files.DATA_FILE) is not None
             env = open_lmdb(self._path, read_only=read_only)
-            if not read_only and not _has_its_lock_file(env):
+            if not read_only and not _agrees_with_lock_file(env):
                 env.close()
                 env = self._open_with_new_lock_file()
             try:
@@ -277,7 +277,7 @@ class Database:
         with self.map_lock.exclusive():
             self.close()
             self.open(read_only=read_only)
-            self._fit_map()
+            self._set_map_size()
 
     def is_current(self) -> bool:
         """Return whether the open files are those at the store's path."""
@@ -304,7 +304,7 @@ class Database:
         if not write:
             return begun
         try:
-            if not _is_next(self._env, begun):
+            if not _has_next_number(self._env, begun):
                 raise OtherTransactionError
             # another process has recorded another capacity: the map must get its new size
             if _read_shares(self.rows(begun)) != self.shares:
@@ -322,9 +322,9 @@ class Database:
     def remap(self) -> None:
         """Adapt the size of the map, after the running transactions."""
         with self.map_lock.exclusive():
-            self._fit_map()
+            self._set_map_size()
 
-    def _fit_map(self) -> None:
+    def _set_map_size(self) -> None:
         """Set the map size to the recorded bound of ``data.mdb``. If the file is larger than that,
         because the capacity was lowered, set it to the file's size plus a reserve for deletions.
         The caller excludes transactions of this process.
@@ -440,19 +440,19 @@ def _whole_pages(num_bytes: int) -> int:
     return num_bytes // PAGE_BYTES * PAGE_BYTES
 
 
-def _has_its_lock_file(env: lmdb.Environment) -> bool:
+def _agrees_with_lock_file(env: lmdb.Environment) -> bool:
     """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
     The caller holds the writer lock.
     """
     # a write transaction takes its number from the lock file; aborted, it leaves no trace
     begun = env.begin(write=True)
     try:
-        return _is_next(env, begun)
+        return _has_next_number(env, begun)
     finally:
         begun.abort()
 
 
-def _is_next(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
+def _has_next_number(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
     """Return whether the number of a write transaction follows the last one, that is, whether
     LMDB's lock file and ``data.mdb`` agree about the last one."""
     # LMDB reads one of the two numbers from the lock file, and the other one from data.mdb

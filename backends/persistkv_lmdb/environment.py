@@ -245,7 +245,7 @@ class Environment:
                     payloads.allocator.finish()
                     # sync the growth before the rows that count on this space are durable
                     self.files.sync_growth()
-                guard.lock.mark(begun=True)
+                guard.lock.mark_commit(begun=True)
             finally:
                 self._payloads = None
         # punch holes only now: until the commit is durable, the catalogue on disk may list packs in
@@ -254,7 +254,7 @@ class Environment:
             self.files.punch(payloads.holes)
         # if the mark cannot be removed, the next transaction calls ``recover``, which is harmless
         with suppress(StoreError):
-            guard.lock.mark(begun=False)
+            guard.lock.mark_commit(begun=False)
         self._check_current()
 
     @cached_property
@@ -325,7 +325,9 @@ class Environment:
                 transaction.delete(META, key)
         return write_refusal(transaction, tenant, own_number)
 
-    def refuse_forgotten(self, transaction: TableRows, tenants: Iterable[str]) -> None:
+    def check_not_being_forgotten(
+        self, transaction: TableRows, tenants: Iterable[str]
+    ) -> None:
         """Raise a TenantForgottenError if a living process is forgetting any of these tenants."""
         refused: list[str] = []
         for tenant in tenants:
@@ -354,21 +356,21 @@ class Environment:
             limit = self._segment_limit_bytes(transaction)
             inline = self.database.shares.inline
             payloads = ExtentPayloads(transaction, self.files, limit, inline=inline)
-            self._fit_files(payloads.allocator)
+            self._adjust_files(payloads.allocator)
             # return space beyond the limit: the catalogue may have grown, or the capacity was
             # lowered
             payloads.shrink(limit)
             self._payloads = payloads
         return self._payloads
 
-    def _fit_files(self, allocator: Allocator) -> None:
+    def _adjust_files(self, allocator: Allocator) -> None:
         """Give the segment files the recorded lengths and holes.
 
         An aborted transaction may have let files grow, or have filled a hole. A process that was
         killed after its commit may not have punched a hole, and a rebuild has punched none.
         """
         segments = allocator.segments()
-        disk_bytes = self.files.fit(segments)
+        disk_bytes = self.files.adjust_lengths(segments)
         # Punch all holes again only if the files take much more than is recorded, because it takes
         # time. The lengths of segments include holes, the recorded total does not.
         has_holes = sum(segments.values()) > allocator.total
@@ -396,7 +398,7 @@ class Environment:
         largest_catalogue = min(grown_catalogue, self.database.map_bytes)
         return max(0, available - largest_catalogue)
 
-    def erase(self, transaction: TableRows, names: Collection[bytes]) -> None:
+    def record_erasure(self, transaction: TableRows, names: Collection[bytes]) -> None:
         """Record that a rebuild must not find these packs, which the write transaction deletes.
 
         :param names: namespace and pack id of each.
@@ -407,7 +409,7 @@ class Environment:
             number = read_last_erasure(transaction) + 1
             # Write the file first: if the transaction fails, the record covers packs that are still
             # held. A rebuild may then lose them, but it never finds deleted ones.
-            self.recovery.erase(names, number)
+            self.recovery.record_erasure(names, number)
             write_last_erasure(transaction, number)
 
     def commit_nothing(self) -> int:
@@ -468,11 +470,11 @@ class Environment:
             for name in ended:
                 self.index_file(name).unlink(missing_ok=True)
 
-    def suspect(self) -> None:
+    def mark_suspect(self) -> None:
         """Have the store checked when it is next opened for writing while no process has it open,
-        see ``Guard.suspect``."""
+        see ``Guard.mark_suspect``."""
         if self._guard is not None:
-            self._guard.suspect()
+            self._guard.mark_suspect()
 
     def close(self) -> None:
         """Close the environment after the running transactions; idempotent. In a forked child this
@@ -505,7 +507,7 @@ class Environment:
         except _NO_DAMAGE:
             raise
         except StoreError:  # LMDB reports a damaged page with many different errors
-            self.suspect()
+            self.mark_suspect()
             raise
 
     def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | _Repair:
@@ -515,7 +517,7 @@ class Environment:
         database = self.database
         # an earlier reopening has closed LMDB and failed to open it
         if not database.is_open:
-            return self._revive
+            return self._reopen
         try:
             return database.begin(write=write)
         except lmdb.MapResizedError:
@@ -523,12 +525,12 @@ class Environment:
         except lmdb.PanicError:
             # LMDB failed to write a page earlier: the files are intact, but the open environment
             # refuses all further transactions
-            return self._revive
+            return self._reopen
         except OtherTransactionError:
             # a failed commit could not be undone, or files of two stores were mixed
-            return partial(self._revive, recovers=True)
+            return partial(self._reopen, recovers=True)
 
-    def _revive(self, *, recovers: bool = False) -> None:
+    def _reopen(self, *, recovers: bool = False) -> None:
         """Open LMDB again, after an earlier opening failed or an error made its handle unusable.
 
         :param recovers: first make the newest snapshot in ``data.mdb`` durable, because LMDB's lock

@@ -55,7 +55,7 @@ OPENING_PATIENCE_S = 30.0
 WRITING_PATIENCE_S = 10.0
 # seconds to wait for the writer lock after a wait that timed out
 _SHORT_PATIENCE_S = 0.2
-# content of the file of the writer lock (``WriterLock.mark``)
+# content of the file of the writer lock (``WriterLock.mark_commit``)
 _BEGUN = b"+"
 _ENDED = b"-"
 _ROOT = 0  # user id of root
@@ -502,7 +502,7 @@ class WriterLock:
             self._depth += 1
             try:
                 # also in a nested hold, because the outer one may have had no ``recover``
-                if recover is not None and self.interrupted:
+                if recover is not None and self.has_interrupted_commit:
                     recover()
                 yield
             finally:
@@ -513,14 +513,14 @@ class WriterLock:
             self._threads.release()
 
     @property
-    def interrupted(self) -> bool:
+    def has_interrupted_commit(self) -> bool:
         """Whether the last commit that any process started did not complete. The caller must hold
         the lock."""
         with translated_io(self._file.parent):
             first_byte = os.pread(self._fd, 1, 0)
         return first_byte == _BEGUN
 
-    def mark(self, *, begun: bool) -> None:
+    def mark_commit(self, *, begun: bool) -> None:
         """Record for all processes, unsynced, that a commit starts or has completed. The caller
         must hold the lock."""
         with translated_io(self._file.parent):

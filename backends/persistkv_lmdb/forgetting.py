@@ -113,7 +113,7 @@ class LmdbForgetting:
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
         # collect all names first, because the deletions change the table that is searched
-        names = list(self._names(table))
+        names = list(self._keys_of_tenant(table))
         next_names = iter(names)
         while self._delete_some(table, next_names):
             time.sleep(_TURN_S)
@@ -128,17 +128,17 @@ class LmdbForgetting:
             payloads = environment.payloads(rows)
             deadline = time.monotonic() + _DELETIONS_S
             for name in names:
-                ended_namespaces += self._delete(rows, payloads, table, name)
+                ended_namespaces += self._delete_row(rows, payloads, table, name)
                 deleted.append(name)
                 if time.monotonic() > deadline:
                     break
             # erase the packs, so that a rebuild does not find them in the segments
             if table == PACKS:
-                environment.erase(rows, set(deleted))
+                environment.record_erasure(rows, set(deleted))
         environment.delete_files_of(ended_namespaces)
         return bool(deleted)
 
-    def _delete(
+    def _delete_row(
         self,
         rows: TableRows,
         payloads: Payloads,
@@ -170,13 +170,13 @@ class LmdbForgetting:
 
     # Rows
 
-    def _names(self, table: str) -> Iterator[bytes]:
+    def _keys_of_tenant(self, table: str) -> Iterator[bytes]:
         """Yield the keys of a table's rows that belong to the tenant, a bounded number of rows per
         transaction."""
         start = b""
         while True:
             with self._environment.transaction() as rows:
-                following = self._rows(rows, table, start)
+                following = self._scan_rows(rows, table, start)
                 page = list(islice(following, _ROWS_AT_ONCE))
             # yield after the transaction, so that no snapshot is held while the caller deletes
             for key, is_own in page:
@@ -188,7 +188,7 @@ class LmdbForgetting:
             # the smallest key that follows the last one
             start = last_key + b"\0"
 
-    def _rows(
+    def _scan_rows(
         self,
         rows: TableRows,
         table: str,

@@ -68,7 +68,7 @@ class KeyFile:
         self.forgotten: Mapping[str, int] = {}
         """Tenant → how often this process has noticed that keys of it have disappeared from the
         file, because the tenant was forgotten. Each change replaces the mapping. Callers compare
-        it with an earlier state (``refuse``)."""
+        it with an earlier state (``check_not_forgotten``)."""
         self._version: tuple[int, int] | None = None
         """Inode and time of modification (ns) of the file that ``refresh`` read last; None: it has
         not read any."""
@@ -141,7 +141,7 @@ class KeyFile:
         self._add(stored.tenants)
         return self._seal
 
-    def make(self, tenants: Iterable[str]) -> None:
+    def make_missing(self, tenants: Iterable[str]) -> None:
         """Make data keys, durably, for those of the tenants that have none. The caller holds the
         writer lock, so no other process makes them at the same time.
 
@@ -201,7 +201,9 @@ class KeyFile:
         # but only when it changes
         self._version = version
 
-    def refuse(self, tenants: Iterable[str], before: Mapping[str, int]) -> None:
+    def check_not_forgotten(
+        self, tenants: Iterable[str], before: Mapping[str, int]
+    ) -> None:
         """Raise a TenantForgottenError if any of these tenants was forgotten since the attribute
         ``forgotten`` had the value ``before``."""
         now = self.forgotten

@@ -130,18 +130,18 @@ class Guard:
             files.translated_at_open(self._directory),
         ):
             # granted if no process has the store open for writing
-            is_alone = self._locked(fcntl.LOCK_EX)
+            is_alone = self._try_lock(fcntl.LOCK_EX)
             if is_alone:
                 self._open_alone(open_environment)
                 # remove the mark: the opening has made an interrupted commit durable, or
                 # quarantined its catalogue
-                self.lock.mark(begun=False)
+                self.lock.mark_commit(begun=False)
             else:
                 # no check is possible, because other processes have the store open, and may write
-                if self.lock.interrupted:
+                if self.lock.has_interrupted_commit:
                     self.recover()
                 open_environment()
-            self._share()
+            self._join()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -152,7 +152,7 @@ class Guard:
             run.
         """
         with self.lock.held(files.OPENING_PATIENCE_S):
-            if not self._locked(fcntl.LOCK_EX):
+            if not self._try_lock(fcntl.LOCK_EX):
                 raise StoreBusyError(
                     f"{self._directory} is busy: another process has it open for writing; stop "
                     f"it first"
@@ -177,7 +177,7 @@ class Guard:
         # raise no StoreFullError, which would cause evictions that do not help
         with files.translated_io(self._directory, full=StoreError):
             self._sync_leftover()
-        self.lock.mark(begun=False)
+        self.lock.mark_commit(begun=False)
 
     def is_current(self) -> bool:
         """Return whether the lock file and the guard file are still those at their paths."""
@@ -216,7 +216,7 @@ class Guard:
         lock_type, *_ = _LOCK_REQUEST.unpack(answer)
         return bool(lock_type != fcntl.F_UNLCK)
 
-    def suspect(self) -> None:
+    def mark_suspect(self) -> None:
         """Have the store checked by the next process that opens it for writing while no other has
         it open. Ignore write errors.
         """
@@ -232,10 +232,10 @@ class Guard:
         # after a failed ``open``, leave the recorded state as it is
         is_open = self._joined and self._fd >= 0
         # the exclusive lock shows that this is the last process that has the store open
-        if is_open and self._locked(fcntl.LOCK_EX):
+        if is_open and self._try_lock(fcntl.LOCK_EX):
             # after an error, the recorded state is not clean, and the next opening runs the check
             with suppress(OSError, StoreError):
-                if self.lock.interrupted:
+                if self.lock.has_interrupted_commit:
                     self.recover()
                 # leave the state SUSPECT as it is
                 if self._read() is _State.OPEN:
@@ -282,7 +282,7 @@ class Guard:
         :param exists: there is a ``data.mdb``.
         :param was_unclean: the last shutdown was, so the environment must be checked.
         """
-        if exists and was_unclean and not self._check():
+        if exists and was_unclean and not self._check_or_quarantine():
             return False
         # The segment files have lost their catalogue. A new one would let their packs be
         # overwritten.
@@ -298,7 +298,7 @@ class Guard:
         else:
             self._write(state)
 
-    def _check(self) -> bool:
+    def _check_or_quarantine(self) -> bool:
         """Check the environment after an unclean shutdown. If it is damaged, rename it and return
         False. Otherwise make its content durable and return True, also if the check did not
         complete.
@@ -386,7 +386,7 @@ class Guard:
         )
         logger.warning(message, store, reason, size, target, store, target)
 
-    def _locked(self, kind: int) -> bool:
+    def _try_lock(self, kind: int) -> bool:
         """Try to lock the guard file without waiting, or to change the lock that this process has
         on it; return whether that succeeded.
 
@@ -398,12 +398,12 @@ class Guard:
             return False
         return True
 
-    def _share(self) -> None:
+    def _join(self) -> None:
         """Take a shared lock on the guard file, for as long as the store is open, and record there
         that it is open."""
         # wait for a process that closes the store, and holds the exclusive lock for a short time
         deadline = time.monotonic() + CLOSING_PATIENCE_S
-        while not self._locked(fcntl.LOCK_SH):
+        while not self._try_lock(fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
                 raise StoreBusyError(
                     f"{self._directory} is busy: another process has been closing it for "
@@ -482,14 +482,14 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
         found = inspect(path)
         if found.verdict in DAMAGE:
             raise CorruptStoreError(f"{path}: {found.reason}")
-    env = _opened(path, read_only)
+    env = _open_environment(path, read_only)
     if _has_reader_slot(env):
         # Nothing of this process reads, so the slot is stale, or a process in another PID namespace
         # has the same PID. Closing also releases LMDB's lock for this PID: the child detects
         # whether another process holds it, and leaves its slots alone.
         env.close()
         _clear_from_child(path)
-        env = _opened(path, read_only)
+        env = _open_environment(path, read_only)
     return env
 
 
@@ -504,7 +504,7 @@ def _has_reader_slot(env: lmdb.Environment) -> bool:
     return False
 
 
-def _opened(path: Path, read_only: bool) -> lmdb.Environment:
+def _open_environment(path: Path, read_only: bool) -> lmdb.Environment:
     """Open an LMDB environment, and leave its readers as they are; errors as in ``open_lmdb``."""
     try:
         return lmdb.open(

@@ -188,7 +188,7 @@ class _Rebuild:
     def run(self, progress: Callable[[int, int], None]) -> Rebuilt:
         """Search the segments, build a catalogue of the packs, and put it in place of the damaged
         one. Without packs, nothing is changed."""
-        found = self._chosen(self._packs(progress))
+        found = self._packs_to_list(self._find_packs(progress))
         if not found:
             return self._report(num_namespaces=0, capacity=0, damaged=None)
         namespaces = {pack.name[:ID_BYTES] for pack in found}
@@ -227,16 +227,18 @@ class _Rebuild:
     # Packs in the segment files. They are read through the page cache: a pack is verified soon
     # after its trailer was read, and its table is read again for the new catalogue.
 
-    def _packs(self, progress: Callable[[int, int], None]) -> Iterator[ScannedPack]:
+    def _find_packs(
+        self, progress: Callable[[int, int], None]
+    ) -> Iterator[ScannedPack]:
         """Iterate over the verified packs that were not deleted, by the place of their trailers;
         count the traces that are no such packs."""
-        for window in self._windows(progress):
+        for window in self._read_windows(progress):
             for index in find_trailers(window.content):
                 pack = self._pack_at(window, index)
                 if pack is not None:
                     yield pack
 
-    def _windows(self, progress: Callable[[int, int], None]) -> Iterator[_Window]:
+    def _read_windows(self, progress: Callable[[int, int], None]) -> Iterator[_Window]:
         """Read the segment files in windows of 8 MiB; count those that cannot be read.
 
         A trailer is within one page, so it is in one window; its pack may begin before.
@@ -289,7 +291,7 @@ class _Rebuild:
             trailer.extent, name, trailer.last_erasure, trailer.tail_length
         )
 
-    def _chosen(self, packs: Iterable[ScannedPack]) -> list[ScannedPack]:
+    def _packs_to_list(self, packs: Iterable[ScannedPack]) -> list[ScannedPack]:
         """Return the packs to list, ordered by name; count the others. A pack is listed if
 
         1. its namespace is known,
@@ -364,7 +366,7 @@ class _Rebuild:
             for namespace, group in _groups_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
                     rows = TableRows(txn, databases, self._seal)
-                    self._add(rows, self._namespaces[namespace], group)
+                    self._add_packs(rows, self._namespaces[namespace], group)
             with env.begin(write=True, buffers=True) as txn:
                 num_pages = env.info()["last_pgno"] + 1
                 catalogue_bytes = num_pages * env.stat()["psize"]
@@ -417,7 +419,7 @@ class _Rebuild:
         allocator.finish()
         return allocator.total * PAGE_BYTES
 
-    def _add(
+    def _add_packs(
         self,
         rows: TableRows,
         namespace: Namespace,

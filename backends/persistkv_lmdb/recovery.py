@@ -79,11 +79,11 @@ class RecoveryFiles:
     def __init__(self, store: Path) -> None:
         self._store = store
         self._directory = store / SEGMENT_DIRECTORY
-        self._described: dict[bytes, bytes] = {}
+        self._known_generations: dict[bytes, bytes] = {}
         """Generation of each namespace whose identity this process has found or written in its
         file, by id: later commits need not look again."""
 
-    def describe(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
+    def write_identity(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
         """Write the identity of a namespace durably, unless its file holds it already.
 
         An error is ignored: the store is valid without the file, and the next commit tries again.
@@ -92,12 +92,13 @@ class RecoveryFiles:
         :param generation: generation of the namespace, which changes if the namespace ends and
             begins again.
         """
-        if self._described.get(namespace) == generation:
+        if self._known_generations.get(namespace) == generation:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
             # Begin the list of erasures, with a record that covers nothing, while the disk has
-            # space: on a full disk, ``_erase_all`` overwrites this record, which needs no space.
+            # space: on a full disk, ``_record_erasure_of_all`` overwrites this record, which needs
+            # no space.
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
             held = _content(path, _MOST_IDENTITY_BYTES)
@@ -106,7 +107,7 @@ class RecoveryFiles:
                 _write(path, row)
             # sync even if the file exists: its creator may have been killed before the sync
             sync_directory(self._directory)
-            self._described[namespace] = generation
+            self._known_generations[namespace] = generation
 
     def delete_identities(self, namespaces: Iterable[bytes]) -> None:
         """Delete the identities of namespaces without content. An error is ignored: an identity
@@ -129,7 +130,7 @@ class RecoveryFiles:
                     found[name] = namespace
         return found
 
-    def erase(self, names: Collection[bytes], number: int) -> None:
+    def record_erasure(self, names: Collection[bytes], number: int) -> None:
         """Record an erasure of packs durably. If the list or the disk is full, record that it
         covers all packs. A store that never had segments has nothing to erase.
 
@@ -146,9 +147,9 @@ class RecoveryFiles:
                 # most likely, the disk is full
                 is_recorded = False
             if not is_recorded:
-                self._erase_all(number)
+                self._record_erasure_of_all(number)
 
-    def _erase_all(self, number: int) -> None:
+    def _record_erasure_of_all(self, number: int) -> None:
         """Record durably that the erasure ``number`` covers all packs: in place of the first
         record, which needs no new space.
 
@@ -197,7 +198,8 @@ class RecoveryFiles:
         # a killed process may have left a part of a record
         num_records = _size(self._erased) // _RECORD.size
         if not num_records:
-            # the list begins with a record that erases nothing, which ``_erase_all`` replaces
+            # the list begins with a record that erases nothing, which ``_record_erasure_of_all``
+            # replaces
             _write(self._erased, _NO_ERASURE)
             sync_directory(self._directory)
             num_records = 1

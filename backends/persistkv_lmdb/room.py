@@ -16,7 +16,7 @@ from persistkv.errors import StoreFullError
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import pages_for, read_space
-from persistkv_lmdb.database import CATALOGUE_AHEAD, MIN_CATALOGUE
+from persistkv_lmdb.database import MIN_CATALOGUE, REWRITTEN_BYTES
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
@@ -25,7 +25,7 @@ from persistkv_lmdb.layout import tail_pages
 _CATALOGUE_RESERVE_SHARE = 16
 # 256 MiB: maximum of the unused share. It is enough for a commit of 128 MiB and the previous one,
 # whose pages are not reusable yet.
-_MAX_AHEAD = 256 << 20
+_MOST_CATALOGUE_RESERVE = 256 << 20
 # 128 KiB: pages of the catalogue that each commit may rewrite, besides the pages of its packs
 _GROWN_BYTES = 128 << 10
 # 64 MiB: maximum that is reserved for the next commit of a process
@@ -160,16 +160,16 @@ class Room:
         # Check the capacity: the batch fits if at most this much is in use.
         most_in_use = self.limit.minus(self.need)
         if not self.fits(most_in_use):
-            raise self.full()
+            raise self.full_error()
         # Check the disk: segments that grew while the catalogue was small may have space that the
         # catalogue needs now. Transactions that evict can return this space if it is in free pages,
         # and if the file system supports holes.
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
         if has_free_excess and self._environment.files.punches:
-            raise self.full()
+            raise self.full_error()
 
-    def full(self) -> StoreFullError:
+    def full_error(self) -> StoreFullError:
         """Return the error of a batch that does not fit."""
         path = self._environment.path
         capacity = self._environment.database.shares.capacity
@@ -191,36 +191,36 @@ class Room:
         expected_growth = 2 * self.need.catalogue + _GROWN_BYTES
         max_growth = self._environment.database.shares.growth_bytes
         growth = min(expected_growth, max_growth)
-        payload_reserve = self._ahead_bytes() + growth
+        payload_reserve = self._next_reservation_bytes() + growth
         return self.limit.minus(Amount(self._catalogue_reserve(), payload_reserve))
 
     def _catalogue_reserve(self) -> int:
         """Return the bytes of the catalogue that a commit leaves unused for later ones."""
         catalogue = self.limit.catalogue
-        reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MAX_AHEAD)
+        reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MOST_CATALOGUE_RESERVE)
         if self.is_inline:
             return reserve
         # at least the pages that commits rewrite; in a small catalogue, at most half of the part
         # beyond its minimum
         beyond_minimum = catalogue - MIN_CATALOGUE
-        rewritten = min(beyond_minimum // 2, CATALOGUE_AHEAD)
+        rewritten = min(beyond_minimum // 2, REWRITTEN_BYTES)
         return max(reserve, rewritten)
 
-    def reserve_ahead(self, writer: int) -> None:
+    def reserve_for_next_commit(self, writer: int) -> None:
         """Reserve extents for the next commit of a writer that has none reserved, within the room
         that is there without eviction."""
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)
-        wanted = self._ahead_bytes() // PAGE_BYTES
+        wanted = self._next_reservation_bytes() // PAGE_BYTES
         pages = min(wanted, allocator.free + growth)
         if pages > 0:
             # if the disk is full, the next commit reserves what it needs, and evicts for that
             with suppress(StoreFullError):
-                taken = self.payloads.take(pages, _MOST_EXTENTS)
+                taken = self.payloads.allocate(pages, _MOST_EXTENTS)
                 allocator.reserve(writer, taken)
 
-    def _ahead_bytes(self) -> int:
+    def _next_reservation_bytes(self) -> int:
         """Return how many bytes of the segments to reserve for the next commit of this process: as
         many as the largest of its recent commits took, within the share of one process and that of
         all processes."""

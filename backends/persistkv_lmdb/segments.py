@@ -118,9 +118,11 @@ class _Descriptors(NamedTuple):
 
 
 class SegmentFiles:
-    """Segment files of a store. ``read`` and ``lengths`` are thread-safe. ``allocate``,
-    ``punch``, ``fit`` and ``sync_growth`` need the writer lock; one thread at a time may write
-    payloads, from ``write`` to ``sync`` or ``abandon``.
+    """Segment files of a store.
+
+    ``read`` and ``lengths`` are thread-safe. ``allocate_space``, ``punch``, ``adjust_lengths`` and
+    ``sync_growth`` need the writer lock. One thread at a time may write payloads, from ``write`` to
+    ``sync`` or ``abandon``.
 
     :raises OSError: the store's directory cannot be opened.
     """
@@ -159,7 +161,7 @@ class SegmentFiles:
         self._direct = True
         """False once O_DIRECT was refused for aligned buffers."""
 
-    def allocate(self, extent: Extent) -> None:
+    def allocate_space(self, extent: Extent) -> None:
         """Allocate disk space for pages of a hole, or for pages after the end of a file, which
         grows. The transaction must call ``sync_growth`` before it commits.
 
@@ -209,7 +211,7 @@ class SegmentFiles:
             return False
         return True
 
-    def fit(self, segments: Mapping[int, int]) -> int:
+    def adjust_lengths(self, segments: Mapping[int, int]) -> int:
         """Give each segment file the number of pages that LMDB records: truncate longer files,
         extend shorter or lost ones. Packs whose bytes were lost fail verification when they are
         read.
@@ -223,10 +225,10 @@ class SegmentFiles:
             # truncate unrecorded files to nothing: an aborted transaction made them
             for segment in {*segments, *self._existing()}:
                 expected = segments.get(segment, 0) * PAGE_BYTES
-                on_disk += self._fit_one(segment, expected)
+                on_disk += self._adjust_length(segment, expected)
         return on_disk
 
-    def _fit_one(self, segment: int, expected: int) -> int:
+    def _adjust_length(self, segment: int, expected: int) -> int:
         """Give a file the length ``expected`` in bytes, and create it if it is missing; return its
         bytes on disk."""
         fd = self._descriptors(segment, create=True).buffered
@@ -388,7 +390,7 @@ class SegmentFiles:
             run_buffers = unfilled
             # usually there is one run, and nothing to split
             if run.length < missing:
-                run_buffers = front(unfilled, run.length)
+                run_buffers = first_bytes(unfilled, run.length)
                 unfilled = after_bytes(unfilled, run.length)
             with translated_io(self._path):
                 if not self._read(run, run_buffers, direct):
@@ -433,7 +435,7 @@ class SegmentFiles:
         """Write buffers to the file ranges ``runs``, which together are as long."""
         with translated_io(self._path):
             for run in runs:
-                self._write_run(run, front(buffers, run.length))
+                self._write_run(run, first_bytes(buffers, run.length))
                 buffers = after_bytes(buffers, run.length)
 
     def _write_run(self, run: _ByteRun, buffers: list[memoryview]) -> None:
@@ -444,7 +446,7 @@ class SegmentFiles:
                 write_all(fds.direct, buffers, run.offset, unit=PAGE_BYTES)
                 return
             except OSError as error:
-                if not self._is_refusal(error, buffers):
+                if not self._is_direct_refusal(error, buffers):
                     raise
         write_all(fds.buffered, buffers, run.offset)
 
@@ -466,11 +468,11 @@ class SegmentFiles:
                 if read_all(fds.direct, buffers, run.offset, unit=PAGE_BYTES):
                     return True
             except OSError as error:
-                if not self._is_refusal(error, buffers):
+                if not self._is_direct_refusal(error, buffers):
                     raise
         return read_all(fds.buffered, buffers, run.offset)
 
-    def _is_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
+    def _is_direct_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
         """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
         stop using it. Alignment is checked only after a failure: checking before each transfer
         would take longer.
@@ -494,11 +496,11 @@ class SegmentFiles:
         with self._lock:
             descriptors = self._open.get(segment)
             if descriptors is None:
-                descriptors = self._opened(segment, create)
+                descriptors = self._open_segment(segment, create)
                 self._open[segment] = descriptors
             return descriptors
 
-    def _opened(self, segment: int, create: bool) -> _Descriptors:
+    def _open_segment(self, segment: int, create: bool) -> _Descriptors:
         """Open a segment file. The caller holds the lock."""
         name = f"{segment:08d}.seg"
         access = os.O_RDONLY if self._read_only else os.O_RDWR
@@ -598,7 +600,7 @@ def is_aligned(view: memoryview) -> bool:
     return is_whole_pages and starts_aligned(view)
 
 
-def front(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+def first_bytes(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
     """Return views of the first ``count`` bytes of a sequence of buffers."""
     found: list[memoryview] = []
     missing = count

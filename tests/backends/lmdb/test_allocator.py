@@ -120,11 +120,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
             single = space.largest() >= pages
-            taken = space.take(pages)
+            taken = space.allocate(pages)
             if keep:
                 space.publish(self.number.to_bytes(32, "big"), taken)
             else:
-                space.free_now(taken)
+                space.make_free(taken)
             return taken, single
 
         taken, single = self.change(work)
@@ -149,7 +149,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
 
         def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
-            taken = space.take(pages)
+            taken = space.allocate(pages)
             space.reserve(writer, taken)
             return taken
 
@@ -182,7 +182,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             for number, place in enumerate(packs):
                 space.publish((self.number + 1 + number).to_bytes(32, "big"), place)
             space.reserve(writer, ())
-            space.free_now(rest)
+            space.make_free(rest)
             return packs
 
         packs = self.change(work)
@@ -487,7 +487,7 @@ def test_commit_after_aborted_transaction_truncates_grown_segments(
         suppress(ZeroDivisionError),
         backend.environment.transaction(write=True) as transaction,
     ):
-        backend.environment.payloads(transaction).take((16 << 20) // PAGE_BYTES)
+        backend.environment.payloads(transaction).allocate((16 << 20) // PAGE_BYTES)
         raise ZeroDivisionError
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
@@ -501,7 +501,7 @@ from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 with backend.environment.transaction(write=True) as transaction:
     payloads = backend.environment.payloads(transaction)
-    payloads.take((16 << 20) // 4096)
+    payloads.allocate((16 << 20) // 4096)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -502,7 +502,7 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     change_rows(path, database, row)
     assert inspect(path).verdict is verdict
     before = open_store()
-    before.environment.suspect()
+    before.environment.mark_suspect()
     before.close()
     backend = open_store()
     assert len(quarantined_copies(path)) == (verdict is CheckResult.DAMAGED)

@@ -37,8 +37,8 @@ from tests.backends.lmdb.conftest import IDENTITY
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 namespace = backend.open_namespace(IDENTITY).id
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 1)]))
-mark = WriterLock.mark
-WriterLock.mark = lambda lock, begun: mark(lock, begun=True) if begun else os.kill(os.getpid(), signal.SIGKILL)
+mark_commit = WriterLock.mark_commit
+WriterLock.mark_commit = lambda lock, begun: mark_commit(lock, begun=True) if begun else os.kill(os.getpid(), signal.SIGKILL)
 backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
 """
 

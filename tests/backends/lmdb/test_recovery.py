@@ -27,7 +27,7 @@ def files(tmp_path: Path) -> RecoveryFiles:
 
 
 def test_erasures_of_a_new_store_cover_nothing(files: RecoveryFiles) -> None:
-    files.describe(bytes(16), ROW, GENERATION)
+    files.write_identity(bytes(16), ROW, GENERATION)
     found = files.erasures()
     assert found.last == 0
     assert not found.covers(name(1), 0)
@@ -36,8 +36,8 @@ def test_erasures_of_a_new_store_cover_nothing(files: RecoveryFiles) -> None:
 def test_erasure_covers_only_packs_of_its_name_that_were_written_before(
     files: RecoveryFiles,
 ) -> None:
-    files.erase([name(1), name(2)], 1)
-    files.erase([name(1)], 2)
+    files.record_erasure([name(1), name(2)], 1)
+    files.record_erasure([name(1)], 2)
     found = files.erasures()
     assert found.last == 2
     assert found.covers(name(1), 1)
@@ -51,10 +51,10 @@ def test_erase_after_a_part_of_a_record_continues(
     files: RecoveryFiles,
     tmp_path: Path,
 ) -> None:
-    files.erase([name(1)], 1)
+    files.record_erasure([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
         file.write(b"part")
-    files.erase([name(2)], 2)
+    files.record_erasure([name(2)], 2)
     found = files.erasures()
     assert found.covers(name(1), 0)
     assert found.covers(name(2), 1)
@@ -64,7 +64,7 @@ def test_erasures_with_an_impossible_number_are_skipped(
     files: RecoveryFiles,
     tmp_path: Path,
 ) -> None:
-    files.erase([name(1)], 1)
+    files.record_erasure([name(1)], 1)
     with (tmp_path / "segments" / "erased").open("ab") as file:
         file.write(b"\xff" * 16)
     found = files.erasures()
@@ -81,8 +81,8 @@ def test_erase_into_a_link_raises_and_leaves_its_target_unchanged(
     victim.write_bytes(b"content " * 100)
     (tmp_path / "segments" / "erased").symlink_to(victim)
     with pytest.raises(StoreError, match="symbolic link"):
-        files.erase([name(1)], 1)
-    files.describe(bytes(16), ROW, GENERATION)
+        files.record_erasure([name(1)], 1)
+    files.write_identity(bytes(16), ROW, GENERATION)
     assert victim.read_bytes() == b"content " * 100
 
 
@@ -92,8 +92,8 @@ def test_erase_and_erasures_of_a_fifo_raise_at_once(
 ) -> None:
     os.mkfifo(tmp_path / "segments" / "erased")
     with pytest.raises(StoreError, match="no regular file"):
-        files.erase([name(1)], 1)
-    files.describe(bytes(16), ROW, GENERATION)
+        files.record_erasure([name(1)], 1)
+    files.write_identity(bytes(16), ROW, GENERATION)
     with pytest.raises(OSError, match="no regular file"):
         files.erasures()
 
@@ -105,7 +105,7 @@ def test_erase_beyond_the_limit_covers_all_older_packs(
 ) -> None:
     monkeypatch.setattr(recovery, "_MOST_ERASED_BYTES", 10 * 16)
     for number in range(1, 29):
-        files.erase([name(number)], number)
+        files.record_erasure([name(number)], number)
         assert (tmp_path / "segments" / "erased").stat().st_size <= 10 * 16
     found = files.erasures()
     assert found.last == 28
@@ -120,7 +120,7 @@ def test_erase_on_a_full_disk_covers_all_packs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files.describe(bytes(16), ROW, GENERATION)
+    files.write_identity(bytes(16), ROW, GENERATION)
     write = os.pwrite
 
     def full(fd: int, content: bytes, offset: int) -> int:
@@ -129,7 +129,7 @@ def test_erase_on_a_full_disk_covers_all_packs(
         return write(fd, content, offset)
 
     monkeypatch.setattr(os, "pwrite", full)
-    files.erase([name(1)], 5)
+    files.record_erasure([name(1)], 5)
     found = files.erasures()
     assert found.covers(name(1), 4)
     assert found.covers(name(2), 4)
@@ -138,7 +138,7 @@ def test_erase_on_a_full_disk_covers_all_packs(
 
 
 def test_erase_without_segments_does_nothing(tmp_path: Path) -> None:
-    RecoveryFiles(tmp_path).erase([name(1)], 1)
+    RecoveryFiles(tmp_path).record_erasure([name(1)], 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,9 +148,9 @@ def test_describe_of_a_namespace_that_began_again_writes_its_identity(
 ) -> None:
     namespace = bytes(range(16))
     path = tmp_path / "segments" / f"{namespace.hex()}.identity"
-    files.describe(namespace, ROW, GENERATION)
+    files.write_identity(namespace, ROW, GENERATION)
     assert path.read_bytes() == ROW
     files.delete_identities([namespace])
     assert not path.exists()
-    files.describe(namespace, ROW, b"another ")
+    files.write_identity(namespace, ROW, b"another ")
     assert path.read_bytes() == ROW

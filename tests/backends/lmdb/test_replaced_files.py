@@ -121,7 +121,7 @@ def test_commit_store_replaced_during_wait_recovers_in_no_other_store(
     writer = WriterLock(path)
     with ThreadPoolExecutor(1) as pool:
         with writer.held():
-            writer.mark(begun=True)
+            writer.mark_commit(begun=True)
             waiting = pool.submit(commit, backend, namespace, 1)
             time.sleep(0.5)  # for the commit to wait
             path.rename(tmp_path / "elsewhere")

@@ -631,7 +631,7 @@ from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 with backend.environment.transaction(write=True) as transaction:
     payloads = backend.environment.payloads(transaction)
-    taken = () if backend.environment.database.shares.inline else payloads.take(16)
+    taken = () if backend.environment.database.shares.inline else payloads.allocate(16)
     writer = backend.environment.claim_writer(transaction)
     payloads.allocator.reserve(writer, taken)
 with backend.environment.transaction(write=True):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from persistkv_lmdb.segments import (
     Bounce,
     after_bytes,
-    front,
+    first_bytes,
     read_all,
     starts_aligned,
     write_all,
@@ -110,14 +110,14 @@ def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(lengths=st.lists(st.integers(0, 50), max_size=8), data=st.data())
-def test_front_and_after_bytes_split_buffers_at_count(
+def test_first_and_after_bytes_split_buffers_at_count(
     lengths: list[int],
     data: st.DataObject,
 ) -> None:
     buffers = [memoryview(pattern(length, seed)) for seed, length in enumerate(lengths)]
     whole = b"".join(buffers)
     count = data.draw(st.integers(0, len(whole)))
-    assert b"".join(front(buffers, count)) == whole[:count]
+    assert b"".join(first_bytes(buffers, count)) == whole[:count]
     assert b"".join(after_bytes(buffers, count)) == whole[count:]
 
 
@@ -135,7 +135,7 @@ def test_read_all_write_all_short_transfers_are_continued(
         def transfer(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
             assert len(buffers) <= 1024
             calls.append(len(buffers))
-            return call(fd, front(buffers, most), offset)
+            return call(fd, first_bytes(buffers, most), offset)
 
         return transfer
 
@@ -164,7 +164,7 @@ def test_write_all_short_aligned_write_continues_at_page(
 
     def short(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         offsets.append(offset)
-        return pwritev(fd, front(buffers, PAGE + 700), offset)
+        return pwritev(fd, first_bytes(buffers, PAGE + 700), offset)
 
     monkeypatch.setattr(os, "pwritev", short)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)

@@ -27,7 +27,6 @@ from persistkv.base import (
     RequestOffloadingContext,
 )
 from persistkv.cpu.policies import CACHE_POLICIES
-from persistkv.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from persistkv.cpu.shared_offload_region import SharedOffloadRegion
@@ -70,10 +69,6 @@ class CPUOffloadingManager(OffloadingManager):
         cache_policy: str = "lru",
         enable_events: bool = False,
     ) -> None:
-        if num_blocks <= 0:
-            raise ConfigurationError(
-                "num_blocks", num_blocks, "a positive number of rows"
-            )
         self.num_blocks = num_blocks
         self._rows: dict[OffloadKey, int] = {}
         """Row of each block, of this and of earlier epochs."""

@@ -15,7 +15,6 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.errors import ConfigurationError
 
 MAX_TRACKER_SIZE = 64_000  # maximum number of blocks: about 10 MiB
 
@@ -40,8 +39,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
     :param backing: owned by the filter, which shuts it down.
     :param store_threshold: lookups before a block is stored; at least 1.
     :param max_tracker_size: blocks whose lookups are counted; the least recently counted are
-        forgotten. Should exceed the number of distinct blocks between two uses of a block.
-    :raises ConfigurationError: a number is out of range.
+        forgotten; at least 1. Should exceed the number of distinct blocks between two uses of a
+        block.
     """
 
     def __init__(
@@ -50,14 +49,6 @@ class FilterReusedOffloadingManager(OffloadingManager):
         store_threshold: int = 2,
         max_tracker_size: int = MAX_TRACKER_SIZE,
     ) -> None:
-        if store_threshold < 1:
-            raise ConfigurationError(
-                "store_threshold", store_threshold, "1 lookup or more"
-            )
-        if max_tracker_size < 1:
-            raise ConfigurationError(
-                "max_tracker_size", max_tracker_size, "1 block or more"
-            )
         self.backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size

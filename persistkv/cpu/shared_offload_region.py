@@ -63,7 +63,7 @@ class SharedOffloadRegion:
         no cell.
     :param directory: directory of the file, on a tmpfs.
     :param timeout_s: seconds to wait for the process that creates the file.
-    :raises ConfigurationError: a number is out of range, or shared memory is short.
+    :raises ConfigurationError: ``rank`` is out of range, or shared memory is short.
     :raises RegionError: the file did not become ready within ``timeout_s`` or cannot be opened.
     """
 
@@ -81,14 +81,6 @@ class SharedOffloadRegion:
         directory: str = SHARED_MEMORY_DIRECTORY,
         timeout_s: float = 60.0,
     ) -> None:
-        numbers = {
-            "num_blocks": num_blocks,
-            "num_workers": num_workers,
-            "cpu_page_size": cpu_page_size,
-        }
-        for name, value in numbers.items():
-            if value <= 0:
-                raise ConfigurationError(name, value, "a positive number")
         if rank is not None and not 0 <= rank < num_workers:
             raise ConfigurationError(
                 "rank", rank, f"0 to {num_workers - 1}, or None for the scheduler"

@@ -19,7 +19,7 @@ from persistkv.cpu.manager import (
     CPUPrimaryTierOffloadingManager,
 )
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
-from persistkv.errors import ConfigurationError, RegionError
+from persistkv.errors import RegionError
 
 MakeKeys = Callable[[int], list[OffloadKey]]
 
@@ -369,11 +369,6 @@ def test_reset_cache_wrong_completions_afterwards_raise(
     manager.complete_load(read, context)
     manager.complete_store(written, context, success=False)
     assert manager.num_free_or_evictable() == 4
-
-
-def test_manager_zero_rows_raises() -> None:
-    with pytest.raises(ConfigurationError, match="num_blocks: 0"):
-        CPUOffloadingManager(0)
 
 
 KEYS = [OffloadKey(bytes([number])) for number in range(12)]

@@ -41,7 +41,6 @@ from persistkv.base import (
     get_offload_group_idx,
 )
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
-from persistkv.errors import ConfigurationError
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.tiering.base import JobResult, SecondaryTierManager
 from persistkv.tiering.cascades import Cascade, CascadeQueue
@@ -106,7 +105,6 @@ class TieringOffloadingManager(OffloadingManager):
     :param enable_events: whether ``take_events`` returns events. Call it in each step either way:
         it starts promotions.
     :param cascade_share: see ``TieringOffloadingOptions``, also for the parameters after it.
-    :raises ConfigurationError: a number is out of range.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class TieringOffloadingManager(OffloadingManager):
         prewarm_share: float = 0.0,
         prefill_tokens_per_s: float | None = None,
     ) -> None:
-        _check_options(cascade_share, hold_s, room_wait_s, prewarm_share)
         self.primary_tier = primary_tier
         self.secondary_tiers = list(secondary_tiers)
         self.stats = TieringStats()
@@ -1000,22 +997,3 @@ def _tell_slower_tiers(
         for tier in slower_tiers:
             if held[tier] >= run.stop:
                 tier.on_faster_tier(keys[run.start : run.stop])
-
-
-def _check_options(
-    cascade_share: float,
-    hold_s: float,
-    room_wait_s: float,
-    prewarm_share: float,
-) -> None:
-    """Raise ConfigurationError if an option is out of range."""
-    if not 0 < cascade_share <= 1:
-        raise ConfigurationError(
-            "cascade_share", cascade_share, "a share above 0 and at most 1"
-        )
-    if not hold_s > 0:  # refuses NaN, too
-        raise ConfigurationError("hold_s", hold_s, "a positive number of seconds")
-    if not room_wait_s >= 0:
-        raise ConfigurationError("room_wait_s", room_wait_s, "0 or more seconds")
-    if not 0 <= prewarm_share <= 1:
-        raise ConfigurationError("prewarm_share", prewarm_share, "a share from 0 to 1")

@@ -72,19 +72,19 @@ class TieringOffloadingOptions(CPUOffloadingOptions, frozen=True, kw_only=True):
     secondary_tiers: tuple[dict[str, Any], ...] = ()
     """One ``{"type": NAME, option: value, …}`` per tier, in the order of lookups; none by
     default."""
-    cascade_share: float = 0.5
+    cascade_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
     """Fraction, above 0 and at most 1, of the primary tier's rows that running store jobs of the
     secondary tiers may keep from eviction, divided evenly among the tiers. A job that would exceed
     it waits, unless its tier has no other store job. Blocks that are evicted while their job waits
     are not stored."""
-    hold_s: float = 30.0
+    hold_s: Annotated[float, msgspec.Meta(gt=0)] = 30.0
     """Seconds, above 0, that blocks loaded from a secondary tier stay in the primary tier until
     their request loads them."""
-    room_wait_s: float = 0.5
+    room_wait_s: Annotated[float, msgspec.Meta(ge=0)] = 0.5
     """Seconds, 0 or more, that a request waits for the load of blocks from a secondary tier to
     begin while all rows of the primary tier are in use. Then the blocks are misses, and the engine
     computes them. Should not exceed the time that the engine needs for this."""
-    prewarm_share: float = 0.0
+    prewarm_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
     """Fraction, 0 to 1, of the primary tier's rows to fill, in the first steps, with the most
     recently used contexts of the first tier that lists them; 0: none."""
     prefill_tokens_per_s: Annotated[float, msgspec.Meta(gt=0, le=1e12)] | None = None

@@ -537,15 +537,6 @@ def test_lookup_prefix_counts_the_bytes_of_all_groups(
     assert lookup(stack, again, chains[0]) == []
 
 
-@pytest.mark.parametrize("name", ["cascade_share", "hold_s", "room_wait_s"])
-def test_manager_option_that_is_no_number_raises(
-    make_stack: MakeStack,
-    name: str,
-) -> None:
-    with pytest.raises(ConfigurationError, match=name):
-        make_stack(4, TimedTier, **{name: math.nan})
-
-
 def test_lookup_prefix_tier_without_end_is_too_slow(
     make_stack: MakeStack,
     keys: Keys,

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from persistkv.base import OffloadKey, OffloadPolicy, ReqContext
-from persistkv.errors import ConfigurationError
 from persistkv.tiering.base import JobResult
 from tests.tiering.conftest import Described, Keys, MakeStack, Stack
 from tests.tiering.tiers import BlockLevelTier, RecordingTier
@@ -681,15 +680,6 @@ def test_manager_repeated_job_result_is_logged_and_ignored(
         stack.step()
     assert "job 0, which is not in flight" in caplog.text
     assert stack.primary.num_free_or_evictable() == 8
-
-
-def test_manager_option_out_of_range_raises_and_names_it(make_stack: MakeStack) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"cascade_share: 0 .* expected a share above 0"
-    ):
-        make_stack(4, cascade_share=0)
-    with pytest.raises(ConfigurationError, match="hold_s"):
-        make_stack(4, hold_s=0)
 
 
 def test_take_events_reports_stored_and_removed_keys(

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from persistkv.base import OffloadKey, StoredContext
-from persistkv.errors import ConfigurationError
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
@@ -175,8 +174,3 @@ def test_prefetch_after_prewarming_has_ended_promotes_context(
         time.sleep(0.001)
     stack.manager.on_new_request(asking)
     assert [stack.manager.lookup(key, asking) for key in old] == [True] * 6
-
-
-def test_prewarm_share_above_one_raises(make_stack: MakeStack) -> None:
-    with pytest.raises(ConfigurationError, match="prewarm_share"):
-        make_stack(4, prewarm_share=1.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import os
 import uuid
 from inspect import signature
@@ -201,6 +202,14 @@ def test_spec_default_has_no_secondary_tiers() -> None:
             {"cpu_bytes_to_use": "64KiB", "eviction_policy": "fifo"},
             "eviction_policy: 'fifo' .* one of arc, lru",
         ),
+        (
+            {"cpu_bytes_to_use": "64KiB", "cascade_share": 0},
+            "cascade_share: 0 .* expected a number > 0",
+        ),
+        ({"cpu_bytes_to_use": "64KiB", "cascade_share": 1.5}, "cascade_share: 1.5"),
+        ({"cpu_bytes_to_use": "64KiB", "hold_s": 0}, "hold_s: 0"),
+        ({"cpu_bytes_to_use": "64KiB", "room_wait_s": -1}, "room_wait_s: -1"),
+        ({"cpu_bytes_to_use": "64KiB", "prewarm_share": 1.5}, "prewarm_share: 1.5"),
     ],
 )
 def test_spec_invalid_option_raises_and_names_it(
@@ -209,6 +218,12 @@ def test_spec_invalid_option_raises_and_names_it(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         spec(**extra)
+
+
+@pytest.mark.parametrize("name", ["cascade_share", "hold_s", "room_wait_s"])
+def test_spec_option_that_is_no_number_raises(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}: nan"):
+        spec(cpu_bytes_to_use="64KiB", **{name: math.nan})
 
 
 def test_spec_tier_fails_to_open_leaves_no_region_file(tmp_path: Path) -> None:

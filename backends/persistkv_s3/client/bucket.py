@@ -327,18 +327,22 @@ class Bucket:
                 # report the refusal: without a list, some versions may be left
                 return str(error)
             found = [version for version in page.versions if version.key in wanted]
-            for start in range(0, len(found), MOST_DELETED):
-                batch = found[start : start + MOST_DELETED]
-                # go on with other versions if the server refuses to delete these
-                try:
-                    self._run_with_retries(
-                        partial(self._transport.delete_versions, batch)
-                    )
-                except RequestRefusedError as error:
-                    refusal = str(error)
+            refusal = self._delete_found(found) or refusal
             if page.next is None:
                 return refusal
             after = page.next
+
+    def _delete_found(self, found: Sequence[ObjectVersion]) -> str:
+        """Delete versions; return why the server refuses to delete some, empty: it deletes all."""
+        refusal = ""
+        for start in range(0, len(found), MOST_DELETED):
+            batch = found[start : start + MOST_DELETED]
+            # go on with other versions if the server refuses to delete these
+            try:
+                self._run_with_retries(partial(self._transport.delete_versions, batch))
+            except RequestRefusedError as error:
+                refusal = str(error)
+        return refusal
 
     def setting(self, name: str) -> Mapping[str, Any]:
         """Return a setting of the bucket; empty if it was never set."""
@@ -433,7 +437,9 @@ class Bucket:
                 self._last_failure = f"the last failure: {error}"
             record(well=error.healthy)
             raise
-        except BaseException:  # an error of the sink's owner, or an interrupt
+        except BaseException:
+            # an error of the code that yields the sink's buffers, or an interrupt: it says nothing
+            # about the server
             self.breaker.record_unknown()
             raise
         record(well=True)

@@ -70,7 +70,9 @@ class Isolation:
         try:
             return method(*arguments, **keywords)
         except Exception as error:
-            self.report(method.__name__, consequence, error)
+            # a partial function has no name
+            call = getattr(method, "__name__", repr(method))
+            self.report(call, consequence, error)
             return default
 
     def report(self, call: str, consequence: str, error: Exception) -> None:

@@ -139,6 +139,7 @@ def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int
         so many tokens, that it can serve.
     """
     num_accepted = 0  # number of groups that can serve ``length``
+    # without window groups, there is no iteration
     for longest in cycle(searches):
         served = longest(length)
         # the match is shorter: ask the other groups again

@@ -294,3 +294,18 @@ def test_manager_keyboard_interrupt_in_tier_is_raised(
     with pytest.raises(KeyboardInterrupt):
         stack.store(keys(1), req)
     stack.tiers[0].failing.clear()
+
+
+def test_has_pending_work_method_without_name_raises_counts_as_idle(
+    make_stack: MakeStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A tier may give out partial functions as methods, which have no ``__name__``."""
+
+    def fail(reason: str) -> bool:
+        raise OSError(reason)
+
+    stack = make_stack(4, recording_tier)
+    stack.tiers[0].has_pending_work = partial(fail, "no")
+    assert not stack.manager.has_pending_work()
+    assert "the tier is taken as idle" in caplog.text

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
-def test_class_names_of_the_product_have_one_definition_each():
+def test_class_names_of_the_product_have_one_definition_each() -> None:
     places: defaultdict[str, list[str]] = defaultdict(list)
     for folder in ("persistkv", "backends", "tools"):
         for file in sorted((ROOT / folder).rglob("*.py")):

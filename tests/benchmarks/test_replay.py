@@ -6,6 +6,7 @@ import json
 import lzma
 import random
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ def lines_of(chains: list[list[int]]) -> str:
     return "".join(json.dumps({"hash_ids": chain}) + "\n" for chain in chains)
 
 
-def test_replay_ample_capacity_reaches_unbounded_hit_rate(tmp_path):
+def test_replay_ample_capacity_reaches_unbounded_hit_rate(tmp_path: Path) -> None:
     chains = make_trace()
     asked, distinct = sum(map(len, chains)), distinct_blocks(chains)
     run = Replayed(f"lmdb://{tmp_path}/store?capacity=1GiB", 1 << 30, distinct)
@@ -43,7 +44,9 @@ def test_replay_ample_capacity_reaches_unbounded_hit_rate(tmp_path):
 @pytest.mark.parametrize(
     ("pack_blocks", "sizes"), [(8, [3, 4, 5, 8, 8]), (16, [3, 12, 13]), (0, [13, 15])]
 )
-def test_replay_pack_blocks_cuts_packs_at_fixed_depths(tmp_path, pack_blocks, sizes):
+def test_replay_pack_blocks_cuts_packs_at_fixed_depths(
+    tmp_path: Path, pack_blocks: int, sizes: list[int]
+) -> None:
     url = f"lmdb://{tmp_path}/store"
     chains = [list(range(length)) for length in (13, 28)]
     replay(chains, Replayed(url, None, 28), BLOCK, pack_blocks=pack_blocks)
@@ -53,7 +56,7 @@ def test_replay_pack_blocks_cuts_packs_at_fixed_depths(tmp_path, pack_blocks, si
     assert sorted(found) == sizes
 
 
-def test_replay_small_store_evicts_and_serves_right_bytes(tmp_path):
+def test_replay_small_store_evicts_and_serves_right_bytes(tmp_path: Path) -> None:
     chains = make_trace()
     distinct = distinct_blocks(chains)
     capacity = distinct * (64 << 10) // 2
@@ -65,7 +68,7 @@ def test_replay_small_store_evicts_and_serves_right_bytes(tmp_path):
     assert found.disk_bytes <= capacity
 
 
-def test_read_trace_plain_or_packed_stops_at_the_limit(tmp_path):
+def test_read_trace_plain_or_packed_stops_at_the_limit(tmp_path: Path) -> None:
     chains = make_trace()
     (tmp_path / "trace.jsonl").write_text(lines_of(chains))
     (tmp_path / "trace.jsonl.xz").write_bytes(lzma.compress(lines_of(chains).encode()))
@@ -82,7 +85,7 @@ def test_read_trace_plain_or_packed_stops_at_the_limit(tmp_path):
         ("", "no blocks"),
     ],
 )
-def test_read_trace_malformed_raises(tmp_path, content, part):
+def test_read_trace_malformed_raises(tmp_path: Path, content: str, part: str) -> None:
     (tmp_path / "trace.jsonl").write_text(content)
     with pytest.raises(ValueError, match=part):
         read_trace(tmp_path / "trace.jsonl")

@@ -9,7 +9,7 @@ from tests.benchmarks.test_replay import make_trace
 
 @pytest.mark.parametrize("name", OTHER_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_policy_any_capacity_never_exceeds_clairvoyant_hits(name, seed):
+def test_policy_any_capacity_never_exceeds_clairvoyant_hits(name, seed: int) -> None:
     chains = make_trace(seed, 200)
     hits, distinct = OTHER_POLICIES[name], distinct_blocks(chains)
     for capacity in (0, 1, 2, 7, 20, distinct // 2, distinct - 1):
@@ -22,17 +22,17 @@ def hits(name, chains, capacity):
     return OTHER_POLICIES[name](chains, capacity)
 
 
-def test_fifo_full_cache_evicts_first_inserted_despite_reuse():
+def test_fifo_full_cache_evicts_first_inserted_despite_reuse() -> None:
     assert hits("fifo", [[1], [2], [1], [3], [1]], 2) == 1
     assert hits("fifo", [[1], [2], [1], [3], [2]], 2) == 2
 
 
-def test_lfu_full_cache_keeps_most_used_block():
+def test_lfu_full_cache_keeps_most_used_block() -> None:
     assert hits("lfu", [[1], [1], [2], [3], [1]], 2) == 2
     assert hits("lfu", [[1], [1], [2], [3], [2]], 2) == 1
 
 
-def test_arc_scan_does_not_evict_reused_blocks():
+def test_arc_scan_does_not_evict_reused_blocks() -> None:
     scan = [[block] for block in range(100, 120)]
     assert hits("arc", [[1], [2], [1], [2], *scan, [1], [2]], 4) == 4
     assert hits("fifo", [[1], [2], [1], [2], *scan, [1], [2]], 4) == 2

@@ -68,7 +68,7 @@ class Damage:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ):
+    ) -> None:
         self._env.close()
 
     def flip_payload(self, pack: bytes, position: int) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from persistkv_tools.cli import COMMANDS
+from tests.tools.conftest import Run
 
 NOBODY = 65534
 
 
-def one_line_error(done, *parts, code=2):
+def one_line_error(done, *parts, code=2) -> None:
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("persistkv: ")
@@ -24,39 +25,43 @@ def one_line_error(done, *parts, code=2):
 
 
 class TestCliErrors:
-    def test_url_unknown_scheme_exits_2_listing_known_schemes(self, run):
+    def test_url_unknown_scheme_exits_2_listing_known_schemes(self, run: Run) -> None:
         one_line_error(run("ls", "tape:///kv"), "tape", "lmdb")
 
-    def test_url_without_scheme_exits_2(self, run):
+    def test_url_without_scheme_exits_2(self, run: Run) -> None:
         one_line_error(run("stat", "somewhere"), "scheme://")
 
-    def test_url_negative_capacity_exits_2(self, run, tmp_path):
+    def test_url_negative_capacity_exits_2(self, run: Run, tmp_path: Path) -> None:
         one_line_error(
             run("ls", f"lmdb://{tmp_path}/store?capacity=-1GiB"), "capacity", "-1GiB"
         )
 
-    def test_url_unknown_option_exits_2(self, run, tmp_path):
+    def test_url_unknown_option_exits_2(self, run: Run, tmp_path: Path) -> None:
         one_line_error(run("ls", f"lmdb://{tmp_path}/store?color=red"), "color")
 
-    def test_stat_absent_store_exits_3_and_creates_nothing(self, run, tmp_path):
+    def test_stat_absent_store_exits_3_and_creates_nothing(
+        self, run: Run, tmp_path: Path
+    ) -> None:
         one_line_error(run("stat", f"lmdb://{tmp_path}/absent"), "absent", code=3)
         assert not (tmp_path / "absent").exists()
 
-    def test_ls_file_instead_of_directory_exits_3(self, run, tmp_path):
+    def test_ls_file_instead_of_directory_exits_3(
+        self, run: Run, tmp_path: Path
+    ) -> None:
         (tmp_path / "file").write_text("hello")
         one_line_error(run("ls", f"lmdb://{tmp_path}/file"), "file", code=3)
 
-    def test_ls_garbage_data_mdb_exits_3(self, run, tmp_path):
+    def test_ls_garbage_data_mdb_exits_3(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "data.mdb").write_bytes(os.urandom(100_000))
         one_line_error(run("ls", f"lmdb://{tmp_path}/other"), "other", code=3)
 
     def test_commands_directory_of_other_files_exit_3_and_keep_it(
         self,
-        run,
-        filled,
-        tmp_path,
-    ):
+        run: Run,
+        filled: str,
+        tmp_path: Path,
+    ) -> None:
         (tmp_path / "home").mkdir()
         (tmp_path / "home" / "notes.txt").touch()
         home, commands = (
@@ -71,11 +76,13 @@ class TestCliErrors:
             one_line_error(run(*made), "notes.txt", code=3)
         assert [entry.name for entry in (tmp_path / "home").iterdir()] == ["notes.txt"]
 
-    def test_ls_empty_directory_exits_3(self, run, tmp_path):
+    def test_ls_empty_directory_exits_3(self, run: Run, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()
         one_line_error(run("ls", f"{tmp_path}/empty"), "empty", "no store", code=3)
 
-    def test_url_relative_path_exits_2_suggesting_absolute_paths(self, run, tmp_path):
+    def test_url_relative_path_exits_2_suggesting_absolute_paths(
+        self, run: Run, tmp_path: Path
+    ) -> None:
         one_line_error(
             run("ls", "lmdb://var/cache/kv"),
             "lmdb:///var/cache/kv",
@@ -83,7 +90,7 @@ class TestCliErrors:
         )
         assert not (tmp_path / "var").exists()
 
-    def test_ls_path_without_permission_exits_3(self):
+    def test_ls_path_without_permission_exits_3(self) -> None:
         """The command runs as an ordinary user, because root can open every path."""
         with tempfile.TemporaryDirectory() as home:
             Path(home).chmod(0o755)
@@ -97,7 +104,9 @@ class TestCliErrors:
         "arguments",
         [("ls",), ("no-such-command",), ("ls", "lmdb:///x", "--no-such-option")],
     )
-    def test_cli_wrong_usage_exits_2(self, run, arguments):
+    def test_cli_wrong_usage_exits_2(
+        self, run: Run, arguments: tuple[str, ...]
+    ) -> None:
         done = run(*arguments)
         assert done.returncode == 2
         assert "Traceback" not in done.stderr
@@ -134,12 +143,12 @@ class TestCliErrors:
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_command_bad_argument_prints_cause_and_remedy(
-    run,
-    filled,
-    tmp_path,
-    arguments,
-    sentence,
-):
+    run: Run,
+    filled: str,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    sentence: str,
+) -> None:
     (tmp_path / "here").write_text("mine")
     done = run(*(part.format(url=filled, tmp=tmp_path) for part in arguments))
     one_line_error(done, sentence.format(tmp=tmp_path))
@@ -149,7 +158,7 @@ class TestStoreVariable:
     """``PERSISTKV_STORE`` is the default of the store argument of each command, at any position."""
 
     @pytest.fixture
-    def here(self, monkeypatch, filled, tmp_path):
+    def here(self, monkeypatch: pytest.MonkeyPatch, filled: str, tmp_path: Path):
         monkeypatch.setenv("PERSISTKV_STORE", f"{tmp_path}/store")
         return tmp_path
 
@@ -170,30 +179,32 @@ class TestStoreVariable:
         ],
         ids=lambda arguments: arguments[0],
     )
-    def test_command_without_store_uses_variable(self, run, here, arguments):
+    def test_command_without_store_uses_variable(
+        self, run: Run, here, arguments: tuple[str, ...]
+    ) -> None:
         done = run(*(argument.format(here=here) for argument in arguments))
         assert done.returncode == 0, done.stderr
 
-    def test_command_with_store_ignores_variable(self, run, here):
+    def test_command_with_store_ignores_variable(self, run: Run, here) -> None:
         one_line_error(run("ls", f"{here}/other"), "other", code=3)
         one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
 
     def test_command_without_store_or_variable_exits_2_naming_variable(
         self,
-        run,
-        monkeypatch,
-    ):
+        run: Run,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         monkeypatch.delenv("PERSISTKV_STORE", raising=False)
         one_line_error(run("ls"), "ls requires a store", "PERSISTKV_STORE")
         one_line_error(run("show", "0c4d"), "'0c4d'", "scheme://")
 
     def test_ls_tilde_or_plain_path_opens_store(
         self,
-        run,
-        filled,
-        monkeypatch,
-        tmp_path,
-    ):
+        run: Run,
+        filled: str,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
         monkeypatch.setenv("HOME", str(tmp_path))
         for store in (
             "~/store",
@@ -205,11 +216,11 @@ class TestStoreVariable:
 
     def test_relative_path_opens_store_in_working_directory(
         self,
-        run,
-        filled,
-        tmp_path,
-        monkeypatch,
-    ):
+        run: Run,
+        filled: str,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         assert "3 requests" in run("ls", "./store").stdout
         assert "3 requests" in run("ls", "./store?capacity=1GiB").stdout
         (tmp_path / "below").mkdir()
@@ -220,11 +231,13 @@ class TestStoreVariable:
         monkeypatch.chdir(tmp_path / "store")
         assert "3 requests" in run("ls", ".").stdout
 
-    def test_bare_word_instead_of_store_exits_2_proposing_a_path(self, run, filled):
+    def test_bare_word_instead_of_store_exits_2_proposing_a_path(
+        self, run: Run, filled: str
+    ) -> None:
         one_line_error(run("ls", "store"), "'store'", "./")
 
 
-def test_debug_absent_store_prints_causes(run, tmp_path):
+def test_debug_absent_store_prints_causes(run: Run, tmp_path: Path) -> None:
     for arguments in (
         ("--debug", "ls", f"{tmp_path}/absent"),
         ("ls", f"{tmp_path}/absent", "--debug"),
@@ -237,13 +250,15 @@ def test_debug_absent_store_prints_causes(run, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_short_and_long_option_print_usage(run, option):
+def test_help_short_and_long_option_print_usage(run: Run, option: str) -> None:
     for command in ((), ("show",)):
         done = run(*command, option)
         assert (done.returncode, "usage: persistkv" in done.stdout) == (0, True)
 
 
-def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(run, monkeypatch):
+def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     shown = run("verify", "--help").stdout
     paragraph = (
@@ -295,22 +310,22 @@ main()
 
 class TestWithoutTransformersExtra:
     @pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
-    def test_help_and_version_exit_0(self, arguments):
+    def test_help_and_version_exit_0(self, arguments: tuple[str]) -> None:
         done = run_script(WITHOUT_THE_EXTRA, *arguments)
         assert done.returncode == 0, done.stderr
 
-    def test_ls_exits_0(self, filled):
+    def test_ls_exits_0(self, filled: str) -> None:
         assert run_script(WITHOUT_THE_EXTRA, "ls", filled).returncode == 0
 
 
-def test_ls_imports_no_torch(start):
+def test_ls_imports_no_torch(start: Run) -> None:
     done = start("ls", "lmdb:///absent", python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "persistkv_tools.cli" in imported
     assert not {"torch", "transformers"} & imported
 
 
-def test_help_lists_every_command(run):
+def test_help_lists_every_command(run: Run) -> None:
     done = run("--help")
     assert all(command in done.stdout for command in COMMANDS)
     assert run("--version").stdout.startswith("persistkv 0.")

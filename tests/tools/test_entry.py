@@ -14,12 +14,13 @@ import pytest
 
 from persistkv.config import StoreUrl
 from persistkv.storage import open_backend
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.signals import obey_ctrl_c
 
 
 @pytest.fixture
-def store(url):
+def store(url: str):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         for number in range(16):
@@ -28,7 +29,9 @@ def store(url):
 
 
 @pytest.mark.parametrize("command", [("stat",), ("ls",), ("verify",), ("show", "r3")])
-def test_command_truncated_catalogue_exits_3(start, store, command):
+def test_command_truncated_catalogue_exits_3(
+    start: Run, store, command: tuple[str, ...]
+) -> None:
     """The command opens the store in a child process, because reads of a truncated catalogue end
     with SIGBUS."""
     file = Path(StoreUrl.parse(store).location) / "data.mdb"
@@ -41,7 +44,7 @@ def test_command_truncated_catalogue_exits_3(start, store, command):
 
 
 @pytest.fixture
-def slow(store, tmp_path):
+def slow(store, tmp_path: Path):
     """A long-running command, and its child process that does the work."""
     command = [
         sys.executable,
@@ -93,7 +96,7 @@ def wait_until(holds) -> None:
     reason="the kernel lists no children",
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_command_terminated_or_killed_ends_child_process(slow, number):
+def test_command_terminated_or_killed_ends_child_process(slow, number) -> None:
     process, child = slow
     process.send_signal(number)
     assert process.wait(60) == -number
@@ -101,7 +104,7 @@ def test_command_terminated_or_killed_ends_child_process(slow, number):
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_ls_closed_output_exits_141_silently(store, options):
+def test_ls_closed_output_exits_141_silently(store, options) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "persistkv_tools", "ls", store, *options]
@@ -130,7 +133,9 @@ def test_ls_closed_output_exits_141_silently(store, options):
         ([], False),
     ],
 )
-def test_lower_priority_applies_only_to_reading_commands(arguments, is_lowered):
+def test_lower_priority_applies_only_to_reading_commands(
+    arguments, is_lowered: bool
+) -> None:
     program = (
         f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); "
         f"print(os.nice(0))"
@@ -146,7 +151,7 @@ def test_lower_priority_applies_only_to_reading_commands(arguments, is_lowered):
     assert (int(done.stdout) > before) == is_lowered
 
 
-def test_command_interrupted_during_imports_ends_silently():
+def test_command_interrupted_during_imports_ends_silently() -> None:
     program = """
 import os, signal, sys
 class CtrlC:
@@ -170,7 +175,7 @@ main()
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
-def test_command_with_hanging_thread_exits_at_once():
+def test_command_with_hanging_thread_exits_at_once() -> None:
     program = """
 import sys, time
 from concurrent.futures import ThreadPoolExecutor

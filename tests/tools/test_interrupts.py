@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.tools.contexts import Contexts
 from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
 
 
@@ -22,11 +24,11 @@ from tests.tools.signals import interrupt, obey_ctrl_c, wait_for_store
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_waiting_command_interrupted_exits_130_at_once(
-    contexts,
-    tmp_path,
-    command,
-    code,
-):
+    contexts: tuple[str, Contexts],
+    tmp_path: Path,
+    command: tuple[str, ...],
+    code: int,
+) -> None:
     url, writer = contexts
     writer.add("one", "a b c")
     arguments = [part.format(url=url, tmp=tmp_path) for part in command]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from persistkv.errors import printable
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
 from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 from tests.tools.terminals import ESCAPES, on_terminal
@@ -59,7 +61,7 @@ NAMED = {
 
 
 @pytest.fixture
-def store(url, tmp_path, run):
+def store(url: str, tmp_path: Path, run: Run):
     """URLs of a store full of hostile names, whose second request is damaged, and of a store with
     another identity."""
     with closing(open_backend(url)) as backend:
@@ -102,7 +104,7 @@ def strings(value):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_hostile_text_is_escaped(run, store, name):
+def test_command_hostile_text_is_escaped(run: Run, store, name) -> None:
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments)
     assert done.returncode in (0, 1, 2), done.stderr
@@ -112,7 +114,9 @@ def test_command_hostile_text_is_escaped(run, store, name):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_json_hostile_text_is_escaped_and_parses_back(run, store, name):
+def test_command_json_hostile_text_is_escaped_and_parses_back(
+    run: Run, store, name
+) -> None:
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments, "--json")
     assert done.returncode in (0, 1), done.stderr
@@ -123,11 +127,11 @@ def test_command_json_hostile_text_is_escaped_and_parses_back(run, store, name):
         assert {EVIL, f"anna{EVIL}", f"bert{EVIL}"} <= set(found)
 
 
-def test_ls_unprintable_characters_are_printed_as_escapes(run, store):
+def test_ls_unprintable_characters_are_printed_as_escapes(run: Run, store) -> None:
     assert f"user={SHOWN}" in run("ls", store["url"]).stdout
 
 
-def test_error_hostile_id_is_escaped(run, store):
+def test_error_hostile_id_is_escaped(run: Run, store) -> None:
     done = run("show", store["url"], "anna")
     assert done.returncode == 2
     assert r"anna\x1b[2J" in done.stderr
@@ -135,14 +139,14 @@ def test_error_hostile_id_is_escaped(run, store):
     assert done.stderr.count("\n") == 1
 
 
-def test_report_hostile_text_is_escaped(run, store, tmp_path):
+def test_report_hostile_text_is_escaped(run: Run, store, tmp_path: Path) -> None:
     assert run("report", store["url"], "-o", "report.html").returncode == 0
     page = (tmp_path / "report.html").read_text()
     assert f"bert{SHOWN}" in page
     assert is_safe(page)
 
 
-def test_log_hostile_text_is_escaped():
+def test_log_hostile_text_is_escaped() -> None:
     """Log lines of drivers quote paths and rows."""
     script = f"""
 import logging
@@ -162,21 +166,21 @@ except SystemExit:
     assert done.stderr == f"row of {SHOWN}\n"
 
 
-def test_ls_on_terminal_hostile_text_is_escaped(store, tmp_path):
+def test_ls_on_terminal_hostile_text_is_escaped(store, tmp_path: Path) -> None:
     text, code = on_terminal(200, "ls", store["url"], cwd=tmp_path)
     assert code == 0
     assert is_safe(ESCAPES.sub("", text).replace("\r", ""))
     assert not re.search(r"\x1b\[2J|\x1b\]0", text)
 
 
-def test_ls_ids_on_terminal_hostile_ids_are_escaped(store, tmp_path):
+def test_ls_ids_on_terminal_hostile_ids_are_escaped(store, tmp_path: Path) -> None:
     text, code = on_terminal(200, "ls", store["url"], "--ids", cwd=tmp_path)
     assert code == 0
     assert f"anna{SHOWN}" in text
     assert is_safe(text.replace("\r", ""))
 
 
-def test_serve_metrics_hostile_text_is_escaped(store, tmp_path):
+def test_serve_metrics_hostile_text_is_escaped(store, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     metrics, code = on_terminal(
         200, "serve-metrics", store["url"], "--once", cwd=tmp_path
@@ -185,6 +189,6 @@ def test_serve_metrics_hostile_text_is_escaped(store, tmp_path):
     assert is_safe(metrics)
 
 
-def test_printable_safe_text_is_returned_unchanged():
+def test_printable_safe_text_is_returned_unchanged() -> None:
     for text in ("", "plain text", "naïve 漢字 🙂", "a → b ÷ c", "back\\slash"):
         assert printable(text) is text

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from zlib import crc32
 
 import pytest
@@ -16,13 +17,14 @@ from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.tools.conftest import Run
 
 MODEL = Identity.of({"weights": "checkpoint:1"})
 PACK = 64 << 10  # 64 KiB
 ODD = "a/b=c & d"  # a name of a tenant may contain what separates names and values
 
 
-def fill(url, count=4, tenants=("anna", ODD)):
+def fill(url, count=4, tenants=("anna", ODD)) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(MODEL).id
         for seed in range(count):
@@ -46,13 +48,13 @@ def held(url):
 
 
 @pytest.fixture(params=["lmdb", "file"])
-def store(request, tmp_path):
+def store(request: pytest.FixtureRequest, tmp_path: Path):
     url = f"{request.param}://{tmp_path}/quotas"
     fill(url)
     return url
 
 
-def test_set_quota_shows_what_is_evicted_and_applies_it(run, store):
+def test_set_quota_shows_what_is_evicted_and_applies_it(run: Run, store) -> None:
     done = run("set", store, "quota.anna=128KiB", f"quota.{ODD}=1GiB", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "none → 128.0 KiB" in done.stdout
@@ -75,7 +77,9 @@ def test_set_quota_shows_what_is_evicted_and_applies_it(run, store):
     assert json.loads(done.stdout)["after"]["quotas"] == {"anna": 128 << 10}
 
 
-def test_set_keeps_quotas_that_were_set_while_it_asked(run, store, monkeypatch):
+def test_set_keeps_quotas_that_were_set_while_it_asked(
+    run: Run, store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
     def answer_later(question):
@@ -103,14 +107,18 @@ def test_set_keeps_quotas_that_were_set_while_it_asked(run, store, monkeypatch):
         ("quota=1GiB", "quota.TENANT=SIZE"),
     ],
 )
-def test_set_impossible_quota_is_refused(run, store, value, message):
+def test_set_impossible_quota_is_refused(
+    run: Run, store, value: str, message: str
+) -> None:
     done = run("set", store, value, "--yes")
     assert done.returncode == 2
     assert message in done.stderr
     assert json.loads(run("set", store, "--json").stdout)["before"]["quotas"] == {}
 
 
-def test_stat_and_report_show_tenants_and_quotas(run, store, tmp_path):
+def test_stat_and_report_show_tenants_and_quotas(
+    run: Run, store, tmp_path: Path
+) -> None:
     run("set", store, "quota.anna=1MiB", "--yes")
     found = json.loads(run("stat", store, "--json").stdout)["tenants"]
     assert sorted(found, key=lambda one: one["tenant"]) == [
@@ -127,7 +135,9 @@ def test_stat_and_report_show_tenants_and_quotas(run, store, tmp_path):
     assert "25.0%" in page
 
 
-def test_stat_and_report_of_store_without_tenants_show_none(run, tmp_path):
+def test_stat_and_report_of_store_without_tenants_show_none(
+    run: Run, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/plain"
     fill(url, tenants=("default",))
     assert "tenant" not in run("stat", url).stdout
@@ -138,7 +148,7 @@ def test_stat_and_report_of_store_without_tenants_show_none(run, tmp_path):
     assert only["packs"] == 4
 
 
-def test_serve_metrics_exports_tenants_with_quotas(run, store):
+def test_serve_metrics_exports_tenants_with_quotas(run: Run, store) -> None:
     pytest.importorskip("prometheus_client")
     run("set", store, "quota.anna=1MiB", "--yes")
     done = run("serve-metrics", store, "--once", "--json")
@@ -156,7 +166,7 @@ def test_serve_metrics_exports_tenants_with_quotas(run, store):
     assert ODD not in done.stdout
 
 
-def test_verify_finds_wrong_totals_of_a_tenant(run, tmp_path):
+def test_verify_finds_wrong_totals_of_a_tenant(run: Run, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/wrong"
     fill(url)
     assert run("verify", url).returncode == 0
@@ -171,7 +181,7 @@ def test_verify_finds_wrong_totals_of_a_tenant(run, tmp_path):
     assert "anna" in found["findings"][0]["detail"]
 
 
-def test_copy_follows_quotas_of_its_target(run, tmp_path):
+def test_copy_follows_quotas_of_its_target(run: Run, tmp_path: Path) -> None:
     source, target = f"lmdb://{tmp_path}/source", f"lmdb://{tmp_path}/target"
     fill(source)
     run("set", source, "quota.anna=1GiB", "--yes")
@@ -187,7 +197,7 @@ def test_copy_follows_quotas_of_its_target(run, tmp_path):
     assert found["default"] == 1
 
 
-def test_copy_leaves_out_what_a_quota_refuses(run, tmp_path):
+def test_copy_leaves_out_what_a_quota_refuses(run: Run, tmp_path: Path) -> None:
     source, target = f"lmdb://{tmp_path}/source", f"lmdb://{tmp_path}/target"
     fill(source, tenants=("berta",))
     with closing(open_backend(source)) as backend:

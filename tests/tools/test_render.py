@@ -18,7 +18,7 @@ from persistkv_tools.render import format_expiry, format_size
         (1 << 62, "4096.0 PiB"),
     ],
 )
-def test_format_size_returns_number_with_binary_unit(num_bytes, text):
+def test_format_size_returns_number_with_binary_unit(num_bytes: int, text: str) -> None:
     assert format_size(num_bytes) == text
 
 
@@ -35,5 +35,5 @@ def test_format_size_returns_number_with_binary_unit(num_bytes, text):
         (0, "expired"),
     ],
 )
-def test_format_expiry_is_rounded_to_nearest_unit(seconds, text):
+def test_format_expiry_is_rounded_to_nearest_unit(seconds: float, text: str) -> None:
     assert format_expiry(1e9 + seconds, now=1e9) == text

@@ -6,12 +6,14 @@ import json
 import time
 import uuid
 from contextlib import closing
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from persistkv.storage import open_backend
 from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.middle_pack import MiddlePack
 
@@ -67,7 +69,9 @@ def shown(run, command, url, *options, code=0):
     return json.loads(done.stdout)
 
 
-def test_inspection_commands_s3_store_match_its_content(run, store, tmp_path):
+def test_inspection_commands_s3_store_match_its_content(
+    run: Run, store, tmp_path: Path
+) -> None:
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
     assert found.keys() == {"one", "two", "three"}
     assert (found["one"]["shared_by"], found["three"]["shared_by"]) == (1, 0)
@@ -88,7 +92,9 @@ def test_inspection_commands_s3_store_match_its_content(run, store, tmp_path):
     )
 
 
-def test_pin_label_and_prune_s3_store_change_requests(run, store, tmp_path):
+def test_pin_label_and_prune_s3_store_change_requests(
+    run: Run, store, tmp_path: Path
+) -> None:
     assert shown(run, "pin", store, "three")["pinned"]
     (changed,) = shown(run, "label", store, "three", "user=bert")["requests"]
     assert changed["labels"] == {"user": "bert"}
@@ -107,7 +113,9 @@ def test_pin_label_and_prune_s3_store_change_requests(run, store, tmp_path):
     assert shown(run, "verify", store)["problems"] == 0
 
 
-def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(run, store, endpoint):
+def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(
+    run: Run, store, endpoint
+) -> None:
     url = store.replace("/kv?", "/middle?")
     context = MiddlePack(url)
     client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
@@ -124,7 +132,9 @@ def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(run, store, end
     context.check_repair(run)
 
 
-def test_copy_from_and_to_s3_store_keeps_requests(run, store, tmp_path):
+def test_copy_from_and_to_s3_store_keeps_requests(
+    run: Run, store, tmp_path: Path
+) -> None:
     here = f"lmdb://{tmp_path}/here"
     assert shown(run, "copy", store, here)["copied"]["requests"] == 3
     back = store.replace("/kv?", "/back?")
@@ -138,11 +148,11 @@ def test_copy_from_and_to_s3_store_keeps_requests(run, store, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["s3", "file", "lmdb"])
 def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
-    run,
+    run: Run,
     store,
-    tmp_path,
-    scheme,
-):
+    tmp_path: Path,
+    scheme: str,
+) -> None:
     places = {
         "s3": store.replace("/kv?", "/other?"),
         "file": f"file://{tmp_path}/directory",
@@ -160,7 +170,9 @@ def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
         assert listed == {"one": {"user": "anna"}, "two": {}, "three": {}}
 
 
-def test_copy_s3_store_to_one_with_key_reproduces_content(run, store, tmp_path):
+def test_copy_s3_store_to_one_with_key_reproduces_content(
+    run: Run, store, tmp_path: Path
+) -> None:
     """The documented change of a key: both stores have the same prefix of one bucket."""
     key = tmp_path / "key"
     key.write_text("0123456789abcdef" * 4)
@@ -173,7 +185,7 @@ def test_copy_s3_store_to_one_with_key_reproduces_content(run, store, tmp_path):
     assert (back["requests"], back["requests_held"]) == (0, 3)
 
 
-def test_unpin_why_doctor_and_metrics_s3_store_succeed(run, store):
+def test_unpin_why_doctor_and_metrics_s3_store_succeed(run: Run, store) -> None:
     assert not shown(run, "unpin", store, "one")["pinned"]
     assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]
     findings = {
@@ -187,7 +199,9 @@ def test_unpin_why_doctor_and_metrics_s3_store_succeed(run, store):
     assert shown(run, "stat", store)["free"] is None
 
 
-def test_bench_s3_store_compares_with_plain_client_and_cleans_up(run, store, endpoint):
+def test_bench_s3_store_compares_with_plain_client_and_cleans_up(
+    run: Run, store, endpoint
+) -> None:
     found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
     assert [figure["name"] for figure in found["figures"]] == ["store", "load"]
     for figure in found["figures"]:

@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv_tools.cli import COMMANDS
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.json_fields import DOCS, documented, documented_codes
@@ -26,7 +28,7 @@ LONG_LABEL = (
 
 
 @pytest.fixture
-def terminal(tmp_path):
+def terminal(tmp_path: Path):
     """Return a function that runs a command on a terminal of ``width`` columns and returns its text
     and exit code."""
 
@@ -38,7 +40,7 @@ def terminal(tmp_path):
 
 
 @pytest.fixture
-def store(url):
+def store(url: str):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2)
         writer.add(LONG_ID, "s t a b", labels={"user": "anna", "note": LONG_LABEL})
@@ -83,9 +85,9 @@ ASKING = ("prune", "forget")
 def test_commands_on_terminal_fit_width_and_keep_ids_whole(
     terminal,
     store,
-    width,
-    tmp_path,
-):
+    width: int,
+    tmp_path: Path,
+) -> None:
     (tmp_path / "trace.jsonl").write_text('{"hash_ids": [1, 2]}\n' * 10)
     (tmp_path / "key").write_text("0123456789abcdef" * 4)
     (tmp_path / "new-key").write_text("fedcba9876543210" * 4)
@@ -109,11 +111,11 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
 def test_verify_repair_on_terminal_deletes_only_after_yes(
     terminal,
-    run,
-    url,
-    answer,
-    left,
-):
+    run: Run,
+    url: str,
+    answer: str,
+    left: int,
+) -> None:
     store_with_a_bad_pack(url)
     text, code = terminal(80, "verify", url, "--repair", answer=f"{answer}\n")
     assert "Delete 1 bad pack" in text
@@ -124,7 +126,7 @@ def test_verify_repair_on_terminal_deletes_only_after_yes(
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
 
-def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store):
+def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store) -> None:
     text, _ = terminal(80, "doctor", store)
     rows = [line.split() for line in text.splitlines()]
     assert ["check", "level", "found"] in rows
@@ -137,7 +139,7 @@ def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_example_and_fits_80_columns(terminal, name):
+def test_help_has_example_and_fits_80_columns(terminal, name) -> None:
     text, code = terminal(80, name, "--help")
     assert code == 0
     assert f"Example: persistkv {name} " in re.sub(r"\s+", " ", text.replace("│", " "))
@@ -146,18 +148,20 @@ def test_help_has_example_and_fits_80_columns(terminal, name):
 
 
 @pytest.mark.slow
-def test_commands_without_terminal_write_no_colours(start, store):
+def test_commands_without_terminal_write_no_colours(start: Run, store) -> None:
     for command in SHOWN[:4]:
         done = start(*(part.format(url=store) for part in command))
         assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_shell_completion_partial_command_returns_its_name(start):
+def test_shell_completion_partial_command_returns_its_name(start: Run) -> None:
     asked = start("ver", PERSISTKV_COMPLETE="1")
     assert asked.stdout.split() == ["verify"]
 
 
-def test_shell_completion_request_id_and_option_return_full_names(start, url):
+def test_shell_completion_request_id_and_option_return_full_names(
+    start: Run, url: str
+) -> None:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         for name in ("anna-1", "anna-2", "bert"):
@@ -175,7 +179,7 @@ def test_shell_completion_request_id_and_option_return_full_names(start, url):
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_shell_completion_script_completes_in_bash(tmp_path):
+def test_shell_completion_script_completes_in_bash(tmp_path: Path) -> None:
     program = tmp_path / "persistkv"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m persistkv_tools "$@"\n')
     program.chmod(0o755)
@@ -208,7 +212,9 @@ STORE_COMMANDS = [
 @pytest.mark.parametrize(
     "command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2])
 )
-def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command):
+def test_command_bad_url_exits_2_and_absent_store_exits_3(
+    run: Run, tmp_path: Path, command
+) -> None:
     skip_if_extra_is_missing(command)
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):
         done = run(
@@ -224,7 +230,7 @@ def test_command_bad_url_exits_2_and_absent_store_exits_3(run, tmp_path, command
     assert not (tmp_path / "absent").exists()
 
 
-def test_help_exit_code_1_matches_documentation(run):
+def test_help_exit_code_1_matches_documentation(run: Run) -> None:
     listed = {name for name, code in documented_codes() if code == 1}
     named = {
         name
@@ -234,7 +240,7 @@ def test_help_exit_code_1_matches_documentation(run):
     assert listed == named
 
 
-def test_commands_are_all_documented():
+def test_commands_are_all_documented() -> None:
     assert documented().keys() >= set(COMMANDS)
     text = (DOCS / "operating.md").read_text()
     assert all(f"persistkv {name}" in text or f"`{name}" in text for name in COMMANDS)

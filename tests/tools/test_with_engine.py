@@ -9,8 +9,11 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
+
+from tests.tools.conftest import Run
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -21,7 +24,7 @@ PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -40,7 +43,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def cache_home(tmp_path, monkeypatch):
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -58,12 +61,12 @@ def open_engine(checkpoint, url, **options):
 
 @pytest.mark.parametrize("scheme", ["lmdb", "file"])
 def test_engine_copied_context_is_restored_exactly(
-    start,
-    url,
+    start: Run,
+    url: str,
     checkpoint,
-    tmp_path,
-    scheme,
-):
+    tmp_path: Path,
+    scheme: str,
+) -> None:
     with open_engine(checkpoint, url) as first:
         cold = first.generate(PROMPT, 8)
         resident = first.generate(PROMPT, 8, store=False)
@@ -102,7 +105,9 @@ KILLED_ENGINE = """
 """
 
 
-def test_restore_of_killed_engine_counts_as_hit_and_as_saved(run, url, checkpoint):
+def test_restore_of_killed_engine_counts_as_hit_and_as_saved(
+    run: Run, url: str, checkpoint
+) -> None:
     with open_engine(checkpoint, url) as first:
         first.generate(PROMPT, 8)
         first.generate(PROMPT, 8)  # from the device: stored again, not restored
@@ -126,11 +131,11 @@ def test_restore_of_killed_engine_counts_as_hit_and_as_saved(run, url, checkpoin
 
 
 def test_why_against_checkpoint_matches_store_of_engine(
-    start,
-    url,
+    start: Run,
+    url: str,
     checkpoint,
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     with open_engine(checkpoint, url) as engine:
         assert engine.wait_persisted(engine.generate(PROMPT, 4))
     done = start("why", url, "--against", str(checkpoint), "--json")
@@ -150,7 +155,9 @@ def test_why_against_checkpoint_matches_store_of_engine(
     ]
 
 
-def test_engine_pruned_context_is_computed_again(start, url, checkpoint):
+def test_engine_pruned_context_is_computed_again(
+    start: Run, url: str, checkpoint
+) -> None:
     with open_engine(checkpoint, url) as engine:
         result = engine.generate(PROMPT, 8)
         assert engine.wait_persisted(result)

@@ -7,7 +7,7 @@ from persistkv_tools.transfer.plan import CopyPlan, Source
 from persistkv_tools.transfer.writer import run_plan
 
 
-def ignore(num_bytes):
+def ignore(num_bytes) -> None:
     pass
 
 

@@ -36,7 +36,7 @@ def pages_of(context):
 
 
 @pytest.fixture
-def start(url, monkeypatch):
+def start(url: str, monkeypatch: pytest.MonkeyPatch):
     """Return a function that starts a manager and a worker of a release; end them after the
     test."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -88,7 +88,7 @@ def start(url, monkeypatch):
         engine.close()
 
 
-def compute_and_store(engine, context):
+def compute_and_store(engine, context) -> None:
     engine.pages[:] = pages_of(context)
     engine.store(keys_of(context))
 
@@ -105,14 +105,14 @@ def can_load(engine, context, timeout_s):
     )
 
 
-def fill_store(start):
+def fill_store(start) -> None:
     older = start("0.31")
     for context in (1, 2, 3):
         compute_and_store(older, context)
     older.close()
 
 
-def test_manager_newer_release_adopts_chunks_after_comparison(start):
+def test_manager_newer_release_adopts_chunks_after_comparison(start) -> None:
     fill_store(start)
     newer = start("0.32")
     assert not can_load(newer, 3, 0)
@@ -123,7 +123,7 @@ def test_manager_newer_release_adopts_chunks_after_comparison(start):
     assert can_load(start("0.32"), 3, 10)
 
 
-def test_manager_newer_release_with_other_tier_type_adopts_nothing(start):
+def test_manager_newer_release_with_other_tier_type_adopts_nothing(start) -> None:
     """A tier of another type may supply chunks of any release."""
     fill_store(start)
     newer = start("0.32", {"type": "example"})
@@ -132,7 +132,7 @@ def test_manager_newer_release_with_other_tier_type_adopts_nothing(start):
     assert not can_load(newer, 3, 3)
 
 
-def test_manager_adopt_never_misses_chunks_of_older_release(start):
+def test_manager_adopt_never_misses_chunks_of_older_release(start) -> None:
     fill_store(start)
     newer = start("0.32", adopt="never")
     for context in (1, 2):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 
 from persistkv.storage import open_backend
-from tests.integrations.vllm.conftest import prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import StartEngine, prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import make_hybrid_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -15,7 +16,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PROMPTS = [prompt(1, 700), prompt(2, 300)]
 
 
-def test_engine_restart_sliding_window_model_starts_warm(start_engine, url, tmp_path):
+def test_engine_restart_sliding_window_model_starts_warm(
+    start_engine: StartEngine, url: str, tmp_path: Path
+) -> None:
     checkpoint = make_hybrid_model(tmp_path / "hybrid")
     plain = start_engine(checkpoint=checkpoint)
     right = plain.generate(*PROMPTS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,7 +28,7 @@ class HfConfig(dict):
 
 
 @pytest.fixture
-def config(tmp_path, monkeypatch):
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     return SimpleNamespace(
@@ -71,7 +72,7 @@ def identity(config, offloading, **options):
     return Identity.of(engine_identity(config, offloading, FACTS, **options))
 
 
-def set_path(config, path, value):
+def set_path(config, path, value) -> None:
     *parents, name = path.split(".")
     target = config
     for parent in parents:
@@ -85,8 +86,8 @@ def set_path(config, path, value):
 def test_engine_identity_other_model_path_has_equal_digest(
     config,
     offloading,
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     ours = identity(config, offloading)
     config.model_config.model = str(make_model(tmp_path / "elsewhere"))
     assert identity(config, offloading).digest == ours.digest
@@ -95,8 +96,8 @@ def test_engine_identity_other_model_path_has_equal_digest(
 def test_engine_identity_changed_weight_file_differs_in_weights(
     config,
     offloading,
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     ours = identity(config, offloading)
     make_model(tmp_path / "model", seed=1)
     assert [
@@ -118,10 +119,10 @@ def test_engine_identity_changed_weight_file_differs_in_weights(
 def test_engine_identity_changed_engine_config_differs_in_its_field(
     config,
     offloading,
-    path,
-    value,
-    field,
-):
+    path: str,
+    value: float | str | int,
+    field: str,
+) -> None:
     ours = identity(config, offloading)
     set_path(config, path, value)
     assert [
@@ -141,10 +142,10 @@ def test_engine_identity_changed_engine_config_differs_in_its_field(
 def test_engine_identity_changed_offloading_config_differs_in_its_field(
     config,
     offloading,
-    path,
-    value,
-    field,
-):
+    path: str,
+    value: int | str,
+    field: str,
+) -> None:
     ours = identity(config, offloading)
     set_path(offloading, path, value)
     assert [
@@ -193,7 +194,9 @@ SHARED = [
 
 
 @pytest.mark.parametrize("facts", SHARED)
-def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, facts):
+def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(
+    config, facts
+) -> None:
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     layouts = [shared_layout(spec) for spec in specs]
     kind = "canonical" if facts.get("canonical_layout") else "direct"
@@ -218,7 +221,7 @@ def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(config, fact
         {"kv_cache_layout": "BHLNC", "cell": 36864},
     ],
 )
-def test_engine_identity_unshared_layout_differs_per_world_size(config, facts):
+def test_engine_identity_unshared_layout_differs_per_world_size(config, facts) -> None:
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     assert shared_layout(specs[1]) is None
     one, two = (
@@ -230,8 +233,8 @@ def test_engine_identity_unshared_layout_differs_per_world_size(config, facts):
 def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
     config,
     offloading,
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ours = identity(config, offloading)
     monkeypatch.setenv("PYTHONHASHSEED", "1")
     assert [
@@ -239,7 +242,7 @@ def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
     ] == ["hash.seed"]
 
 
-def test_engine_identity_unnamed_adapters_raises(config, offloading):
+def test_engine_identity_unnamed_adapters_raises(config, offloading) -> None:
     config.lora_config = SimpleNamespace(
         lora_dtype="torch.float16", target_modules=None
     )
@@ -251,7 +254,9 @@ def test_engine_identity_unnamed_adapters_raises(config, offloading):
     assert [difference.field for difference in first.diff(second)] == ["adapters.name"]
 
 
-def test_engine_identity_unreadable_weights_without_name_raises(config, offloading):
+def test_engine_identity_unreadable_weights_without_name_raises(
+    config, offloading
+) -> None:
     config.load_config.load_format = "tensorizer"
     with pytest.raises(ConfigurationError, match="option weights"):
         identity(config, offloading)
@@ -261,7 +266,7 @@ def test_engine_identity_unreadable_weights_without_name_raises(config, offloadi
 def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
     config,
     offloading,
-):
+) -> None:
     config.load_config.load_format = "dummy"
     ours = identity(config, offloading)
     config.model_config.seed = 1
@@ -273,8 +278,8 @@ def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
 def test_engine_identity_changed_draft_model_differs_in_its_weights(
     config,
     offloading,
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     ours = identity(config, offloading)
     draft = copy.copy(config.model_config)
     draft.model = str(make_model(tmp_path / "draft", seed=3))
@@ -292,19 +297,23 @@ def test_engine_identity_changed_draft_model_differs_in_its_weights(
 @pytest.mark.parametrize(
     ("usage", "expected"), [(0.0, True), (0, True), (0.001, False), (None, False)]
 )
-def test_has_no_kv_only_a_known_usage_of_zero_counts(usage, expected):
+def test_has_no_kv_only_a_known_usage_of_zero_counts(
+    usage: float | None, expected: bool
+) -> None:
     assert (
         has_no_kv(SimpleNamespace(kv_cache_manager=SimpleNamespace(usage=usage)))
         == expected
     )
 
 
-def test_has_no_kv_unknown_scheduler_counts_as_holding_kv():
+def test_has_no_kv_unknown_scheduler_counts_as_holding_kv() -> None:
     assert not has_no_kv(None)
     assert not has_no_kv(SimpleNamespace())
 
 
-def test_has_random_hashes_depends_on_algorithm_and_seed(monkeypatch):
+def test_has_random_hashes_depends_on_algorithm_and_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     assert not has_random_hashes("sha256")
     assert has_random_hashes("xxhash")

@@ -35,7 +35,9 @@ def vllm_log() -> Iterator[io.StringIO]:
     logger.setLevel(level)
 
 
-def test_package_records_have_format_and_level_of_vllm(package, vllm_log):
+def test_package_records_have_format_and_level_of_vllm(
+    package: logging.Logger, vllm_log: io.StringIO
+) -> None:
     use_vllm_logging(package.name)
     use_vllm_logging(package.name)  # the plugin, and each tier
     child = package.getChild("part")
@@ -46,7 +48,9 @@ def test_package_records_have_format_and_level_of_vllm(package, vllm_log):
     assert lines[0].endswith(") INFO persistkv: lmdb:///kv open")
 
 
-def test_package_records_keep_tracebacks(package, vllm_log):
+def test_package_records_keep_tracebacks(
+    package: logging.Logger, vllm_log: io.StringIO
+) -> None:
     use_vllm_logging(package.name)
     try:
         raise OSError("no space")
@@ -56,14 +60,18 @@ def test_package_records_keep_tracebacks(package, vllm_log):
     assert vllm_log.getvalue().endswith("OSError: no space\n")
 
 
-def test_package_records_reach_root_while_vllm_configures_nothing(package, caplog):
+def test_package_records_reach_root_while_vllm_configures_nothing(
+    package: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
     use_vllm_logging(package.name)
     logging.getLogger("vllm").handlers.clear()
     package.warning("dropped")
     assert caplog.messages == ["persistkv: dropped"]
 
 
-def test_package_with_own_handler_or_level_is_left_alone(package, vllm_log, caplog):
+def test_package_with_own_handler_or_level_is_left_alone(
+    package: logging.Logger, vllm_log: io.StringIO, caplog: pytest.LogCaptureFixture
+) -> None:
     package.setLevel(logging.ERROR)
     use_vllm_logging(package.name)
     assert (package.handlers, package.propagate) == ([], True)

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +34,7 @@ class Engine:
     :param used: for each KV cache group, the bytes of a page that its blocks use.
     """
 
-    def __init__(self, *tiers, used=(CHUNK_BYTES,)):
+    def __init__(self, *tiers, used=(CHUNK_BYTES,)) -> None:
         from persistkv.integrations.vllm.plugin import register
         from persistkv.integrations.vllm.spec import PersistKVSpec
 
@@ -60,7 +61,7 @@ class Engine:
             torch.randint(-128, 128, (2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8)
         )
 
-    def register(self, pages):
+    def register(self, pages) -> None:
         from vllm.v1.kv_offload import base
 
         self.pages = pages
@@ -81,13 +82,13 @@ class Engine:
             self.manager.on_new_request(context)
         return context
 
-    def step(self):
+    def step(self) -> None:
         from vllm.v1.kv_offload.base import ScheduleEndContext
 
         with self.lock:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
 
-    def store(self, keys, *, wait=True, **facts):
+    def store(self, keys, *, wait=True, **facts) -> None:
         """Store the first pages under these keys; ``wait`` until no work is pending."""
         context = self.request(keys, **facts)
         with self.lock:
@@ -104,7 +105,7 @@ class Engine:
         if wait:
             self.settle()
 
-    def settle(self):
+    def settle(self) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while self.manager.has_pending_work():
             assert time.monotonic() < deadline
@@ -158,13 +159,13 @@ class Engine:
             [0] * len(self.used),
         )
 
-    def close(self):
+    def close(self) -> None:
         self.manager.shutdown()
         self.worker.shutdown()
 
 
 @pytest.fixture
-def start(url, monkeypatch):
+def start(url: str, monkeypatch: pytest.MonkeyPatch):
     from persistkv.integrations.vllm import tier
 
     config = SimpleNamespace(
@@ -216,7 +217,7 @@ def pages_equal(engine, count, first_page):
     )
 
 
-def test_manager_restart_loads_chunks_of_previous_engine(start):
+def test_manager_restart_loads_chunks_of_previous_engine(start) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -226,7 +227,7 @@ def test_manager_restart_loads_chunks_of_previous_engine(start):
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_restart_loads_groups_with_padded_pages(start):
+def test_manager_restart_loads_groups_with_padded_pages(start) -> None:
     # of a Mamba layer; vLLM pads its pages to the size of attention pages
     state_bytes = 3000
     keys = keys_of(3) + keys_of(2, group=1)
@@ -242,7 +243,7 @@ def test_manager_restart_loads_groups_with_padded_pages(start):
     assert bool((engine.pages[11:13, state_bytes:] == padding).all())
 
 
-def test_worker_expedited_load_finishes_in_submit_load(start):
+def test_worker_expedited_load_finishes_in_submit_load(start) -> None:
     engine, keys = start(), keys_of(2)
     engine.store(keys)
     assert engine.load(keys, 8, expedited=True)
@@ -250,7 +251,7 @@ def test_worker_expedited_load_finishes_in_submit_load(start):
     assert [result.success for result in engine.worker.get_finished()] == [True, True]
 
 
-def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start):
+def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     engine, keys = start(), keys_of(4)
@@ -265,7 +266,7 @@ def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start):
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_reset_cache_during_promotion_finishes_all_jobs(start):
+def test_manager_reset_cache_during_promotion_finishes_all_jobs(start) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     with engine.lock:
@@ -283,7 +284,7 @@ def test_manager_reset_cache_during_promotion_finishes_all_jobs(start):
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_reset_cache_during_store_finishes_it(start, url):
+def test_manager_reset_cache_during_store_finishes_it(start, url: str) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys, wait=False)
     assert engine.manager.has_pending_work()
@@ -296,12 +297,12 @@ def test_manager_reset_cache_during_store_finishes_it(start, url):
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start):
+def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start) -> None:
     engine = start()
     contexts = [keys_of(3, 3 * number) for number in range(5)]
     ended, problems = threading.Event(), []
 
-    def poll():
+    def poll() -> None:
         """Look up keys of other requests and run steps, as vLLM's thread that serves other engines
         does."""
         try:
@@ -333,7 +334,7 @@ def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start):
     assert not problems
 
 
-def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start):
+def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -343,7 +344,7 @@ def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start):
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_shutdown_removes_store_from_spec(start):
+def test_manager_shutdown_removes_store_from_spec(start) -> None:
     from persistkv.integrations.vllm.tier import engine_stores
 
     engine = start()
@@ -352,7 +353,7 @@ def test_manager_shutdown_removes_store_from_spec(start):
     assert not engine_stores(engine.spec)
 
 
-def test_manager_config_info_labels_describe_store(start):
+def test_manager_config_info_labels_describe_store(start) -> None:
     engine = start()
     if not hasattr(engine.manager, "config_info"):
         pytest.skip("this release has no config_info")
@@ -384,7 +385,9 @@ def test_manager_config_info_labels_describe_store(start):
         {"token_ids": list(range(4 * CHUNK_TOKENS)), "cache_salt": "tenant"},
     ],
 )
-def test_manager_prefetch_hint_promotes_context_before_its_request(start, url, payload):
+def test_manager_prefetch_hint_promotes_context_before_its_request(
+    start, url: str, payload
+) -> None:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -409,7 +412,9 @@ def test_manager_prefetch_hint_promotes_context_before_its_request(start, url, p
     assert LookupResult.HIT not in engine.look_up(other, engine.request(other))
 
 
-def test_manager_prefetch_hint_with_two_stores_is_queued_once(start, tmp_path):
+def test_manager_prefetch_hint_with_two_stores_is_queued_once(
+    start, tmp_path: Path
+) -> None:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     from persistkv.integrations.vllm.tier import engine_stores
@@ -431,7 +436,7 @@ def prefetching(payload):
     return KvHintsEnvelope("1", "m", [action])
 
 
-def restarted(engine):
+def restarted(engine) -> None:
     """Empty the primary tier."""
     with engine.lock:
         engine.manager.reset_cache()
@@ -444,9 +449,9 @@ def restarted(engine):
 )
 def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
     start,
-    url,
+    url: str,
     payload,
-):
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     engine = start(PREWARM)
@@ -475,7 +480,7 @@ def named(weights):
     return {"persistkv": {"weights": weights, "labels": {"session": "7"}}}
 
 
-def use_weights(engine, weights):
+def use_weights(engine, weights) -> None:
     """Begin and end requests that name the weights, until the store serves them."""
     from persistkv.integrations.vllm.tier import engine_stores
 
@@ -493,8 +498,8 @@ def use_weights(engine, weights):
 
 def test_manager_prefetch_hint_after_weights_are_named_promotes_their_context(
     start,
-    url,
-):
+    url: str,
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     engine = start(PREWARM)
@@ -515,7 +520,9 @@ def test_manager_prefetch_hint_after_weights_are_named_promotes_their_context(
     assert engine.look_up(chosen, context) == [LookupResult.HIT] * 4
 
 
-def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(start):
+def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(
+    start,
+) -> None:
     from persistkv.integrations.vllm.tier import engine_stores
 
     engine = start()
@@ -542,7 +549,7 @@ def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(sta
     resume.join()
 
 
-def test_manager_prewarm_promotes_contexts_of_tenants(start, url):
+def test_manager_prewarm_promotes_contexts_of_tenants(start, url: str) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     first = start()
@@ -559,7 +566,9 @@ def test_manager_prewarm_promotes_contexts_of_tenants(start, url):
         assert set(second.look_up(keys, context)) == {LookupResult.HIT}
 
 
-def test_manager_restart_equal_chunks_of_tenants_load_only_for_their_own(start, url):
+def test_manager_restart_equal_chunks_of_tenants_load_only_for_their_own(
+    start, url: str
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     first, keys = start(), keys_of(4)

@@ -28,23 +28,23 @@ def host_stats(stored_bytes=0, capacity=100, breaker=None, disk=25):
     )
 
 
-def test_totals_and_levels_return_exactly_defined_metrics():
+def test_totals_and_levels_return_exactly_defined_metrics() -> None:
     stats = StoreStats("open", ClientCounters(), host_stats())
     assert totals(Observed(), stats).keys() == COUNTERS.keys()
     assert levels(stats, 3).keys() == GAUGES.keys()
 
 
-def test_totals_before_host_stats_are_all_0():
+def test_totals_before_host_stats_are_all_0() -> None:
     stats = StoreStats("opening", ClientCounters(), None)
     assert totals(Observed(), stats) == dict.fromkeys(COUNTERS, 0)
 
 
-def test_levels_before_host_stats_omit_host_metrics():
+def test_levels_before_host_stats_omit_host_metrics() -> None:
     stats = StoreStats("opening", ClientCounters(), None)
     assert levels(stats, 0) == {"queued_bytes": 0, "held_chunks": 0, "open": 0.0}
 
 
-def test_levels_while_medium_fails_omit_fill_level():
+def test_levels_while_medium_fails_omit_fill_level() -> None:
     stats = StoreStats("open", ClientCounters(), host_stats(disk=None, breaker="open"))
     assert levels(stats, 3) == {
         "queued_bytes": 0,
@@ -54,7 +54,7 @@ def test_levels_while_medium_fails_omit_fill_level():
     }
 
 
-def test_totals_store_bytes_are_those_written_before_codec():
+def test_totals_store_bytes_are_those_written_before_codec() -> None:
     counters = StoreCounters(
         stored_raw_bytes=88, stored_bytes=60, held_blocks=7, dropped_bytes=9
     )
@@ -63,14 +63,14 @@ def test_totals_store_bytes_are_those_written_before_codec():
     assert (found["store_bytes"], found["written_bytes"]) == (88, 60)
 
 
-def test_totals_quota_chunks_are_part_of_dropped_ones():
+def test_totals_quota_chunks_are_part_of_dropped_ones() -> None:
     counters = StoreCounters(dropped_blocks=5, quota_blocks=3)
     host = msgspec.structs.replace(host_stats(), counters=counters)
     found = totals(Observed(), StoreStats("open", ClientCounters(), host))
     assert (found["dropped_chunks"], found["quota_chunks"]) == (5, 3)
 
 
-def test_metrics_reader_first_growth_contains_every_counter():
+def test_metrics_reader_first_growth_contains_every_counter() -> None:
     reader, observed = MetricsReader("lmdb"), Observed()
     stats = StoreStats("opening", ClientCounters(), None)
     assert reader.growth(totals(observed, stats)) == dict.fromkeys(COUNTERS, 0)
@@ -79,7 +79,7 @@ def test_metrics_reader_first_growth_contains_every_counter():
     assert reader.growth(totals(observed, stats)) == {"lookup_hits": 2}
 
 
-def test_levels_fill_perc_is_used_share_of_capacity():
+def test_levels_fill_perc_is_used_share_of_capacity() -> None:
     assert (
         levels(StoreStats("open", ClientCounters(), host_stats()), 3)["fill_perc"]
         == 0.25
@@ -92,7 +92,7 @@ def test_levels_fill_perc_is_used_share_of_capacity():
     )
 
 
-def test_metrics_reader_growth_after_host_restart_counts_from_zero():
+def test_metrics_reader_growth_after_host_restart_counts_from_zero() -> None:
     reader = MetricsReader("lmdb")
     client, observed = ClientCounters(), Observed()
     readings = [
@@ -105,7 +105,7 @@ def test_metrics_reader_growth_after_host_restart_counts_from_zero():
     assert growth == [10, 20, 0, 5]
 
 
-def test_metrics_reader_is_due_after_new_count_and_every_second():
+def test_metrics_reader_is_due_after_new_count_and_every_second() -> None:
     reader = MetricsReader("lmdb")
     assert reader.is_due(10.0)
     assert not reader.is_due(10.9)
@@ -115,7 +115,7 @@ def test_metrics_reader_is_due_after_new_count_and_every_second():
     assert reader.is_due(11.9)
 
 
-def test_levels_breaker_state_is_number_from_0_to_2():
+def test_levels_breaker_state_is_number_from_0_to_2() -> None:
     states = [None, "closed", "half-open", "open"]
     found = [
         levels(StoreStats("open", ClientCounters(), host_stats(breaker=state)), 3)[

@@ -4,12 +4,13 @@ and values."""
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from persistkv.storage import open_backend
-from tests.integrations.vllm.conftest import prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import StartEngine, prompt, tier, wait_stored
 from tests.integrations.vllm.tiny_model import MLA, STATES, make_model_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -26,11 +27,11 @@ HYBRIDS: dict[str, tuple[dict[str, Any], list[int]]] = {
 
 @pytest.mark.parametrize("model_type", HYBRIDS)
 def test_engine_restart_hybrid_model_restores_layer_states_and_answer(
-    start_engine,
-    url,
-    tmp_path,
+    start_engine: StartEngine,
+    url: str,
+    tmp_path: Path,
     model_type,
-):
+) -> None:
     options, reused = HYBRIDS[model_type]
     checkpoint = make_model_of(tmp_path / "model", model_type, STATES[model_type])
     plain = start_engine(checkpoint=checkpoint, **options)
@@ -56,7 +57,9 @@ def test_engine_restart_hybrid_model_restores_layer_states_and_answer(
     assert [answer["cached"][0] for answer in again] == reused
 
 
-def test_engine_restart_mla_model_answers_as_from_cpu_tier(start_engine, url, tmp_path):
+def test_engine_restart_mla_model_answers_as_from_cpu_tier(
+    start_engine: StartEngine, url: str, tmp_path: Path
+) -> None:
     checkpoint = make_model_of(tmp_path / "model", "deepseek_v2", MLA)
     writer = start_engine(tier(url), checkpoint=checkpoint, block_size=16)
     computed = [writer.generate(one) for one in PROMPTS]

@@ -64,7 +64,9 @@ def build_layout(
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("part", [0, 1])
-def test_number_layout_changed_keys_or_values_are_found_in_their_cell(layout, part):
+def test_number_layout_changed_keys_or_values_are_found_in_their_cell(
+    layout: str, part: int
+) -> None:
     """A change to the keys (part 0) or values (part 1) of one head in one layer is reported for
     exactly that cell."""
     numbers = build_layout(layout)
@@ -85,7 +87,7 @@ def test_number_layout_changed_keys_or_values_are_found_in_their_cell(layout, pa
         assert found.tokens == BLOCKS * TOKENS
 
 
-def test_number_layout_on_cpu_places_keys_of_head_before_its_values():
+def test_number_layout_on_cpu_places_keys_of_head_before_its_values() -> None:
     numbers = build_layout(device="cpu")
     row = (
         np.random.default_rng(0)
@@ -100,7 +102,7 @@ def test_number_layout_on_cpu_places_keys_of_head_before_its_values():
     assert (found.cell, found.error) == ((1 * HEADS + 1) * 2 + 1, pytest.approx(0.5))
 
 
-def test_number_layout_two_workers_describes_both_parts():
+def test_number_layout_two_workers_describes_both_parts() -> None:
     numbers = build_layout(workers=2)
     assert numbers.groups[0].cells[0] == (
         2,
@@ -112,7 +114,9 @@ def test_number_layout_two_workers_describes_both_parts():
     ("name", "dtype", "item"),
     [("fp8", "float8_e4m3fn", 1), ("fp8_e5m2", "float8_e5m2", 1)],
 )
-def test_number_layout_fp8_cache_dtype_returns_float8_dtype(name, dtype, item):
+def test_number_layout_fp8_cache_dtype_returns_float8_dtype(
+    name: str, dtype: str, item: int
+) -> None:
     assert build_layout(item=item, engine={"cache_dtype": name}).dtype == dtype
 
 
@@ -133,11 +137,11 @@ def test_number_layout_fp8_cache_dtype_returns_float8_dtype(name, dtype, item):
         {"parallel": SimpleNamespace(world_size=2, tp_size=1, pp_size=2)},
     ],
 )
-def test_number_layout_unsupported_cache_returns_none(options):
+def test_number_layout_unsupported_cache_returns_none(options) -> None:
     assert build_layout(**options) is None
 
 
-def test_number_layout_speculative_decoding_returns_none():
+def test_number_layout_speculative_decoding_returns_none() -> None:
     engine = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=SimpleNamespace(method="eagle"),

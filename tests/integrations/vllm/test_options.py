@@ -11,7 +11,7 @@ from persistkv.integrations.vllm.options import VllmTierOptions, vllm_options
 PAGE = Path(__file__).parents[3] / "docs" / "vllm.md"
 
 
-def test_options_table_of_docs_names_every_option_and_no_other():
+def test_options_table_of_docs_names_every_option_and_no_other() -> None:
     section = PAGE.read_text().partition("## Options of the tier")[2]
     table = section.partition("\n\n")[2].partition("\n\n")[0]
     cells = [row.split("|")[1] for row in table.splitlines()[2:]]
@@ -32,7 +32,7 @@ def test_options_table_of_docs_names_every_option_and_no_other():
         ),
     ],
 )
-def test_vllm_options_store_options_are_added_to_url(options, url):
+def test_vllm_options_store_options_are_added_to_url(options, url: str) -> None:
     assert vllm_options(options).tier_options["url"] == url
 
 
@@ -50,7 +50,7 @@ def test_vllm_options_store_options_are_added_to_url(options, url):
         ({"url": "lmdb:///x?ttl=1d", "ttl": "2d"}, "ttl"),
     ],
 )
-def test_vllm_options_invalid_option_raises_naming_it(wrong, field):
+def test_vllm_options_invalid_option_raises_naming_it(wrong, field: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         vllm_options(wrong)
     assert caught.value.field.split()[-1] == field

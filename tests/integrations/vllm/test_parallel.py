@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
-from tests.integrations.vllm.engines import TWO_WORKERS
+from tests.integrations.vllm.conftest import (
+    SHORT,
+    StartEngine,
+    prompt,
+    tier,
+    wait_stored,
+)
+from tests.integrations.vllm.engines import TWO_WORKERS, Engine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -13,16 +19,16 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 def test_engines_canonical_layout_hit_contexts_of_other_world_size(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     canonical = {"extra": {"canonical_layout": True}}
     one = start_engine(tier(url), **canonical)
     assert one.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
@@ -37,10 +43,10 @@ def test_engines_canonical_layout_hit_contexts_of_other_world_size(
 
 
 def test_engines_direct_layout_miss_contexts_of_other_world_size(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     one = start_engine(tier(url))
     one.generate(PROMPTS[0])
     one.close()

@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ ROWS, STRIDE = 4, 4096
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path: Path):
     path = tmp_path / "vllm_offload_test.mmap"
     path.write_bytes(bytes(ROWS * STRIDE))
     return path
@@ -32,7 +33,7 @@ def rows_of(memory):
     return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
 
 
-def check_same_memory(fds, rows):
+def check_same_memory(fds, rows) -> None:
     try:
         (fd,) = fds
         os.pwrite(fd, b"\x05", 2 * STRIDE)
@@ -42,7 +43,7 @@ def check_same_memory(fds, rows):
 
 
 @pytest.mark.parametrize("unlinked", [False, True])
-def test_open_region_mapped_file_returns_its_descriptor(file, unlinked):
+def test_open_region_mapped_file_returns_its_descriptor(file, unlinked: bool) -> None:
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
         if unlinked:
@@ -50,7 +51,7 @@ def test_open_region_mapped_file_returns_its_descriptor(file, unlinked):
         check_same_memory(open_region(rows), rows)
 
 
-def test_open_region_closed_descriptor_reopens_file(file):
+def test_open_region_closed_descriptor_reopens_file(file) -> None:
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
     check_same_memory(open_region(rows), rows)
@@ -78,7 +79,7 @@ def segments():
         os.close(fd)
 
 
-def test_open_region_several_segments_returns_files_in_order(segments):
+def test_open_region_several_segments_returns_files_in_order(segments) -> None:
     fds, rows = segments
     found = open_region(rows)
     assert [os.fstat(fd).st_ino for fd in found] == [os.fstat(fd).st_ino for fd in fds]
@@ -88,13 +89,13 @@ def test_open_region_several_segments_returns_files_in_order(segments):
     close_region(found)
 
 
-def test_open_region_segment_longer_than_mapping_returns_no_file(segments):
+def test_open_region_segment_longer_than_mapping_returns_no_file(segments) -> None:
     fds, rows = segments
     os.ftruncate(fds[1], 2 * STRIDE)
     assert open_region(rows) == ()
 
 
-def test_map_huge_pages_keeps_bytes_and_avoids_page_faults():
+def test_map_huge_pages_keeps_bytes_and_avoids_page_faults() -> None:
     size = 8 << 20  # four huge pages
     fd = os.memfd_create("rows")
     os.posix_fallocate(fd, 0, size)
@@ -111,18 +112,18 @@ def test_map_huge_pages_keeps_bytes_and_avoids_page_faults():
     os.close(fd)
 
 
-def test_map_huge_pages_anonymous_memory_is_unchanged():
+def test_map_huge_pages_anonymous_memory_is_unchanged() -> None:
     rows = np.random.default_rng(6).integers(0, 256, (ROWS, STRIDE), np.uint8)
     before = rows.copy()
     map_huge_pages(memoryview(rows))
     assert (rows == before).all()
 
 
-def test_open_region_private_memory_returns_no_file():
+def test_open_region_private_memory_returns_no_file() -> None:
     assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) == ()
 
 
-def test_open_region_mapping_at_file_offset_returns_no_file(file):
+def test_open_region_mapping_at_file_offset_returns_no_file(file) -> None:
     with file.open("r+b") as opened:
         memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
     assert (
@@ -133,14 +134,14 @@ def test_open_region_mapping_at_file_offset_returns_no_file(file):
     )
 
 
-def test_remove_leftovers_unmapped_region_is_deleted(file, tmp_path):
+def test_remove_leftovers_unmapped_region_is_deleted(file, tmp_path: Path) -> None:
     other = tmp_path / "somebody_elses.mmap"
     other.touch()
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
     assert other.exists()
 
 
-def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
+def test_remove_leftovers_mapped_region_is_kept(file, tmp_path: Path) -> None:
     program = (
         "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
         "print(flush=True); sys.stdin.read()"
@@ -156,8 +157,8 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path):
 
 
 def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     program = (
         "import sys; from persistkv.integrations.vllm.weights.word import WeightsWord; "
         "word = WeightsWord.create('engine', 0, sys.argv[1]); print(flush=True); sys.stdin.read()"
@@ -175,9 +176,9 @@ def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
 
 def test_remove_leftovers_region_replaced_during_scan_is_kept(
     file,
-    tmp_path,
-    monkeypatch,
-):
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An engine with the id of a killed one may create its region meanwhile."""
     listdir = os.listdir
 
@@ -192,7 +193,9 @@ def test_remove_leftovers_region_replaced_during_scan_is_kept(
     assert file.read_bytes() == b"live"
 
 
-def test_remove_leftovers_young_region_in_pid_namespace_is_kept(file, tmp_path):
+def test_remove_leftovers_young_region_in_pid_namespace_is_kept(
+    file, tmp_path: Path
+) -> None:
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == []
     os.utime(file, (0, 0))
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == [str(file)]

@@ -54,14 +54,14 @@ def public(kind):
     return {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
 
 
-def test_vllm_base_classes_have_only_known_hooks():
+def test_vllm_base_classes_have_only_known_hooks() -> None:
     for _, base, known in classes():
         assert public(base) <= known, (
             f"decide what the plugin does with these hooks of {base.__name__}"
         )
 
 
-def test_plugin_hooks_accept_arguments_of_vllm_base_classes():
+def test_plugin_hooks_accept_arguments_of_vllm_base_classes() -> None:
     for ours, base, known in classes():
         for name in sorted(public(base) & known):
             theirs = getattr(base, name)

@@ -39,7 +39,7 @@ def positions_of(*groups):
     }
 
 
-def test_live_request_stored_keys_are_sorted_by_position():
+def test_live_request_stored_keys_are_sorted_by_position() -> None:
     full, window = keys_of(0, 4), keys_of(1, 4)
     live = request(positions_of(full, window))
     for keys in ([full[2], window[3]], [full[0], full[1], full[2], window[2]]):
@@ -51,7 +51,7 @@ def test_live_request_stored_keys_are_sorted_by_position():
     assert description.labels == {"model": "tiny"}
 
 
-def test_live_request_key_without_position_drops_description():
+def test_live_request_key_without_position_drops_description() -> None:
     keys = keys_of(0, 2)
     live = request(positions_of(keys[:1]))
     live.add_stored(keys[:1], keys[:1])
@@ -61,7 +61,7 @@ def test_live_request_key_without_position_drops_description():
     assert live.end().description is None
 
 
-def test_live_request_min_tokens_is_checked_for_first_keys_only():
+def test_live_request_min_tokens_is_checked_for_first_keys_only() -> None:
     keys = keys_of(0, 4)
     short, long = request(positions_of(keys)), request(positions_of(keys))
     assert not short.must_store(keys[:1], 2 * CHUNK)
@@ -70,7 +70,7 @@ def test_live_request_min_tokens_is_checked_for_first_keys_only():
     assert long.must_store(keys[:1], 2 * CHUNK)
 
 
-def test_live_request_opted_out_must_store_no_keys():
+def test_live_request_opted_out_must_store_no_keys() -> None:
     keys = keys_of(0, 1)
     assert not request(positions_of(keys), store=False).must_store(keys, 0)
 
@@ -86,12 +86,14 @@ def test_live_request_opted_out_must_store_no_keys():
         ({"persistkv": {"load": False}}, True, False),
     ],
 )
-def test_request_options_parameters_set_store_and_load(parameters, store, load):
+def test_request_options_parameters_set_store_and_load(
+    parameters, store: bool, load: bool
+) -> None:
     options = request_options("a", parameters).options
     assert (options.store, options.load) == (store, load)
 
 
-def test_live_request_labels_override_tier_labels():
+def test_live_request_labels_override_tier_labels() -> None:
     given = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
     options = given.options
     live = LiveRequest(
@@ -105,7 +107,9 @@ def test_live_request_labels_override_tier_labels():
 
 
 @pytest.mark.parametrize("value", ["off", {"stores": False}, {"store": "never"}, 3])
-def test_request_options_invalid_parameters_disable_store_and_load(value, caplog):
+def test_request_options_invalid_parameters_disable_store_and_load(
+    value, caplog: pytest.LogCaptureFixture
+) -> None:
     options = RequestOptions(store=False, load=False)
     found = request_options("a", {"persistkv": value})
     assert found == GivenOptions(options, [], is_refused=True)
@@ -120,7 +124,9 @@ def action(kind, payload, version="1"):
 
 
 @pytest.mark.parametrize("parameters", [["store"], "store", 7, [{"tenant": "anna"}]])
-def test_request_options_parameters_of_another_type_refuse_request(parameters, caplog):
+def test_request_options_parameters_of_another_type_refuse_request(
+    parameters, caplog: pytest.LogCaptureFixture
+) -> None:
     """Clients pass any value with ``vllm_xargs``; an error would end the engine."""
     found = request_options("r1", parameters)
     assert found.is_refused
@@ -129,7 +135,7 @@ def test_request_options_parameters_of_another_type_refuse_request(parameters, c
     assert "kv_transfer_params" in caplog.text
 
 
-def test_request_options_hints_override_parameters():
+def test_request_options_hints_override_parameters() -> None:
     parameters = {
         "persistkv": {
             "store": False,
@@ -157,12 +163,12 @@ def test_request_options_hints_override_parameters():
     assert description.retention == Retention(pin=True, ttl_s=3600.0, priority="low")
 
 
-def test_request_options_without_retention_use_default_retention():
+def test_request_options_without_retention_use_default_retention() -> None:
     given = request_options("a", {"persistkv": {"labels": {"user": "anna"}}})
     assert given.options.retention == Retention()
 
 
-def test_request_options_prefetch_hints_return_prefetches():
+def test_request_options_prefetch_hints_return_prefetches() -> None:
     hints = [
         action("persistkv.prefetch", {"request": "abc"}),
         action("persistkv.prefetch", {"labels": {"session": "7"}}),
@@ -177,14 +183,16 @@ def test_request_options_prefetch_hints_return_prefetches():
     assert prefetches[2] == Prefetch(token_ids=[3, 1], cache_salt="tenant")
 
 
-def test_request_options_prefetch_parameter_returns_prefetch():
+def test_request_options_prefetch_parameter_returns_prefetch() -> None:
     parameters = {"persistkv": {"store": False, "prefetch": {"token_ids": [3, 1]}}}
     assert request_options("a", parameters) == GivenOptions(
         RequestOptions(store=False), [Prefetch(token_ids=[3, 1])]
     )
 
 
-def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
+def test_request_options_malformed_prefetch_is_ignored_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     parameters = {"persistkv": {"pin": True, "prefetch": [3]}}
     assert request_options("a", parameters) == GivenOptions(
         RequestOptions(pin=True), []
@@ -224,11 +232,11 @@ def test_request_options_malformed_prefetch_is_ignored_and_logged_once(caplog):
     ],
 )
 def test_request_options_malformed_hint_is_ignored_and_logged_once(
-    caplog,
-    kind,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
     payload,
-    version,
-):
+    version: str,
+) -> None:
     hints = [action(kind, payload, version)]
     assert request_options("a", None, hints) == GivenOptions(RequestOptions(), [])
     (record,) = caplog.records
@@ -239,7 +247,9 @@ REFUSED = GivenOptions(RequestOptions(store=False, load=False), [], is_refused=T
 
 
 @pytest.mark.parametrize("tenant", ["", "x" * 129, "a\nb", "\ud800", 7, ["a"], {}])
-def test_request_options_malformed_tenant_refuses_and_is_logged_once(tenant, caplog):
+def test_request_options_malformed_tenant_refuses_and_is_logged_once(
+    tenant, caplog: pytest.LogCaptureFixture
+) -> None:
     prefetch = {"labels": {"session": "7"}}
     parameters = {"persistkv": {"tenant": tenant, "prefetch": prefetch}}
     assert request_options("a", parameters) == REFUSED
@@ -262,11 +272,11 @@ def test_request_options_malformed_tenant_refuses_and_is_logged_once(tenant, cap
 @pytest.mark.parametrize("parameters", [None, {"persistkv": {"tenant": "berta"}}])
 def test_request_options_ignored_hint_that_names_tenant_refuses_request(
     parameters,
-    kind,
+    kind: str,
     payload,
-    version,
-    caplog,
-):
+    version: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """The request would be stored as one of another tenant."""
     hints = [
         action(kind, payload, version),
@@ -277,7 +287,7 @@ def test_request_options_ignored_hint_that_names_tenant_refuses_request(
     assert "neither uses nor fills the store" in record.getMessage()
 
 
-def test_request_options_hint_names_tenant_and_overrides_parameters():
+def test_request_options_hint_names_tenant_and_overrides_parameters() -> None:
     parameters = {"persistkv": {"tenant": "berta"}}
     assert request_options("a", parameters).options.tenant == "berta"
     hints = [action("persistkv.retain", {"tenant": "anna"})]
@@ -286,7 +296,7 @@ def test_request_options_hint_names_tenant_and_overrides_parameters():
     assert request_options("a", parameters, silent).options.tenant == "berta"
 
 
-def test_live_request_of_tenant_lists_keys_of_tenant():
+def test_live_request_of_tenant_lists_keys_of_tenant() -> None:
     keys = keys_of(0, 3)
     live = request(positions_of(keys), tenant="anna")
     store_keys = live.store_keys(keys)
@@ -299,7 +309,7 @@ def test_live_request_of_tenant_lists_keys_of_tenant():
     assert description.depth(keys[0]) is None
 
 
-def test_is_declined_computed_or_loaded_elsewhere():
+def test_is_declined_computed_or_loaded_elsewhere() -> None:
     found = request({})
     assert not found.loads.are_declined
     found.loads.decision = LoadDecision(1, Reason.LOADED, 0.1, 1.0, 0.3)

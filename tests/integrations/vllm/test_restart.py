@@ -5,12 +5,21 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.store.savings import read_savings
-from tests.integrations.vllm.conftest import PREWARM, SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    PREWARM,
+    SHORT,
+    StartEngine,
+    prompt,
+    tier,
+    wait_stored,
+)
+from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.tiny_model import TOKEN_BYTES, make_model
 
 pytestmark = pytest.mark.vllm
@@ -19,7 +28,7 @@ PROMPTS = [prompt(1), prompt(2), prompt(3, 250)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
@@ -32,10 +41,10 @@ def savings(url):
 
 
 def test_engine_restart_after_kill_and_after_exit_starts_warm(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     killed = start_engine(tier(url))
     assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
     killed.generate(SHORT)
@@ -60,11 +69,11 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
 
 @pytest.mark.parametrize("tokens_per_s", [1.0, 1e12])
 def test_engine_loads_only_what_is_faster_than_computing(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-    tokens_per_s,
-):
+    tokens_per_s: float,
+) -> None:
     writer = start_engine(tier(url))
     assert writer.generate(*PROMPTS[:2])["tokens"] == expected[:2]
     writer.generate(SHORT)
@@ -80,10 +89,10 @@ def test_engine_loads_only_what_is_faster_than_computing(
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 def test_engine_measured_prefills_are_those_of_steps(
-    start_engine,
-    url,
-    is_asynchronous,
-):
+    start_engine: StartEngine,
+    url: str,
+    is_asynchronous: bool,
+) -> None:
     """Neither the wait after an answer of one token, which has a single step, nor the schedule that
     does not wait for the step before."""
     options = {}
@@ -107,11 +116,11 @@ def test_engine_measured_prefills_are_those_of_steps(
 
 
 def test_engine_changed_model_misses_and_answers_correctly(
-    start_engine,
-    url,
-    tmp_path,
+    start_engine: StartEngine,
+    url: str,
+    tmp_path: Path,
     expected,
-):
+) -> None:
     checkpoint = make_model(tmp_path / "changing")
     writer = start_engine(tier(url), checkpoint=checkpoint)
     assert writer.generate(*PROMPTS)["tokens"] == expected
@@ -131,7 +140,9 @@ def test_engine_changed_model_misses_and_answers_correctly(
     assert other.generate(*PROMPTS)["cached"] == [0, 0, 0]
 
 
-def test_engine_restart_two_blocks_per_chunk_starts_warm(start_engine, url, expected):
+def test_engine_restart_two_blocks_per_chunk_starts_warm(
+    start_engine: StartEngine, url: str, expected
+) -> None:
     options = {"extra": {"block_size": 64}}
     writer = start_engine(tier(url), **options)
     writer.generate(*PROMPTS)
@@ -142,10 +153,10 @@ def test_engine_restart_two_blocks_per_chunk_starts_warm(start_engine, url, expe
 
 
 def test_prewarm_promotes_recent_contexts_before_their_requests(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     loaded = "vllm:kv_offload_persistkv_load_bytes"
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -161,7 +172,9 @@ def test_prewarm_promotes_recent_contexts_before_their_requests(
     assert warm.metrics()[loaded] == before
 
 
-def test_prefetch_token_ids_promotes_context_evicted_from_cpu_tier(start_engine, url):
+def test_prefetch_token_ids_promotes_context_evicted_from_cpu_tier(
+    start_engine: StartEngine, url: str
+) -> None:
     first, *others = (prompt(seed) for seed in range(4))
     extra = {"block_size": 64, "cpu_bytes_to_use": 1000 * TOKEN_BYTES}
     engine = start_engine(tier(url), PREWARM, extra=extra)

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    SHORT,
+    StartEngine,
+    prompt,
+    tier,
+    wait_stored,
+)
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.programs import Program
 
 pytestmark = pytest.mark.vllm
 
@@ -12,17 +20,17 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
-    start_engine,
-    bucket_url,
-    url,
+    start_engine: StartEngine,
+    bucket_url: str,
+    url: str,
     expected,
-):
+) -> None:
     first = start_engine(tier(bucket_url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     first.generate(SHORT)
@@ -36,13 +44,13 @@ def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
 
 @pytest.mark.slow
 def test_engine_bucket_lost_while_serving_answers_and_stores_on_disk(
-    start_engine,
-    bucket_url,
-    s3_server,
-    url,
-    plain_engine,
+    start_engine: StartEngine,
+    bucket_url: str,
+    s3_server: Program,
+    url: str,
+    plain_engine: Engine,
     expected,
-):
+) -> None:
     first = start_engine(tier(url), tier(bucket_url, deadline="2s"))
     assert first.generate(PROMPTS[0])["cached"] == [0]
     first.generate(SHORT)

@@ -12,11 +12,15 @@ import pytest
 from tests.host_processes import host_processes
 from tests.integrations.vllm.conftest import (
     PREWARM,
+    StartEngine,
+    StartServer,
     prompt,
     stored_contexts,
     tier,
     wait_stored,
 )
+from tests.integrations.vllm.engines import Engine
+from tests.integrations.vllm.programs import Program
 
 pytestmark = pytest.mark.vllm
 
@@ -24,17 +28,17 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 def test_server_terminated_leaves_contexts_for_next_engine(
-    start_server,
-    start_engine,
-    url,
+    start_server: StartServer,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     server = start_server(tier(url))
     assert server.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     server.terminate()
@@ -46,10 +50,10 @@ def test_server_terminated_leaves_contexts_for_next_engine(
 
 @pytest.mark.slow
 def test_server_restart_hits_stored_and_misses_opted_out_request(
-    start_server,
-    url,
+    start_server: StartServer,
+    url: str,
     expected,
-):
+) -> None:
     first = start_server(tier(url), new=True)
     first.generate(PROMPTS[0], params={"persistkv": False})
     first.generate(PROMPTS[1])
@@ -70,7 +74,9 @@ def await_true(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, url):
+def test_server_idle_host_killed_is_restarted_counted_and_logged(
+    start_server: StartServer, url: str
+) -> None:
     """Without a request after the kill."""
     prefix = "vllm:kv_offload_persistkv_"
     server = start_server(tier(url), new=True)
@@ -92,10 +98,10 @@ def test_server_idle_host_killed_is_restarted_counted_and_logged(start_server, u
 
 @pytest.mark.slow
 def test_server_outage_of_bucket_is_logged_once_and_shown_by_gauges(
-    start_server,
-    bucket_url,
-    s3_server,
-):
+    start_server: StartServer,
+    bucket_url: str,
+    s3_server: Program,
+) -> None:
     prefix = "vllm:kv_offload_persistkv_"
     server = start_server(tier(bucket_url, deadline="2s"), new=True)
     server.generate(PROMPTS[0])

@@ -87,8 +87,8 @@ def make_workers():
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 def test_spec_canonical_rows_of_two_workers_equal_rows_of_one(
     make_workers,
-    blocks_per_chunk,
-):
+    blocks_per_chunk: int,
+) -> None:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec
     from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 

@@ -41,7 +41,7 @@ def make_spec(workers=1):
 
 
 @pytest.fixture
-def make_tier(rows, url, monkeypatch):
+def make_tier(rows, url: str, monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes tiers over the rows, with a constant engine identity."""
     from persistkv.integrations.vllm import tier as module
 
@@ -121,13 +121,15 @@ def store(tier, keys, context):
         ("ttl", "soon"),
     ],
 )
-def test_tier_invalid_store_option_raises_naming_it(make_tier, tmp_path, option, value):
+def test_tier_invalid_store_option_raises_naming_it(
+    make_tier, tmp_path: Path, option: str, value: str | int
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_tier(url=f"lmdb://{tmp_path}/other", **{option: value})
     assert option in caught.value.field
 
 
-def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
+def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows) -> None:
     from vllm.v1.kv_offload.base import (
         Locality,
         LookupResult,
@@ -161,7 +163,9 @@ def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows):
     assert np.array_equal(rows[8:12], rows[:4])
 
 
-def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(make_tier, url):
+def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(
+    make_tier, url: str
+) -> None:
     tier, keys = make_tier(), keys_of(4)
     store(tier, keys, context_of(keys))
     list(tier.take_events())
@@ -183,7 +187,9 @@ def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(make_tier, url):
 
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("stores", [False, True])
-def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores, ends):
+def test_tier_loads_of_requests_are_recorded_as_savings(
+    make_tier, url: str, stores: bool, ends: bool
+) -> None:
     """Also of those that the engine has not ended when it stops."""
     keys = keys_of(4)
     first = make_tier(labels={"app": "chat"})
@@ -212,7 +218,9 @@ def test_tier_loads_of_requests_are_recorded_as_savings(make_tier, url, stores, 
     assert total.seconds(total.tokens) is None
 
 
-def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows):
+def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(
+    make_tier, rows
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     from persistkv.integrations.vllm.tier import engine_stores
@@ -230,7 +238,7 @@ def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(make_tier, rows
     assert np.array_equal(rows[8:12], rows[:4])
 
 
-def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path):
+def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path: Path) -> None:
     tier, context = (
         make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"),
         context_of([]),
@@ -249,7 +257,7 @@ def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path):
     assert removed < stored
 
 
-def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows):
+def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows) -> None:
     tier, keys = make_tier(), keys_of(3)
     context = context_of(keys)
     store(tier, keys[:2], context)
@@ -260,7 +268,9 @@ def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows):
     assert np.array_equal(rows[8:10], rows[:2])
 
 
-def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(make_tier, rows):
+def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(
+    make_tier, rows
+) -> None:
     """An engine that gets a hit again would load the chunk without end."""
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -281,7 +291,7 @@ def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(make_tier, ro
     assert np.array_equal(rows, before)
 
 
-def test_tier_opted_out_request_succeeds_without_storing(make_tier):
+def test_tier_opted_out_request_succeeds_without_storing(make_tier) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -291,7 +301,7 @@ def test_tier_opted_out_request_succeeds_without_storing(make_tier):
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.MISS
 
 
-def test_tier_request_with_load_false_misses(make_tier):
+def test_tier_request_with_load_false_misses(make_tier) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -333,9 +343,9 @@ def packs_by_tenant(url):
 
 def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
     make_tier,
-    url,
+    url: str,
     rows,
-):
+) -> None:
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     for tenant in TENANTS:
         assert found(tier, keys, tenant) == [False] * 3, "chunks of another tenant"
@@ -362,7 +372,7 @@ def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
         again.on_request_finished(context)
 
 
-def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier):
+def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier) -> None:
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     store(tier, keys[:2], context_of(keys[:2], params_of("anna")))
     store(tier, keys[2:], context_of(keys[2:], params_of("berta")))
@@ -375,7 +385,7 @@ def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier):
     assert found(tier, keys, "anna") == [True, True, False]
 
 
-def test_tier_events_of_tenants_have_keys_of_engine(make_tier):
+def test_tier_events_of_tenants_have_keys_of_engine(make_tier) -> None:
     tier, keys = make_tier(), keys_of(4)
     for tenant in TENANTS:
         store(tier, keys, context_of(keys, params_of(tenant)))
@@ -392,7 +402,9 @@ def test_tier_events_of_tenants_have_keys_of_engine(make_tier):
 
 
 @pytest.mark.parametrize("tenant", ["", "a\nb", 7, "x" * 129])
-def test_tier_malformed_tenant_refuses_request_once(make_tier, url, caplog, tenant):
+def test_tier_malformed_tenant_refuses_request_once(
+    make_tier, url: str, caplog: pytest.LogCaptureFixture, tenant: str | int
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(load_policy="always"), keys_of(2)
@@ -420,7 +432,9 @@ def counted(tier):
     return vars(tier._metrics.observed)
 
 
-def test_tier_required_tenant_refuses_requests_without_one(make_tier, url, caplog):
+def test_tier_required_tenant_refuses_requests_without_one(
+    make_tier, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     from vllm.v1.kv_offload.base import OffloadPolicy
 
     first, keys = make_tier(load_policy="always"), keys_of(2)
@@ -443,7 +457,9 @@ def test_tier_required_tenant_refuses_requests_without_one(make_tier, url, caplo
     }
 
 
-def test_tier_reused_request_id_of_another_tenant_is_another_request(make_tier, url):
+def test_tier_reused_request_id_of_another_tenant_is_another_request(
+    make_tier, url: str
+) -> None:
     """A caller may choose ids, and vLLM ends a request later than its answer."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
@@ -475,7 +491,7 @@ def test_tier_reused_request_id_of_another_tenant_is_another_request(make_tier, 
     }
 
 
-def test_tier_request_below_min_tokens_is_not_stored(make_tier):
+def test_tier_request_below_min_tokens_is_not_stored(make_tier) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     tier, keys = make_tier(min_tokens=3 * CHUNK), keys_of(8)
@@ -485,7 +501,7 @@ def test_tier_request_below_min_tokens_is_not_stored(make_tier):
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.HIT
 
 
-def test_tier_policy_chunk_returns_chunk_level(make_tier):
+def test_tier_policy_chunk_returns_chunk_level(make_tier) -> None:
     from vllm.v1.kv_offload.base import OffloadPolicy
 
     assert (
@@ -494,7 +510,7 @@ def test_tier_policy_chunk_returns_chunk_level(make_tier):
     )
 
 
-def test_tier_get_stats_reports_only_defined_metrics(make_tier):
+def test_tier_get_stats_reports_only_defined_metrics(make_tier) -> None:
     tier, keys = make_tier(), keys_of(2)
     store(tier, keys, context_of(keys))
     defined = type(tier).build_metric_definitions({})
@@ -516,9 +532,9 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier):
 
 def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
     make_tier,
-    caplog,
-    tmp_path,
-):
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
     spec = make_spec()
     make_tier(spec=spec, max_tokens=ROWS * CHUNK + CHUNK - 1)
     assert "cpu_bytes_to_use" not in caplog.text
@@ -532,7 +548,7 @@ def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
     assert f"{100 * STRIDE} bytes" in line
 
 
-def test_tier_first_stats_contain_every_counter(make_tier):
+def test_tier_first_stats_contain_every_counter(make_tier) -> None:
     tier = make_tier()
     counters = {
         name: values
@@ -544,7 +560,7 @@ def test_tier_first_stats_contain_every_counter(make_tier):
     assert {PREFIX + name for name in COUNTERS} <= set(counters)
 
 
-def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier):
+def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier) -> None:
     tier, keys = make_tier(), keys_of(2)
     store(tier, keys, context_of(keys))
     tier.get_stats()
@@ -559,7 +575,9 @@ def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier):
     assert not tier.has_pending_work()
 
 
-def test_tier_of_sleeping_engine_requests_no_step(make_tier, monkeypatch):
+def test_tier_of_sleeping_engine_requests_no_step(
+    make_tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from persistkv.integrations.vllm import tier as module
 
     executor = SimpleNamespace(collective_rpc=lambda *_: None)
@@ -577,8 +595,8 @@ def test_tier_of_sleeping_engine_requests_no_step(make_tier, monkeypatch):
 
 def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
     make_tier,
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from persistkv.integrations.vllm import tier as module
 
     executor = SimpleNamespace(collective_rpc=lambda *_: None)
@@ -599,8 +617,8 @@ def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
 
 def test_tier_config_info_shows_no_namespace_after_weights_change(
     make_tier,
-    monkeypatch,
-):
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from persistkv.integrations.vllm import tier as module
 
     executor = SimpleNamespace(collective_rpc=lambda *_: None)
@@ -612,7 +630,7 @@ def test_tier_config_info_shows_no_namespace_after_weights_change(
     assert tier.config_info()["namespace"] == "none"
 
 
-def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
+def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url: str) -> None:
     tier, keys = make_tier(), keys_of(2)
     context = context_of(keys)
     tier.on_new_request(context)
@@ -628,11 +646,11 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url):
 )
 def test_tier_measured_prefills_are_recorded_as_savings(
     make_tier,
-    url,
-    monkeypatch,
-    status,
-    is_measured,
-):
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    status: str,
+    is_measured: bool,
+) -> None:
     """The chunks that are stored between two ends of schedules show what the step before computed;
     the store tells from it how long the computation of restored tokens would have taken.
 
@@ -682,7 +700,7 @@ def test_tier_measured_prefills_are_recorded_as_savings(
     assert 0.05 <= total.prefill_s < 5
 
 
-def test_tier_region_of_several_segments_uses_host_process(make_tier):
+def test_tier_region_of_several_segments_uses_host_process(make_tier) -> None:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     if "num_segments" not in inspect.signature(SharedOffloadRegion).parameters:
@@ -708,7 +726,9 @@ def test_tier_region_of_several_segments_uses_host_process(make_tier):
         region.cleanup()
 
 
-def test_tier_two_workers_without_canonical_layout_logs_remedy(make_tier, caplog):
+def test_tier_two_workers_without_canonical_layout_logs_remedy(
+    make_tier, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "persistkv")
     make_tier(workers=2)
     (record,) = [
@@ -717,7 +737,9 @@ def test_tier_two_workers_without_canonical_layout_logs_remedy(make_tier, caplog
     assert record.levelname == "INFO"  # a fact, and no fault
 
 
-def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(make_tier):
+def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(
+    make_tier,
+) -> None:
     from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 
     if not hasattr(EMABackpressureDetector, "on_store_failed"):
@@ -740,7 +762,7 @@ def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(make_tier)
         assert detector.is_under_pressure() == (context is stored)
 
 
-def test_register_makes_tier_and_spec_available_to_factories():
+def test_register_makes_tier_and_spec_available_to_factories() -> None:
     from vllm.v1.kv_offload.factory import OffloadingSpecFactory
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 

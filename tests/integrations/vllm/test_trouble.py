@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.integrations.vllm.conftest import (
     PREWARM,
     SHORT,
+    StartEngine,
     damage_payloads,
     prompt,
     stored_contexts,
@@ -20,6 +22,7 @@ from tests.integrations.vllm.conftest import (
     wait_loaded,
     wait_stored,
 )
+from tests.integrations.vllm.engines import Engine
 
 pytestmark = pytest.mark.vllm
 
@@ -28,16 +31,16 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers of an engine without a connector."""
     return plain_engine.generate(*PROMPTS)["tokens"]
 
 
 def test_engine_damaged_payloads_misses_and_answers_correctly(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
     writer.close()
@@ -49,11 +52,11 @@ def test_engine_damaged_payloads_misses_and_answers_correctly(
 
 
 def test_engine_corrupt_store_starts_cold_and_stores_again(
-    start_engine,
-    url,
-    tmp_path,
+    start_engine: StartEngine,
+    url: str,
+    tmp_path: Path,
     expected,
-):
+) -> None:
     store = tmp_path / "store"
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -76,10 +79,10 @@ def test_engine_corrupt_store_starts_cold_and_stores_again(
 
 @pytest.mark.slow
 def test_engine_full_disk_answers_correctly_and_keeps_store_open(
-    start_engine,
-    plain_engine,
-    tmp_path,
-):
+    start_engine: StartEngine,
+    plain_engine: Engine,
+    tmp_path: Path,
+) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = 'mount -t tmpfs -o size=8m tmpfs "$0" && exec "$@"'
@@ -101,10 +104,10 @@ def test_engine_full_disk_answers_correctly_and_keeps_store_open(
 
 @pytest.mark.slow
 def test_engine_default_processes_prewarm_before_first_request(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     options = {
         "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
         "command": [sys.executable],
@@ -118,16 +121,18 @@ def test_engine_default_processes_prewarm_before_first_request(
     assert warm.generate(*PROMPTS) == {"tokens": expected, "cached": [384, 384]}
 
 
-def test_engine_unknown_option_fails_start_naming_it(start_engine, url):
+def test_engine_unknown_option_fails_start_naming_it(
+    start_engine: StartEngine, url: str
+) -> None:
     with pytest.raises(RuntimeError, match="secondary tier persistkv option capasity"):
         start_engine(tier(url, capasity="1GiB"))
 
 
 def test_engine_second_on_same_store_hits_contexts_of_first(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     first, second = start_engine(tier(url)), start_engine(tier(url))
     assert first.generate(PROMPTS[0])["cached"] == [0]
     first.generate(SHORT)
@@ -140,10 +145,10 @@ def test_engine_second_on_same_store_hits_contexts_of_first(
 
 
 def test_engine_opted_out_request_misses_and_metrics_count_transfers(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     writer = start_engine(tier(url))
     writer.generate(PROMPTS[0], params={"persistkv": False})
     writer.generate(PROMPTS[1])

@@ -62,7 +62,9 @@ def busy() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("busy")
-def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
+def test_engine_two_workers_killed_process_tree_keeps_contexts(
+    start_two: Callable[[str], Engine], url: str
+) -> None:
     expected: list[list[int]] = []
     previous: list[list[int]] = []
     for number in range(REPEATS + 1):
@@ -82,10 +84,10 @@ def test_engine_two_workers_killed_process_tree_keeps_contexts(start_two, url):
 
 
 def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(
-    start_two,
-    url,
-    expected,
-):
+    start_two: Callable[[str], Engine],
+    url: str,
+    expected: list[list[int]],
+) -> None:
     ended = start_two(url)
     assert ended.generate(PROMPTS[0]) == {"tokens": expected[:1], "cached": [0]}
     ended.close()
@@ -102,7 +104,9 @@ def test_engine_two_workers_restarts_warm_and_misses_damaged_payloads(
     assert missing.metrics()["vllm:kv_offload_persistkv_load_failed_chunks"] > 0
 
 
-def test_engine_two_workers_restarts_warm_from_bucket(start_two, bucket_url, expected):
+def test_engine_two_workers_restarts_warm_from_bucket(
+    start_two: Callable[[str], Engine], bucket_url: str, expected: list[list[int]]
+) -> None:
     killed = start_two(bucket_url)
     assert killed.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
     time.sleep(0.2)

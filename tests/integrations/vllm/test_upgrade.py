@@ -13,7 +13,14 @@ import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.identity.verdict import verdicts
-from tests.integrations.vllm.conftest import SHORT, prompt, tier, wait_stored
+from tests.integrations.vllm.conftest import (
+    SHORT,
+    StartEngine,
+    prompt,
+    tier,
+    wait_stored,
+)
+from tests.integrations.vllm.engines import Engine
 
 OLDER = os.environ.get("VLLM_OLDER_PYTHON", "")
 pytestmark = [
@@ -28,10 +35,10 @@ CACHED = 384
 
 
 def test_engine_newer_release_adopts_chunks_of_older_release(
-    start_engine,
-    url,
-    plain_engine,
-):
+    start_engine: StartEngine,
+    url: str,
+    plain_engine: Engine,
+) -> None:
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS)
     older.generate(SHORT)
@@ -63,10 +70,10 @@ def test_engine_newer_release_adopts_chunks_of_older_release(
 
 
 def test_engine_adopt_never_misses_chunks_of_older_release(
-    start_engine,
-    url,
-    plain_engine,
-):
+    start_engine: StartEngine,
+    url: str,
+    plain_engine: Engine,
+) -> None:
     older = start_engine(tier(url), command=[OLDER])
     older.generate(*PROMPTS[:3])
     older.close()

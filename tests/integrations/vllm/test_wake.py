@@ -5,7 +5,7 @@ from __future__ import annotations
 from persistkv.integrations.vllm.wake import StepRequests
 
 
-def test_step_requests_wake_once_until_step():
+def test_step_requests_wake_once_until_step() -> None:
     wakes: list[bool] = []
     requests = StepRequests(lambda: wakes.append(requests.is_waiting))
     for _ in range(3):
@@ -16,7 +16,7 @@ def test_step_requests_wake_once_until_step():
     assert not requests.is_waiting
 
 
-def test_step_requests_within_5_s_after_step_are_ignored():
+def test_step_requests_within_5_s_after_step_are_ignored() -> None:
     wakes: list[bool] = []
     requests = StepRequests(lambda: wakes.append(True))
     requests.request()

@@ -9,6 +9,7 @@ import random
 import time
 from collections import Counter, deque
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -38,7 +39,7 @@ HISTORIES = int(os.environ.get("PERSISTKV_WEIGHT_HISTORIES", "300"))
 class Workers:
     """Simulated workers of one engine: their weights are a number, and their KV depends on it."""
 
-    def __init__(self, directory, count=2, engine_id="engine", clock=None):
+    def __init__(self, directory, count=2, engine_id="engine", clock=None) -> None:
         self.weights = [0] * count
         self.now = 0.0
         clock = clock or (lambda: self.now)
@@ -65,13 +66,13 @@ class Workers:
         self.executor = SimpleNamespace(collective_rpc=self._call)
         self.watch.watch_calls(self.executor)
 
-    def _call(self, method, timeout=None, args=(), kwargs=None):
+    def _call(self, method, timeout=None, args=(), kwargs=None) -> None:
         if callable(method):
             method(self, *args)
         elif method in ("reload_weights", "update_weights"):
             self.update()
 
-    def update(self, rank=None):
+    def update(self, rank=None) -> None:
         for index in range(len(self.weights)) if rank is None else [rank]:
             self.weights[index] += 1
 
@@ -79,7 +80,7 @@ class Workers:
         """Return the bytes that the workers compute for a block."""
         return block_of(key, self.weights)
 
-    def do(self, method):
+    def do(self, method) -> None:
         self.now += 0.001
         for worker in self.offloading:
             getattr(worker, method)()
@@ -94,7 +95,7 @@ class Simulation:
     """Engine with simulated workers over a real tier and store. ``errors`` counts what must not
     happen."""
 
-    def __init__(self, url, directory, seed):
+    def __init__(self, url, directory, seed) -> None:
         self.random = random.Random(seed)
         self.workers = Workers(directory, self.random.choice((1, 2)), f"engine-{seed}")
         self.rows = np.zeros((ROWS, STRIDE), np.int8)
@@ -121,7 +122,7 @@ class Simulation:
         self.computed = deque()  # to be copied: KV of the last step
         self.job = 0
 
-    def request(self):
+    def request(self) -> None:
         first = self.random.randrange(len(self.keys) - 4)
         keys = self.keys[first : first + self.random.randrange(1, 5)]
         context = ReqContext(f"request-{self.job}")
@@ -151,14 +152,14 @@ class Simulation:
                 (context, offered, [self.cached[key] for key in offered], epoch)
             )
 
-    def submit(self, method, keys, rows, context, is_promotion, epoch):
+    def submit(self, method, keys, rows, context, is_promotion, epoch) -> None:
         job = JobMetadata(
             self.job, keys, np.array(rows, np.int64), is_promotion, context
         )
         self.job += 1
         method(job, epoch)
 
-    def step(self):
+    def step(self) -> None:
         self.finish()
         while self.copied:
             context, keys, rows, epoch = self.copied.popleft()
@@ -178,7 +179,7 @@ class Simulation:
             self.copied.append((context, keys, rows, epoch))
         self.workers.do("get_finished")
 
-    def finish(self):
+    def finish(self) -> None:
         for result in self.guard.get_finished_jobs():
             if result.job_id in self.stores:
                 self.free += self.stores.pop(result.job_id)
@@ -194,7 +195,7 @@ class Simulation:
                     )
             self.free += rows
 
-    def reset(self):
+    def reset(self) -> None:
         assert self.guard.drain_jobs(10)
         self.workers.watch.require_comparison()
         self.finish()
@@ -206,7 +207,7 @@ class Simulation:
         self.copied.clear()
         self.computed.clear()
 
-    def name_weights(self):
+    def name_weights(self) -> None:
         """Name the present weights in later requests; well-behaved trainers reset vLLM's caches
         before."""
         if self.random.random() < 0.6:
@@ -214,13 +215,13 @@ class Simulation:
         self.names += 1
         self.name = f"version {self.names}"
 
-    def write(self):
+    def write(self) -> None:
         """Another process writes the parameters of one worker, while the engine takes no step."""
         self.workers.now += 2.0
         self.workers.update(self.random.randrange(len(self.workers.weights)))
         self.workers.now += 2.0
 
-    def update(self):
+    def update(self) -> None:
         call = self.workers.executor.collective_rpc
         self.counts["updates"] += 1
         kind = self.random.randrange(4)
@@ -234,18 +235,18 @@ class Simulation:
         else:
             self.write()
 
-    def retrain(self):
+    def retrain(self) -> None:
         """Update the weights and name them, as a trainer does in each of its steps."""
         self.update()
         self.name_weights()
 
-    def wait_open(self):
+    def wait_open(self) -> None:
         """Wait until the tier of the weights that a request has named is open."""
         while self.guard.is_opening:
             time.sleep(0.001)
             self.finish()
 
-    def sleep(self):
+    def sleep(self) -> None:
         call = self.workers.executor.collective_rpc
         self.reset()
         call("sleep", kwargs={"level": 1})
@@ -254,13 +255,13 @@ class Simulation:
         self.workers.now += 3.0
         call("wake_up", kwargs={"tags": None})
 
-    def look(self):
+    def look(self) -> None:
         self.workers.executor.collective_rpc(lambda workers: None)
 
-    def idle(self):
+    def idle(self) -> None:
         self.workers.now += self.random.choice((0.5, 5.0))
 
-    def run(self, length):
+    def run(self, length) -> None:
         actions = (
             [self.step] * 60
             + [self.look] * 2
@@ -330,7 +331,7 @@ def run_histories(tmp_path, count):
     return counts
 
 
-def check_histories(tmp_path, count):
+def check_histories(tmp_path, count) -> None:
     counts = run_histories(tmp_path, count)
     assert counts["stale"] == counts["wrong"] == 0
     assert counts["loaded"] > 5 * count
@@ -340,21 +341,23 @@ def check_histories(tmp_path, count):
     assert counts["held by name"] > 0.5 * count
 
 
-def test_histories_serve_and_store_no_block_of_other_weights(tmp_path):
+def test_histories_serve_and_store_no_block_of_other_weights(tmp_path: Path) -> None:
     check_histories(tmp_path, 40)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_many_histories_serve_and_store_no_block_of_other_weights(tmp_path):
+def test_many_histories_serve_and_store_no_block_of_other_weights(
+    tmp_path: Path,
+) -> None:
     check_histories(tmp_path, HISTORIES)
 
 
 def test_histories_without_comparison_serve_and_store_wrong_blocks(
-    tmp_path,
-    monkeypatch,
-):
-    def answer(probe):
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(probe) -> None:
         probe._word.answered = probe._word.asked
 
     monkeypatch.setattr(WeightsProbe, "check", answer)
@@ -363,13 +366,17 @@ def test_histories_without_comparison_serve_and_store_wrong_blocks(
     assert counts["wrong"] > 0
 
 
-def test_histories_named_without_reset_store_wrong_blocks(tmp_path, monkeypatch):
+def test_histories_named_without_reset_store_wrong_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # vLLM's own caches count as empty
     monkeypatch.setattr(WeightsWatch, "on_request", lambda watch: None)
     assert run_histories(tmp_path, 40)["wrong"] > 0
 
 
-def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path):
+def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(
+    tmp_path: Path,
+) -> None:
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
     guard = GuardedTier(
         lambda name: make_tier(f"lmdb://{tmp_path}/store", rows, name or "start"),
@@ -396,7 +403,9 @@ def test_guarded_tier_request_of_earlier_epoch_neither_loads_nor_stores(tmp_path
     guard.shutdown()
 
 
-def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_path):
+def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(
+    tmp_path: Path,
+) -> None:
     workers, rows, url = (
         Workers(tmp_path),
         np.zeros((ROWS, STRIDE), np.int8),
@@ -429,9 +438,9 @@ def test_guarded_tier_weights_named_anew_while_store_opens_uses_last_name(tmp_pa
 
 
 def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_next_name(
-    tmp_path,
-    caplog,
-):
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
 
     def make(name):
@@ -461,7 +470,7 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     guard.shutdown()
 
 
-def use_weights(guard, weights, others_load=False):
+def use_weights(guard, weights, others_load=False) -> None:
     """Name weights, and wait until the tier of these is in use."""
     guard.watch.on_no_kv()
     assert guard.begin_request(weights) is None
@@ -475,9 +484,9 @@ def use_weights(guard, weights, others_load=False):
 
 @pytest.mark.parametrize("names", [["new"], ["earlier", "new"]])
 def test_guarded_tier_loads_of_other_store_while_it_opens_prevent_adoption(
-    tmp_path,
-    names,
-):
+    tmp_path: Path,
+    names: list[str],
+) -> None:
     """Of the present weights: those of earlier ones are in no cache any more."""
     url = f"lmdb://{tmp_path}/store"
     older = ReleasedEngine(url, "0.31")
@@ -515,7 +524,9 @@ class RacingWord(WeightsWord):
         return seen
 
 
-def test_guarded_tier_change_published_between_two_looks_fails_load(tmp_path):
+def test_guarded_tier_change_published_between_two_looks_fails_load(
+    tmp_path: Path,
+) -> None:
     word, rows = (
         RacingWord.create("engine", 0, str(tmp_path)),
         np.zeros((ROWS, STRIDE), np.int8),
@@ -559,7 +570,7 @@ def watched(words=()):
     return executor, watch
 
 
-def test_watch_harmless_call_stays_sure(tmp_path):
+def test_watch_harmless_call_stays_sure(tmp_path: Path) -> None:
     executor, watch = watched([WeightsWord.create("engine", 0, str(tmp_path))])
     executor.collective_rpc("execute_model", args=(None,), non_block=True)
     assert watch.is_sure
@@ -569,21 +580,25 @@ def test_watch_harmless_call_stays_sure(tmp_path):
 @pytest.mark.parametrize(
     "method", ["update_weights", "reload_weights", "load_weights", "reset_weights"]
 )
-def test_watch_method_that_updates_weights_is_a_change_before_it_runs(tmp_path, method):
+def test_watch_method_that_updates_weights_is_a_change_before_it_runs(
+    tmp_path: Path, method: str
+) -> None:
     executor, watch = watched([WeightsWord.create("engine", 0, str(tmp_path))])
     executor.collective_rpc(method, None, ({},))
     assert watch.change == f"call of {method}"
 
 
 @pytest.mark.parametrize(("load_inplace", "changes"), [(False, False), (True, True)])
-def test_watch_adapter_loaded_in_place_is_a_change(tmp_path, load_inplace, changes):
+def test_watch_adapter_loaded_in_place_is_a_change(
+    tmp_path: Path, load_inplace: bool, changes: bool
+) -> None:
     executor, watch = watched([WeightsWord.create("engine", 0, str(tmp_path))])
     request = SimpleNamespace(load_inplace=load_inplace)
     executor.collective_rpc("add_lora", args=(request,))
     assert (watch.change is not None) == changes
 
 
-def test_watch_function_is_unsure_until_all_workers_answer(tmp_path):
+def test_watch_function_is_unsure_until_all_workers_answer(tmp_path: Path) -> None:
     words = [WeightsWord.create("engine", rank, str(tmp_path)) for rank in range(2)]
     executor, watch = watched(words)
     executor.collective_rpc(lambda: None)
@@ -594,7 +609,7 @@ def test_watch_function_is_unsure_until_all_workers_answer(tmp_path):
     assert watch.change is None
 
 
-def test_watch_answer_with_change_is_not_sure(tmp_path):
+def test_watch_answer_with_change_is_not_sure(tmp_path: Path) -> None:
     word = WeightsWord.create("engine", 0, str(tmp_path))
     _, watch = watched([word])
     watch.require_comparison()
@@ -604,13 +619,15 @@ def test_watch_answer_with_change_is_not_sure(tmp_path):
     assert not watch.is_sure
 
 
-def test_watch_function_without_words_is_a_change():
+def test_watch_function_without_words_is_a_change() -> None:
     executor, watch = watched()
     executor.collective_rpc(lambda: None)
     assert watch.change is not None
 
 
-def test_watch_name_of_weights_is_refused_for_good_if_others_provide_kv(caplog):
+def test_watch_name_of_weights_is_refused_for_good_if_others_provide_kv(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     watch = WeightsWatch([], is_only_source=False)
     assert not watch.name_weights("new")
     assert not watch.name_weights("new")
@@ -618,7 +635,9 @@ def test_watch_name_of_weights_is_refused_for_good_if_others_provide_kv(caplog):
     assert watch.epoch == 0
 
 
-def test_watch_name_of_weights_after_request_is_refused_until_reset_and_another_name():
+def test_watch_name_of_weights_after_request_is_refused_until_reset_and_another_name() -> (
+    None
+):
     watch = WeightsWatch([])
     watch.on_request()
     assert not watch.name_weights("early")
@@ -630,7 +649,7 @@ def test_watch_name_of_weights_after_request_is_refused_until_reset_and_another_
     assert watch.epoch == 1
 
 
-def test_watch_sleeping_workers_are_not_asked(tmp_path):
+def test_watch_sleeping_workers_are_not_asked(tmp_path: Path) -> None:
     word = WeightsWord.create("engine", 0, str(tmp_path))
     executor, watch = watched([word])
     executor.collective_rpc("sleep", kwargs={"level": 1})
@@ -642,7 +661,7 @@ def test_watch_sleeping_workers_are_not_asked(tmp_path):
     assert word.asked > 0
 
 
-def test_watch_call_in_background_is_unsure_until_it_ends(tmp_path):
+def test_watch_call_in_background_is_unsure_until_it_ends(tmp_path: Path) -> None:
     word = WeightsWord.create("engine", 0, str(tmp_path))
     executor, watch = watched([word])
     future = Future()
@@ -655,7 +674,7 @@ def test_watch_call_in_background_is_unsure_until_it_ends(tmp_path):
     assert watch.is_sure
 
 
-def test_sample_parameters_any_changed_parameter_changes_the_sample():
+def test_sample_parameters_any_changed_parameter_changes_the_sample() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 3)).to(
         torch.bfloat16
     )
@@ -675,7 +694,7 @@ def test_sample_parameters_any_changed_parameter_changes_the_sample():
     assert sample_parameters([model]) == known
 
 
-def test_word_of_another_size_is_refused(tmp_path):
+def test_word_of_another_size_is_refused(tmp_path: Path) -> None:
     WeightsWord.create("engine", 0, str(tmp_path))
     (file,) = tmp_path.iterdir()
     file.write_bytes(b"short")
@@ -683,7 +702,7 @@ def test_word_of_another_size_is_refused(tmp_path):
         WeightsWord.attach("engine", 0, str(tmp_path))
 
 
-def test_word_of_earlier_engine_is_replaced(tmp_path):
+def test_word_of_earlier_engine_is_replaced(tmp_path: Path) -> None:
     WeightsWord.create("engine", 0, str(tmp_path)).answered = 7
     worker = WeightsWord.create("engine", 0, str(tmp_path))
     engine = WeightsWord.attach("engine", 0, str(tmp_path))

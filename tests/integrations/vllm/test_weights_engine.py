@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.integrations.vllm.conftest import (
     SHORT,
+    StartEngine,
     prompt,
     stored_contexts,
     tier,
     wait_stored,
 )
+from tests.integrations.vllm.engines import Engine
 from tests.integrations.vllm.tiny_model import make_model
 
 pytestmark = pytest.mark.vllm
@@ -25,7 +28,7 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine):
+def expected(plain_engine: Engine):
     """Answers with the weights of the checkpoint."""
     return plain_engine.generate(BEFORE, AFTER)["tokens"]
 
@@ -44,12 +47,12 @@ def expected(plain_engine):
     ],
 )
 def test_engine_changed_weights_detaches_and_keeps_store_clean(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-    how,
+    how: str,
     environment,
-):
+) -> None:
     plain = start_engine(environment=FUNCTIONS)
     plain.ask(do="change", how="function")
     changed = plain.generate(BEFORE, AFTER)["tokens"]
@@ -75,7 +78,9 @@ def test_engine_changed_weights_detaches_and_keeps_store_clean(
     assert clean.log.count(NOTICE) == 1  # the engines of a test share their log
 
 
-def test_engine_reloaded_weights_detaches(start_engine, url, tmp_path):
+def test_engine_reloaded_weights_detaches(
+    start_engine: StartEngine, url: str, tmp_path: Path
+) -> None:
     checkpoint = make_model(tmp_path / "changing")
     engine = start_engine(tier(url), checkpoint=checkpoint)
     engine.generate(BEFORE)
@@ -92,10 +97,10 @@ def test_engine_reloaded_weights_detaches(start_engine, url, tmp_path):
 
 
 def test_engine_unchanged_weights_after_function_and_reset_uses_store(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
-):
+) -> None:
     engine = start_engine(tier(url), environment=FUNCTIONS)
     engine.generate(BEFORE)
     engine.generate(SHORT)
@@ -116,11 +121,11 @@ def test_engine_unchanged_weights_after_function_and_reset_uses_store(
     ],
 )
 def test_engine_named_weights_continue_under_their_own_identity(
-    start_engine,
-    url,
+    start_engine: StartEngine,
+    url: str,
     expected,
     environment,
-):
+) -> None:
     named = {"persistkv": {"weights": "step-1"}}
     engine = start_engine(tier(url), environment=environment)
     engine.generate(BEFORE)

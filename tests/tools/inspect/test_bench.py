@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from persistkv_tools.inspect.bench import verdict
+from tests.tools.conftest import Run
 
 pytestmark = pytest.mark.slow
 
@@ -12,7 +14,9 @@ SIZE = 4 << 20
 SMALL = ("--size", "4MiB", "--rounds", "2")
 
 
-def test_bench_returns_figures_and_leaves_store_unchanged(run, filled, tmp_path):
+def test_bench_returns_figures_and_leaves_store_unchanged(
+    run: Run, filled: str, tmp_path: Path
+) -> None:
     before = run("ls", filled, "--json").stdout
     done = run("bench", filled, *SMALL, "--json")
     assert done.returncode == 0, done.stderr
@@ -32,7 +36,9 @@ def test_bench_returns_figures_and_leaves_store_unchanged(run, filled, tmp_path)
 
 
 @pytest.mark.parametrize("store", ["absent", "absent/deeper/kv"])
-def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path, store):
+def test_bench_text_has_verdict_and_leaves_no_files(
+    run: Run, tmp_path: Path, store: str
+) -> None:
     shown = run("bench", f"lmdb://{tmp_path}/{store}", *SMALL).stdout
     for part in ("store", "load", "verdict"):
         assert part in shown
@@ -40,10 +46,10 @@ def test_bench_text_has_verdict_and_leaves_no_files(run, tmp_path, store):
 
 
 def test_bench_medium_without_plain_access_has_figures_and_no_ratios(
-    run,
-    plug_ins,
-    tmp_path,
-):
+    run: Run,
+    plug_ins: None,
+    tmp_path: Path,
+) -> None:
     url = f"sqlite://{tmp_path}/kv.db?cache={tmp_path}/cache"
     found = json.loads(run("bench", url, *SMALL, "--json").stdout)
     assert [(figure["name"], figure["ratio"]) for figure in found["figures"]] == [
@@ -53,7 +59,7 @@ def test_bench_medium_without_plain_access_has_figures_and_no_ratios(
     assert "no plain speed" in run("bench", url, *SMALL).stdout
 
 
-def test_bench_capacity_below_one_pack_exits_3(run, tmp_path):
+def test_bench_capacity_below_one_pack_exits_3(run: Run, tmp_path: Path) -> None:
     done = run("bench", f"lmdb://{tmp_path}/new?capacity=2MiB", *SMALL)
     assert (done.returncode, done.stderr.count("\n")) == (3, 1)
     assert not list(tmp_path.iterdir())
@@ -69,7 +75,9 @@ def test_bench_capacity_below_one_pack_exits_3(run, tmp_path):
         ("--rounds", "0"),
     ],
 )
-def test_bench_bad_option_exits_2(run, tmp_path, options):
+def test_bench_bad_option_exits_2(
+    run: Run, tmp_path: Path, options: tuple[str, str]
+) -> None:
     done = run("bench", f"lmdb://{tmp_path}/new", *options)
     assert done.returncode == 2
     assert options[0] in done.stderr
@@ -80,5 +88,5 @@ def test_bench_bad_option_exits_2(run, tmp_path, options):
     ("ratio", "part"),
     [(None, "no plain speed"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")],
 )
-def test_verdict_ratio_selects_wording(ratio, part):
+def test_verdict_ratio_selects_wording(ratio: float | None, part: str) -> None:
     assert part in verdict(ratio)

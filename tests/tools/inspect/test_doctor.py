@@ -19,6 +19,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect import doctor
 from persistkv_tools.inspect.doctor import examine
+from tests.tools.conftest import Run
 
 
 def by_check(findings):
@@ -30,14 +31,14 @@ def examined(url=None, environment=None, shared_memory=doctor.SHARED_MEMORY):
 
 
 @pytest.fixture
-def store(url):
+def store(url: str):
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({})).id
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("one")]))
     return url
 
 
-def test_examine_intact_store_is_ok(store):
+def test_examine_intact_store_is_ok(store) -> None:
     found = examined(store)
     assert found["store"].found.startswith("can be opened: 1 request, 0 packs")
     assert found["store's clock"].level is Level.OK
@@ -54,7 +55,7 @@ def test_examine_intact_store_is_ok(store):
     assert "PID namespace" in found
 
 
-def test_examine_finding_that_is_not_ok_has_remedy(store):
+def test_examine_finding_that_is_not_ok_has_remedy(store) -> None:
     for finding in examined(store).values():
         assert (
             bool(finding.todo) == (finding.level is not Level.OK)
@@ -63,7 +64,9 @@ def test_examine_finding_that_is_not_ok_has_remedy(store):
 
 
 @pytest.mark.parametrize("release", ["2.9.9", "99.0"])
-def test_examine_untested_release_is_warning_with_tested_ones(monkeypatch, release):
+def test_examine_untested_release_is_warning_with_tested_ones(
+    monkeypatch: pytest.MonkeyPatch, release: str
+) -> None:
     installed = doctor.version
     monkeypatch.setattr(
         doctor, "version", lambda name: release if name == "lmdb" else installed(name)
@@ -76,7 +79,7 @@ def test_examine_untested_release_is_warning_with_tested_ones(monkeypatch, relea
     assert "tested with lmdb 3.0" in finding.todo
 
 
-def test_examine_quarantined_files_are_reported_until_pruned(store, run):
+def test_examine_quarantined_files_are_reported_until_pruned(store, run: Run) -> None:
     location = Path(store.removeprefix("lmdb://").partition("?")[0])
     damaged = location / "damaged-20260101T000000Z"
     damaged.mkdir()
@@ -104,7 +107,9 @@ def test_examine_quarantined_files_are_reported_until_pruned(store, run):
     assert not [found for found in examine(store, {}) if found.check == "damaged files"]
 
 
-def test_examine_shared_directory_checks_its_medium_and_nothing_of_lmdb(tmp_path):
+def test_examine_shared_directory_checks_its_medium_and_nothing_of_lmdb(
+    tmp_path: Path,
+) -> None:
     url = f"file://{tmp_path}/shared?cache=no"
     found = examined(url)
     assert found["directory"].level is Level.NOTE
@@ -123,12 +128,12 @@ def test_examine_shared_directory_checks_its_medium_and_nothing_of_lmdb(tmp_path
     assert sorted((tmp_path / "shared").rglob("*")) == before
 
 
-def test_examine_shared_store_with_invalid_option_is_problem(tmp_path):
+def test_examine_shared_store_with_invalid_option_is_problem(tmp_path: Path) -> None:
     found = examined(f"file://{tmp_path}/shared?capcity=1GiB")["store"]
     assert (found.level, "capcity" in found.found) == (Level.PROBLEM, True)
 
 
-def test_doctor_without_store_checks_only_machine(run):
+def test_doctor_without_store_checks_only_machine(run: Run) -> None:
     done = run("doctor", "--json")
     assert done.returncode in (0, 1), done.stderr
     names = {finding["check"] for finding in json.loads(done.stdout)["findings"]}
@@ -136,7 +141,7 @@ def test_doctor_without_store_checks_only_machine(run):
     assert "store" not in names
 
 
-def test_doctor_absent_store_exits_1_with_problem(run, tmp_path):
+def test_doctor_absent_store_exits_1_with_problem(run: Run, tmp_path: Path) -> None:
     done = run("doctor", f"lmdb://{tmp_path}/absent")
     assert done.returncode == 1
     assert "problem" in done.stdout
@@ -145,7 +150,9 @@ def test_doctor_absent_store_exits_1_with_problem(run, tmp_path):
     assert examined("no url")["store"].level is Level.PROBLEM
 
 
-def test_examine_leftover_region_is_reported_and_used_one_is_not(tmp_path):
+def test_examine_leftover_region_is_reported_and_used_one_is_not(
+    tmp_path: Path,
+) -> None:
     assert examined(shared_memory=tmp_path)["leftover regions"].level is Level.OK
     used = RegionFile.open(region_path("used", str(tmp_path)), 4096, 10)
     left = tmp_path / os.path.basename(region_path("left"))
@@ -161,7 +168,7 @@ def test_examine_leftover_region_is_reported_and_used_one_is_not(tmp_path):
     assert left.exists()
 
 
-def test_examine_locked_region_stays_locked(tmp_path):
+def test_examine_locked_region_stays_locked(tmp_path: Path) -> None:
     path = tmp_path / os.path.basename(region_path("engine"))
     path.write_bytes(bytes(4096))
     with path.open("rb") as file:
@@ -171,7 +178,7 @@ def test_examine_locked_region_stays_locked(tmp_path):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_examine_absent_shared_memory_is_problem(tmp_path):
+def test_examine_absent_shared_memory_is_problem(tmp_path: Path) -> None:
     found = examined(shared_memory=tmp_path / "absent")
     assert found["shared memory"].level is Level.PROBLEM
     assert "leftover regions" not in found
@@ -180,7 +187,7 @@ def test_examine_absent_shared_memory_is_problem(tmp_path):
 @pytest.mark.parametrize(
     ("seed", "level"), [("0", Level.OK), ("random", Level.NOTE), (None, Level.NOTE)]
 )
-def test_examine_hash_seed_not_fixed_is_note(seed, level):
+def test_examine_hash_seed_not_fixed_is_note(seed: str | None, level) -> None:
     environment = {} if seed is None else {"PYTHONHASHSEED": seed}
     assert examined(environment=environment)["PYTHONHASHSEED"].level is level
 
@@ -188,7 +195,9 @@ def test_examine_hash_seed_not_fixed_is_note(seed, level):
 @pytest.mark.parametrize(
     ("limit", "level"), [(256, Level.WARNING), (4096, Level.OK), (-1, Level.OK)]
 )
-def test_examine_low_open_files_limit_is_warning(monkeypatch, limit, level):
+def test_examine_low_open_files_limit_is_warning(
+    monkeypatch: pytest.MonkeyPatch, limit: int, level
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["open files"].level is level
 
@@ -196,19 +205,21 @@ def test_examine_low_open_files_limit_is_warning(monkeypatch, limit, level):
 @pytest.mark.parametrize(
     ("limit", "level"), [(8 << 20, Level.NOTE), (resource.RLIM_INFINITY, Level.OK)]
 )
-def test_examine_limited_locked_memory_is_note(monkeypatch, limit, level):
+def test_examine_limited_locked_memory_is_note(
+    monkeypatch: pytest.MonkeyPatch, limit, level
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["locked memory"].level is level
 
 
-def test_examine_wrong_clock_is_warning(monkeypatch, store):
+def test_examine_wrong_clock_is_warning(monkeypatch: pytest.MonkeyPatch, store) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000.0)
     found = examined(store)
     assert found["clock"].level is Level.WARNING
     assert found["store's clock"].level is Level.WARNING
 
 
-def test_examine_capacity_beyond_free_disk_is_warning(tmp_path):
+def test_examine_capacity_beyond_free_disk_is_warning(tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/large?capacity=60TiB"
     open_backend(url).close()
     found = examined(url)["free disk"]
@@ -230,7 +241,9 @@ def writes_past_page_cache(path):
         os.close(descriptor)
 
 
-def test_examine_o_direct_matches_file_system_and_leaves_no_files(store, tmp_path):
+def test_examine_o_direct_matches_file_system_and_leaves_no_files(
+    store, tmp_path: Path
+) -> None:
     before = sorted(path.name for path in (tmp_path / "store").iterdir())
     found = examined(store)["O_DIRECT"]
     if "could not be tried" in found.found:
@@ -242,8 +255,10 @@ def test_examine_o_direct_matches_file_system_and_leaves_no_files(store, tmp_pat
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == before
 
 
-def test_examine_missing_required_package_is_problem(monkeypatch):
-    def absent(name):
+def test_examine_missing_required_package_is_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name) -> None:
         raise doctor.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", absent)
@@ -253,7 +268,7 @@ def test_examine_missing_required_package_is_problem(monkeypatch):
     assert "persistkv[s3]" in found["package boto3"].todo
 
 
-def test_doctor_imports_no_torch(start, store):
+def test_doctor_imports_no_torch(start: Run, store) -> None:
     done = start("doctor", store, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"torch", "transformers", "boto3"} & imported

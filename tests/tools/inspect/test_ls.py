@@ -3,9 +3,11 @@ from __future__ import annotations
 import csv
 import json
 import time
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,12 +18,13 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.listing import Sort, list_requests
 from persistkv.storage.inspection.requests import short_ids
 from persistkv.storage.inspection.selection import Selection
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 
-def test_ls_store_open_elsewhere_lists_requests(start, filled):
+def test_ls_store_open_elsewhere_lists_requests(start: Run, filled: str) -> None:
     done = start("ls", filled)
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[3:6]] == [
@@ -34,7 +37,7 @@ def test_ls_store_open_elsewhere_lists_requests(start, filled):
     assert "\x1b" not in done.stdout
 
 
-def test_ls_json_has_exact_values(run, filled):
+def test_ls_json_has_exact_values(run: Run, filled: str) -> None:
     found = json.loads(run("ls", filled, "--json").stdout)
     assert found["url"] == filled
     assert (found["total"], found["matched"], found["offset"]) == (3, 3, 0)
@@ -64,7 +67,7 @@ def test_ls_json_has_exact_values(run, filled):
     }
 
 
-def test_short_ids_are_unique_beginnings_of_at_least_8_characters():
+def test_short_ids_are_unique_beginnings_of_at_least_8_characters() -> None:
     names = ["cmpl-12345678", "cmpl-12345679", "cmpl-2", "abc", "0123456789abcdef"]
     assert short_ids(names) == {
         "cmpl-12345678": "cmpl-12345678",
@@ -79,7 +82,7 @@ class TestIds:
     LONG = tuple(f"0c4d{number:x}6a0b1f24c7e8d9a0b1c2d3e4f50" for number in range(12))
 
     @pytest.fixture
-    def store(self, contexts):
+    def store(self, contexts: tuple[str, Contexts]):
         url, writer = contexts
         for number, name in enumerate(self.LONG):
             writer.add(
@@ -87,7 +90,7 @@ class TestIds:
             )
         return url
 
-    def test_ls_short_ids_begin_full_ids_and_differ(self, run, store):
+    def test_ls_short_ids_begin_full_ids_and_differ(self, run: Run, store) -> None:
         rows = run("ls", store).stdout.splitlines()[3:15]
         shown = [row.split()[0] for row in rows]
         assert shown == [name[:8] for name in self.LONG]
@@ -97,11 +100,11 @@ class TestIds:
     @pytest.mark.parametrize("command", ["show", "pin", "label", "copy", "prune"])
     def test_every_command_accepts_short_and_long_ids(
         self,
-        run,
+        run: Run,
         store,
-        tmp_path,
-        command,
-    ):
+        tmp_path: Path,
+        command: str,
+    ) -> None:
         for name in (self.LONG[3][:5], self.LONG[3][:8], self.LONG[3]):
             arguments = {
                 "prune": ("--request", name, "--dry-run"),
@@ -116,7 +119,7 @@ class TestIds:
             else:
                 assert self.LONG[3] in done.stdout
 
-    def test_ls_ids_and_csv_contain_whole_ids(self, run, store):
+    def test_ls_ids_and_csv_contain_whole_ids(self, run: Run, store) -> None:
         assert run("ls", store, "--ids").stdout.split() == list(self.LONG)
         assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(
             self.LONG[:2]
@@ -131,7 +134,7 @@ class TestIds:
         assert run("ls", store, "--ids", "--csv").returncode == 2
 
     @pytest.mark.parametrize("words", [("{url}",), ()])
-    def test_shell_completion_returns_ids(self, start, store, words):
+    def test_shell_completion_returns_ids(self, start: Run, store, words) -> None:
         def completed(incomplete: str) -> list[str]:
             typed = ["show", *(word.format(url=place) for word in words), incomplete]
             variable = {} if words else {"PERSISTKV_STORE": place}
@@ -143,7 +146,9 @@ class TestIds:
         assert completed(self.LONG[7][:6]) == [self.LONG[7]]
         assert completed("nothing") == []
 
-    def test_bash_completion_url_split_at_colons_returns_ids(self, start, store):
+    def test_bash_completion_url_split_at_colons_returns_ids(
+        self, start: Run, store
+    ) -> None:
         place = store.partition("?")[0].removeprefix("lmdb:")
         done = start("show", "lmdb", ":", place, "0c4d", PERSISTKV_COMPLETE="1")
         assert done.stdout.split() == list(self.LONG)
@@ -153,7 +158,7 @@ class TestCopies:
     """Requests of the same context and labels are one row of the table."""
 
     @pytest.fixture
-    def store(self, contexts):
+    def store(self, contexts: tuple[str, Contexts]):
         url, writer = contexts
         for number in range(150):
             writer.add(f"engine-same-{number:03d}", "a b c", age_s=500.0 - number)
@@ -161,7 +166,7 @@ class TestCopies:
         writer.add("engine-labelled", "a b c", labels={"user": "anna"}, age_s=10.0)
         return url
 
-    def test_ls_same_context_is_one_row_with_count(self, run, store):
+    def test_ls_same_context_is_one_row_with_count(self, run: Run, store) -> None:
         rows = run("ls", store).stdout.splitlines()
         assert "copies" in rows[1]
         shown = {row.split()[0]: row for row in rows[3:6]}
@@ -169,7 +174,9 @@ class TestCopies:
         assert " 150 " in shown["engine-same-149"]
         assert "152 requests" in run("ls", store).stdout
 
-    def test_list_requests_pages_contain_each_context_once(self, contexts, store):
+    def test_list_requests_pages_contain_each_context_once(
+        self, contexts: tuple[str, Contexts], store
+    ) -> None:
         backend = contexts[1].backend
         for sort, reverse in product(Sort, (False, True)):
             listed = partial(
@@ -192,14 +199,14 @@ class TestCopies:
             ]
             assert sorted(view.copies for view in found) == [1, 1, 150]
 
-    def test_ls_json_and_ids_list_every_copy(self, run, store):
+    def test_ls_json_and_ids_list_every_copy(self, run: Run, store) -> None:
         assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 152
         assert len(run("ls", store, "--ids").stdout.split()) == 152
 
 
 class TestModels:
     @pytest.fixture
-    def store(self, url):
+    def store(self, url: str):
         with closing(open_backend(url)) as backend:
             for number, name in enumerate(
                 ("/models/llama", "/models/llama", "org/qwen")
@@ -208,7 +215,7 @@ class TestModels:
                 Contexts(backend, identity).add(f"request{number}", "a b c")
         return url
 
-    def test_ls_and_show_print_model_of_request(self, run, store):
+    def test_ls_and_show_print_model_of_request(self, run: Run, store) -> None:
         text = run("ls", store).stdout
         assert {
             line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]
@@ -219,7 +226,7 @@ class TestModels:
         }
         assert "org/qwen" in run("show", store, "request2").stdout
 
-    def test_stat_totals_are_grouped_by_model(self, run, store):
+    def test_stat_totals_are_grouped_by_model(self, run: Run, store) -> None:
         found = {
             one["model"]: one
             for one in json.loads(run("stat", store, "--json").stdout)["models"]
@@ -243,7 +250,7 @@ class TestModels:
 
 class TestUse:
     @pytest.fixture
-    def used(self, contexts):
+    def used(self, contexts: tuple[str, Contexts]):
         url, writer = contexts
         writer.add("short", "a b")
         writer.add("lone", "x y")
@@ -251,7 +258,7 @@ class TestUse:
         writer.backend.commit(writer.namespace, CommitBatch(pins=[("lone", True)]))
         return url
 
-    def test_ls_shows_hits_sharing_pins_and_stored_bytes(self, run, used):
+    def test_ls_shows_hits_sharing_pins_and_stored_bytes(self, run: Run, used) -> None:
         found = {
             request["id"]: request
             for request in json.loads(run("ls", used, "--json").stdout)["requests"]
@@ -286,7 +293,9 @@ class TestUse:
         ]
         assert by_hits[0]["id"] == "short"
 
-    def test_ls_hits_count_later_restores_and_no_copies(self, run, contexts):
+    def test_ls_hits_count_later_restores_and_no_copies(
+        self, run: Run, contexts: tuple[str, Contexts]
+    ) -> None:
         url, writer = contexts
         for name, text, restored in (
             ("short", "a b", 0),
@@ -315,7 +324,9 @@ class TestUse:
             "longer": 0,
         }
 
-    def test_ls_row_of_copies_shows_restores_of_its_oldest(self, run, contexts):
+    def test_ls_row_of_copies_shows_restores_of_its_oldest(
+        self, run: Run, contexts: tuple[str, Contexts]
+    ) -> None:
         url, writer = contexts
         for number, restored in enumerate((0, 0, 32, 32, 0)):
             writer.add(f"r{number}", "a b", restored=restored, age_s=60.0 - number)
@@ -324,7 +335,9 @@ class TestUse:
         shown = dict(zip(reversed(header), reversed(row), strict=False))
         assert (shown["copies"], shown["hits"]) == ("5", "2")
 
-    def test_show_newest_copy_has_hits_of_its_row_of_ls(self, run, contexts):
+    def test_show_newest_copy_has_hits_of_its_row_of_ls(
+        self, run: Run, contexts: tuple[str, Contexts]
+    ) -> None:
         url, writer = contexts
         for number, restored in enumerate((0, 32)):
             writer.add(f"r{number}", "a b", restored=restored, age_s=60.0 - number)
@@ -337,12 +350,14 @@ class TestUse:
             in (" ".join(shown.split()))
         )
 
-    def test_ls_never_hit_lists_requests_without_hits(self, run, used):
+    def test_ls_never_hit_lists_requests_without_hits(self, run: Run, used) -> None:
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)
         assert {request["id"] for request in found["requests"]} == {"lone", "long"}
         assert (found["matched"], found["total"]) == (2, 3)
 
-    def test_ls_sort_used_orders_by_last_use(self, contexts, monkeypatch, run):
+    def test_ls_sort_used_orders_by_last_use(
+        self, contexts: tuple[str, Contexts], monkeypatch: pytest.MonkeyPatch, run: Run
+    ) -> None:
         url, writer = contexts
         clock = time.time()
         for number, name in enumerate(("a", "b", "c")):
@@ -358,7 +373,9 @@ class TestUse:
         assert used == sorted(used, reverse=True)
         assert found[-1]["id"] == "b"
 
-    def test_list_requests_store_without_use_records_returns_none(self, memory_store):
+    def test_list_requests_store_without_use_records_returns_none(
+        self, memory_store: Callable[[], MemoryBackend]
+    ) -> None:
         backend = FaultyBackend.of(memory_store())
         backend.after(
             "catalogue",
@@ -377,7 +394,7 @@ class TestUse:
         assert list_requests("", backend, Selection(never_hit=True)).matched == 0
 
 
-def test_ls_label_with_markup_is_printed_literally(run, url):
+def test_ls_label_with_markup_is_printed_literally(run: Run, url: str) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({})).id
         labels = {"file": "[bold]x[/nothing]", "who": "me"}
@@ -387,7 +404,9 @@ def test_ls_label_with_markup_is_printed_literally(run, url):
     assert "file=[bold]x[/nothing] who=me" in run("ls", url).stdout
 
 
-def test_ls_page_prints_offset_of_next_page(run, contexts):
+def test_ls_page_prints_offset_of_next_page(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     for number in range(60):
         writer.add(f"r{number:02d}", f"a b{number}", age_s=100.0 + number)
@@ -408,7 +427,7 @@ def test_ls_page_prints_offset_of_next_page(run, contexts):
 
 
 @pytest.fixture
-def three(contexts):
+def three(contexts: tuple[str, Contexts]):
     url, writer = contexts
     writer.add("b", "a b c", labels={"user": "anna"}, age_s=30.0)
     writer.add("a", "a", labels={"user": "bert", "app": "chat"}, age_s=7_200.0)
@@ -427,7 +446,7 @@ ORDERS = {  # TestUse covers the order by last use
 
 
 @pytest.mark.parametrize("sort", ORDERS)
-def test_ls_sort_orders_requests_and_reverse_inverts(run, three, sort):
+def test_ls_sort_orders_requests_and_reverse_inverts(run: Run, three, sort) -> None:
     url, _ = three
     for limit in ((), ("--limit", "3")):
         rows = json.loads(
@@ -454,13 +473,15 @@ def test_ls_sort_orders_requests_and_reverse_inverts(run, three, sort):
         (("--smaller-than", "9000"), "ac"),
     ],
 )
-def test_ls_filter_lists_matching_requests(run, three, options, expected):
+def test_ls_filter_lists_matching_requests(
+    run: Run, three, options: tuple[str, ...], expected: str
+) -> None:
     found = json.loads(run("ls", three[0], "--json", "--sort", "id", *options).stdout)
     assert "".join(row["id"] for row in found["requests"]) == expected
     assert (found["matched"], found["total"]) == (len(expected), 3)
 
 
-def test_ls_namespace_lists_only_its_requests(run, filled):
+def test_ls_namespace_lists_only_its_requests(run: Run, filled: str) -> None:
     wanted = Identity.of({"architecture": "Llama", "number": 1}).digest.hex()
     found = json.loads(run("ls", filled, "--json", "--namespace", wanted[:6]).stdout)
     assert [row["id"] for row in found["requests"]] == ["engine-1-0"]
@@ -481,14 +502,16 @@ def test_ls_namespace_lists_only_its_requests(run, filled):
         (("--limit", "-1"), "--limit"),
     ],
 )
-def test_ls_bad_option_exits_2_naming_it(run, filled, options, part):
+def test_ls_bad_option_exits_2_naming_it(
+    run: Run, filled: str, options: tuple[str, str], part: str
+) -> None:
     done = run("ls", filled, *options)
     assert done.returncode == 2
     assert part in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_list_requests_page_is_usable_after_store_closes(three):
+def test_list_requests_page_is_usable_after_store_closes(three) -> None:
     """A page is a list of values: the store may be closed and changed before the page is
     printed."""
     url, _ = three
@@ -499,7 +522,7 @@ def test_list_requests_page_is_usable_after_store_closes(three):
 
 class TestExpiry:
     @pytest.fixture
-    def store(self, tmp_path, monkeypatch):
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         """URL of a store with a ttl of 7 days: of its requests, ``old`` and ``own`` have expired
         since, the pinned one cannot."""
         url = f"lmdb://{tmp_path}/store?ttl=7d"
@@ -524,7 +547,7 @@ class TestExpiry:
             found[row["id"]] = row["expires"]
         return found
 
-    def test_ls_and_show_print_expiry(self, run, store):
+    def test_ls_and_show_print_expiry(self, run: Run, store) -> None:
         now = store[1]
         url = self.at(store, 1)
         found = self.expiries(run, url)
@@ -542,14 +565,16 @@ class TestExpiry:
         assert "in 6d" in run("show", url, "old").stdout
         assert "expired" in run("show", url, "own").stdout
 
-    def test_ls_right_after_store_prints_whole_ttl(self, run, store):
+    def test_ls_right_after_store_prints_whole_ttl(self, run: Run, store) -> None:
         url = self.at(store, 0)
         lines = run("ls", url).stdout.splitlines()
         (old,) = [line for line in lines if line.strip().startswith("old")]
         assert "in 7d" in old
         assert "in 7d" in run("show", url, "old").stdout
 
-    def test_ls_store_without_ttl_has_no_column_of_expiry(self, run, contexts):
+    def test_ls_store_without_ttl_has_no_column_of_expiry(
+        self, run: Run, contexts: tuple[str, Contexts]
+    ) -> None:
         url, writer = contexts
         writer.add("one", "a b")
         assert "expires" not in run("ls", url).stdout
@@ -558,7 +583,9 @@ class TestExpiry:
     @pytest.mark.parametrize(
         ("days", "expected"), [(0, set()), (1, {"own"}), (8, {"old", "own"})]
     )
-    def test_expired_option_selects_expired_requests(self, run, store, days, expected):
+    def test_expired_option_selects_expired_requests(
+        self, run: Run, store, days: int, expected
+    ) -> None:
         url = self.at(store, days)
         listed = run("ls", url, "--expired", "--ids")
         assert set(listed.stdout.split()) == expected
@@ -569,7 +596,7 @@ class TestExpiry:
         assert self.expiries(run, url).keys() == {"old", "own", "pinned"} - expected
         assert run("verify", url).returncode == 0
 
-    def test_own_ttl_counts_from_last_use(self, run, store):
+    def test_own_ttl_counts_from_last_use(self, run: Run, store) -> None:
         url = self.at(store, 0)
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend)

@@ -20,6 +20,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreCounters
 from persistkv.storage.store.savings import SavingsRecorder
 from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
 from tests.tools.signals import obey_ctrl_c
 
 pytest.importorskip("prometheus_client")
@@ -38,7 +39,7 @@ def parsed(text):
 
 
 @pytest.fixture
-def shown(filled):
+def shown(filled: str):
     """URL of a store with the status rows of two engines, one of them outdated."""
     counters = StoreCounters(stored_blocks=7, loaded_bytes=4096)
     with closing(open_backend(filled)) as backend:
@@ -52,7 +53,7 @@ def shown(filled):
         yield filled
 
 
-def test_serve_metrics_exports_totals_and_live_engines(run, shown):
+def test_serve_metrics_exports_totals_and_live_engines(run: Run, shown) -> None:
     done = run("serve-metrics", shown, "--once")
     assert done.returncode == 0, done.stderr
     found = parsed(done.stdout)
@@ -68,13 +69,13 @@ def test_serve_metrics_exports_totals_and_live_engines(run, shown):
     assert not [name for name, engine in found if engine == "e2"]
 
 
-def test_serve_metrics_exports_every_store_counter(run, shown):
+def test_serve_metrics_exports_every_store_counter(run: Run, shown) -> None:
     found = parsed(run("serve-metrics", shown, "--once").stdout)
     for name in StoreCounters.__struct_fields__:
         assert (f"persistkv_engine_{name}_total", "e1") in found
 
 
-def test_grafana_dashboard_uses_only_exported_metrics(run, shown):
+def test_grafana_dashboard_uses_only_exported_metrics(run: Run, shown) -> None:
     names = {name for name, _ in parsed(run("serve-metrics", shown, "--once").stdout)}
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [
@@ -129,13 +130,13 @@ def scrape(address):
 
 
 @pytest.mark.slow
-def test_serve_metrics_interrupted_exits_0(shown, tmp_path):
+def test_serve_metrics_interrupted_exits_0(shown, tmp_path: Path) -> None:
     with serving(shown, tmp_path) as address:
         assert scrape(address)["persistkv_up", None] == 1
 
 
 @pytest.mark.slow
-def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
+def test_serve_metrics_absent_store_is_down_until_created(tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/store?capacity=1GiB"
     with serving(url, tmp_path) as address:
         assert scrape(address) == {("persistkv_up", None): 0}
@@ -145,8 +146,8 @@ def test_serve_metrics_absent_store_is_down_until_created(tmp_path):
 
 def test_store_collector_moved_store_is_down_until_restored_and_logs_both_once(
     shown,
-    caplog,
-):
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from persistkv_tools.inspect.serve_metrics import StoreCollector
 
     with (
@@ -169,7 +170,9 @@ def test_store_collector_moved_store_is_down_until_restored_and_logs_both_once(
     assert back.endswith("can be read again")
 
 
-def test_store_collector_scrapes_of_hanging_store_do_not_queue(monkeypatch):
+def test_store_collector_scrapes_of_hanging_store_do_not_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Several servers scrape one exporter."""
     pytest.importorskip("boto3")
     from persistkv_tools.inspect.serve_metrics import StoreCollector
@@ -191,23 +194,25 @@ def test_store_collector_scrapes_of_hanging_store_do_not_queue(monkeypatch):
 
 
 @pytest.mark.parametrize("listen", ["9464", "host:", "host:70000", "host:x"])
-def test_serve_metrics_bad_listen_address_exits_2(run, filled, listen):
+def test_serve_metrics_bad_listen_address_exits_2(
+    run: Run, filled: str, listen: str
+) -> None:
     done = run("serve-metrics", filled, "--listen", listen)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "--listen" in done.stderr
 
 
-def test_serve_metrics_once_absent_store_exits_3(run, tmp_path):
+def test_serve_metrics_once_absent_store_exits_3(run: Run, tmp_path: Path) -> None:
     assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3
 
 
-def test_serve_metrics_savings_are_0_from_the_start(run, shown):
+def test_serve_metrics_savings_are_0_from_the_start(run: Run, shown) -> None:
     found = parsed(run("serve-metrics", shown, "--once").stdout)
     for name in ("requests", "tokens", "seconds"):
         assert found[f"persistkv_saved_{name}_total", None] == 0
 
 
-def test_serve_metrics_exports_savings(run, shown):
+def test_serve_metrics_exports_savings(run: Run, shown) -> None:
     with closing(open_backend(shown)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
         recorder.add(4000, {"user": "anna"}, 1000, 2.0)

@@ -8,6 +8,7 @@ import subprocess
 import time
 from contextlib import closing
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.store.savings import SavingsRecorder
 from persistkv_tools import render
 from persistkv_tools.inspect.report import report_data
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 CHROMIUM = (
@@ -28,7 +30,7 @@ VOID = {"meta", "link", "br"}
 
 
 @pytest.fixture
-def store(url):
+def store(url: str):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
         writer.add(
@@ -40,7 +42,7 @@ def store(url):
 
 
 @pytest.fixture
-def page(run, store, tmp_path):
+def page(run: Run, store, tmp_path: Path):
     done = run("report", store, "-o", "report.html")
     assert done.returncode == 0, done.stderr
     return tmp_path / "report.html"
@@ -49,16 +51,16 @@ def page(run, store, tmp_path):
 class Balanced(HTMLParser):
     """Parser that checks that elements are closed in the reverse order of their opening."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.open, self.seen = [], []
 
-    def handle_starttag(self, tag, attrs):
+    def handle_starttag(self, tag, attrs) -> None:
         self.seen.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag):
+    def handle_endtag(self, tag) -> None:
         assert self.open.pop() == tag
 
 
@@ -81,7 +83,7 @@ def figures(run, store):
 
 
 class TestReportData:
-    def test_periods_match_requests_in_store(self, store):
+    def test_periods_match_requests_in_store(self, store) -> None:
         with closing(open_backend(store, read_only=True)) as backend:
             data = report_data(store, backend)
         assert sum(period.requests for period in data.periods) == 3
@@ -94,14 +96,16 @@ class TestReportData:
         assert data.tree is not None
         assert data.tree.top.requests == 3
 
-    def test_empty_store_has_no_history(self, run, url, tmp_path):
+    def test_empty_store_has_no_history(
+        self, run: Run, url: str, tmp_path: Path
+    ) -> None:
         open_backend(url).close()
         assert run("report", url, "-o", "empty.html").returncode == 0
         assert "over time" not in (tmp_path / "empty.html").read_text()
 
 
 class TestReportPage:
-    def test_page_is_well_formed_without_external_resources(self, page):
+    def test_page_is_well_formed_without_external_resources(self, page) -> None:
         text = page.read_text()
         parser = Balanced()
         parser.feed(text)
@@ -117,12 +121,14 @@ class TestReportPage:
         assert "url(" not in text
         assert "prefers-color-scheme: dark" in text
 
-    def test_page_contains_figures(self, run, store, page):
+    def test_page_contains_figures(self, run: Run, store, page) -> None:
         text = html.unescape(page.read_text())
         for figure in figures(run, store):
             assert figure in text
 
-    def test_page_names_models_and_the_time_zone(self, run, url, tmp_path, monkeypatch):
+    def test_page_names_models_and_the_time_zone(
+        self, run: Run, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("TZ", "CET-1")
         time.tzset()
         try:
@@ -142,16 +148,16 @@ class TestReportPage:
         assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d CET</p>", page)
         assert re.search(r"created .*:\d\d CET \(", shown)
 
-    def test_label_with_markup_is_escaped(self, page):
+    def test_label_with_markup_is_escaped(self, page) -> None:
         assert "<b>anna" not in page.read_text()
         assert "&lt;b&gt;anna" in page.read_text()
 
-    def test_unwritable_output_exits_2(self, run, store):
+    def test_unwritable_output_exits_2(self, run: Run, store) -> None:
         done = run("report", store, "-o", "absent/report.html")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "cannot write absent/report.html" in done.stderr
 
-    def test_json_has_size_of_page(self, run, store, tmp_path):
+    def test_json_has_size_of_page(self, run: Run, store, tmp_path: Path) -> None:
         found = json.loads(run("report", store, "-o", "r.html", "--json").stdout)
         assert found["bytes"] == (tmp_path / "r.html").stat().st_size
 
@@ -162,7 +168,7 @@ class TestReportPage:
 )
 class TestInChromium:
     @pytest.fixture
-    def chromium(self, tmp_path):
+    def chromium(self, tmp_path: Path):
         def start(*arguments):
             command = [
                 str(CHROMIUM),
@@ -183,11 +189,11 @@ class TestInChromium:
 
     def test_page_shows_figures_without_console_errors(
         self,
-        run,
+        run: Run,
         store,
         page,
         chromium,
-    ):
+    ) -> None:
         done = chromium("--dump-dom", page.as_uri())
         assert done.returncode == 0, done.stderr
         text = html.unescape(
@@ -197,7 +203,9 @@ class TestInChromium:
             assert figure in text
         assert not re.findall(r".*CONSOLE.*", done.stderr)
 
-    def test_chromium_console_error_appears_in_stderr(self, tmp_path, chromium):
+    def test_chromium_console_error_appears_in_stderr(
+        self, tmp_path: Path, chromium
+    ) -> None:
         """``test_page_shows_figures_without_console_errors`` relies on this behaviour of
         Chromium."""
         (tmp_path / "bad.html").write_text("<script>console.error('seen it')</script>")
@@ -205,7 +213,9 @@ class TestInChromium:
             "CONSOLE" in chromium("--dump-dom", (tmp_path / "bad.html").as_uri()).stderr
         )
 
-    def test_page_fits_a_window_of_390_pixels(self, page, chromium, tmp_path):
+    def test_page_fits_a_window_of_390_pixels(
+        self, page, chromium, tmp_path: Path
+    ) -> None:
         """Neither the page nor a table with bars is wider; tables of records scroll in their own
         boxes. The window is a frame: Chromium has no windows below 500 pixels."""
         script = """<script>
@@ -231,10 +241,10 @@ class TestInChromium:
         self,
         page,
         chromium,
-        tmp_path,
-        dark,
-        light,
-    ):
+        tmp_path: Path,
+        dark: bool,
+        light: bool,
+    ) -> None:
         image = tmp_path / "page.png"
         how = (
             ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"]
@@ -250,7 +260,7 @@ class TestInChromium:
         assert (corner > 200, corner < 60) == (light, dark)
 
 
-def test_report_shows_savings(run, filled, tmp_path):
+def test_report_shows_savings(run: Run, filled: str, tmp_path: Path) -> None:
     with closing(open_backend(filled)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
         recorder.add(4000, {"user": "<anna>"}, 1000, 2.0)

@@ -8,11 +8,12 @@ import pytest
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.testing.samples import sample_manifest
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts, chain
 
 
 @pytest.fixture
-def shared(url):
+def shared(url: str):
     backend = open_backend(url)
     writer = Contexts(backend, groups=2)
     writer.add("anna-1", "s1 s2 a1 a2", labels={"user": "anna"})
@@ -23,7 +24,7 @@ def shared(url):
     backend.close()
 
 
-def test_show_json_has_packs_keys_and_sharers(run, shared):
+def test_show_json_has_packs_keys_and_sharers(run: Run, shared) -> None:
     url, writer = shared
     context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)[
         "context"
@@ -57,7 +58,7 @@ def test_show_json_has_packs_keys_and_sharers(run, shared):
     }
 
 
-def test_show_text_has_labels_sharing_and_keys(run, shared):
+def test_show_text_has_labels_sharing_and_keys(run: Run, shared) -> None:
     url, writer = shared
     shown = run("show", url, "anna-1").stdout
     for part in (
@@ -77,7 +78,7 @@ def test_show_text_has_labels_sharing_and_keys(run, shared):
     assert "prefix tree" not in shown
 
 
-def test_show_tree_merges_shared_prefixes(run, shared):
+def test_show_tree_merges_shared_prefixes(run: Run, shared) -> None:
     url, _ = shared
     top = json.loads(run("show", url, "anna-2", "--tree", "--json").stdout)["tree"]
     assert (top["requests"], top["blocks"]) == (4, 0)
@@ -103,7 +104,9 @@ def test_show_tree_merges_shared_prefixes(run, shared):
     assert "blocks 0 to 2, 3 requests" in drawn
 
 
-def test_show_tree_request_that_is_prefix_ends_at_inner_node(run, contexts):
+def test_show_tree_request_that_is_prefix_ends_at_inner_node(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     writer.add("short", "a b")
     writer.add("long", "a b c")
@@ -123,7 +126,9 @@ def count(node):
     return len(node["children"]) + sum(map(count, node["children"]))
 
 
-def test_show_tree_node_limit_keeps_path_of_chosen_request(run, contexts):
+def test_show_tree_node_limit_keeps_path_of_chosen_request(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     for number in range(30):
         writer.add(f"r{number}", f"a b{number} c d{number}")
@@ -138,7 +143,9 @@ def test_show_tree_node_limit_keeps_path_of_chosen_request(run, contexts):
     assert "22 more, not drawn" in run("show", url, "r7", "--tree").stdout
 
 
-def test_show_blocks_without_pack_are_counted_as_missing(run, contexts):
+def test_show_blocks_without_pack_are_counted_as_missing(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     writer.backend.commit(
         writer.namespace, CommitBatch(manifests=[sample_manifest("ghost", blocks=3)])
@@ -149,7 +156,7 @@ def test_show_blocks_without_pack_are_counted_as_missing(run, contexts):
     assert "(none)" in run("show", url, "ghost").stdout
 
 
-def test_show_ambiguous_or_unknown_id_prefix_exits_2(run, shared):
+def test_show_ambiguous_or_unknown_id_prefix_exits_2(run: Run, shared) -> None:
     url, writer = shared
     assert run("show", url, "lone").returncode == 0
     done = run("show", url, "anna")
@@ -165,7 +172,7 @@ def test_show_ambiguous_or_unknown_id_prefix_exits_2(run, shared):
     assert "nobody" in done.stderr
 
 
-def test_show_request_with_ttl_and_priority_prints_both(run, url):
+def test_show_request_with_ttl_and_priority_prints_both(run: Run, url: str) -> None:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         writer.add("kept", "s1 s2")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,12 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.store.savings import SavingsRecorder
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 
 @pytest.fixture
-def known(url):
+def known(url: str):
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
         writer.add("one", "a b c d", age_s=60.0)
@@ -23,7 +25,7 @@ def known(url):
         yield url
 
 
-def test_stat_json_totals_are_exact(run, known):
+def test_stat_json_totals_are_exact(run: Run, known) -> None:
     found = json.loads(run("stat", known, "--json").stdout)
     assert (found["requests"], found["packs"], found["blocks"]) == (3, 3, 12)
     assert found["raw_bytes"] == 10 * 65_536 + 2 * 4096
@@ -34,7 +36,7 @@ def test_stat_json_totals_are_exact(run, known):
     assert found["fill"] == round(found["disk_bytes"] / (1 << 30), 4)
 
 
-def test_stat_json_namespaces_and_groups_are_exact(run, known):
+def test_stat_json_namespaces_and_groups_are_exact(run: Run, known) -> None:
     first, second = json.loads(run("stat", known, "--json").stdout)["namespaces"]
     assert (
         first["requests"],
@@ -56,7 +58,7 @@ def test_stat_json_namespaces_and_groups_are_exact(run, known):
     assert second["groups"][0]["codec_ratio"] == 1.0
 
 
-def test_stat_histograms_count_each_request_once(run, known):
+def test_stat_histograms_count_each_request_once(run: Run, known) -> None:
     found = json.loads(run("stat", known, "--json").stdout)
     assert {
         row["below"]: row["requests"] for row in found["ages"] if row["requests"]
@@ -68,7 +70,7 @@ def test_stat_histograms_count_each_request_once(run, known):
     assert found["ages"][-1]["below"] is None
 
 
-def test_stat_text_has_ratios_codecs_and_histograms(run, known):
+def test_stat_text_has_ratios_codecs_and_histograms(run: Run, known) -> None:
     shown = run("stat", known).stdout
     for part in (
         "dedup ratio",
@@ -82,7 +84,7 @@ def test_stat_text_has_ratios_codecs_and_histograms(run, known):
         assert part in shown
 
 
-def test_stat_empty_store_has_no_ratios_and_histograms(run, url):
+def test_stat_empty_store_has_no_ratios_and_histograms(run: Run, url: str) -> None:
     open_backend(url).close()
     found = json.loads(run("stat", url, "--json").stdout)
     assert (
@@ -98,7 +100,7 @@ def test_stat_empty_store_has_no_ratios_and_histograms(run, url):
     assert "raw size of requests" not in done.stdout
 
 
-def test_stat_deleted_packs_count_as_free_space(run, tmp_path):
+def test_stat_deleted_packs_count_as_free_space(run: Run, tmp_path: Path) -> None:
     url = f"lmdb://{tmp_path}/extents?capacity=64MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
@@ -125,7 +127,7 @@ def test_stat_deleted_packs_count_as_free_space(run, tmp_path):
     assert f"{after['pieces']} pieces" in shown
 
 
-def test_stat_shows_savings_by_model_and_label(run, known):
+def test_stat_shows_savings_by_model_and_label(run: Run, known) -> None:
     assert "nothing yet: no request has restored" in run("stat", known).stdout
     with closing(open_backend(known)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "/m/gpt2"}))
@@ -146,5 +148,5 @@ def test_stat_shows_savings_by_model_and_label(run, known):
     ]
 
 
-def test_stat_of_local_store_shows_no_commits_to_merge(run, known):
+def test_stat_of_local_store_shows_no_commits_to_merge(run: Run, known) -> None:
     assert "merged" not in run("stat", known).stdout

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -18,9 +20,10 @@ from persistkv.storage.host.status import read_statuses
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.storage.store.savings import SavingsRecorder
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.inspect.top import Watch, engine_name, hit_rate
 from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
 from tests.tools.contexts import begin_namespace
 from tests.tools.signals import obey_ctrl_c
 from tests.tools.terminals import ESCAPES, on_terminal
@@ -30,7 +33,7 @@ JOB_BYTES = 4 << 20  # large enough to be written at once; smaller jobs are stag
 
 
 @pytest.fixture
-def engine(url):
+def engine(url: str):
     """Client whose host process has stored one request and loaded it again."""
     job = Job(BLOCKS, JOB_BYTES)
     with closing(job.rig.client(url)) as client:
@@ -49,7 +52,7 @@ def engine(url):
         yield client
 
 
-def wait_for(url, condition):
+def wait_for(url, condition) -> None:
     deadline = time.monotonic() + 60
     with closing(open_backend(url, read_only=True)) as backend:
         while not condition(read_statuses(backend)):
@@ -58,7 +61,7 @@ def wait_for(url, condition):
 
 
 @pytest.mark.slow
-def test_top_engine_shows_counters_until_closed(run, url, engine):
+def test_top_engine_shows_counters_until_closed(run: Run, url: str, engine) -> None:
     found = json.loads(run("top", url, "--interval", "1s", "--json").stdout)
     (view,) = found["engines"]
     assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
@@ -78,7 +81,7 @@ def test_top_engine_shows_counters_until_closed(run, url, engine):
 
 
 @pytest.mark.slow
-def test_top_interrupted_on_terminal_exits_0(url, engine):
+def test_top_interrupted_on_terminal_exits_0(url: str, engine) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "persistkv_tools", "top", url, "--interval", "1s"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
@@ -110,7 +113,7 @@ def test_top_interrupted_on_terminal_exits_0(url, engine):
 
 
 @pytest.fixture
-def status_backend(memory_store):
+def status_backend(memory_store: Callable[[], MemoryBackend]):
     """Return a function that returns a store, which reports the current content of ``statuses``."""
 
     def report(statuses):
@@ -125,7 +128,9 @@ def status_backend(memory_store):
 
 
 class TestWatch:
-    def test_rates_are_change_per_second_between_status_rows(self, status_backend):
+    def test_rates_are_change_per_second_between_status_rows(
+        self, status_backend
+    ) -> None:
         rows = {}
         watch = Watch("lmdb:///x", status_backend(rows))
         rows["e1"] = make_status(
@@ -145,7 +150,7 @@ class TestWatch:
         (view,) = watch.snapshot().engines  # the row is unchanged
         assert view.rates.stored_raw_bytes == 100.0
 
-    def test_outdated_engines_sort_last(self, status_backend):
+    def test_outdated_engines_sort_last(self, status_backend) -> None:
         now = time.time()
         rows = {
             "old": make_status("old", started=1.0),
@@ -159,7 +164,9 @@ class TestWatch:
             ("old", False),
         ]
 
-    def test_engine_has_model_name_and_pid_of_engine_process(self, status_backend):
+    def test_engine_has_model_name_and_pid_of_engine_process(
+        self, status_backend
+    ) -> None:
         rows = {}
         backend = status_backend(rows)
         namespace = begin_namespace(
@@ -176,13 +183,13 @@ class TestWatch:
         )
         assert (views["e2"].model, engine_name(views["e2"])) == ("", "here:9")
 
-    def test_hit_rate_is_share_of_loaded_blocks_or_none(self):
+    def test_hit_rate_is_share_of_loaded_blocks_or_none(self) -> None:
         assert hit_rate(StoreCounters()) is None
         assert hit_rate(StoreCounters(loaded_blocks=3, stored_blocks=1)) == 0.75
         assert hit_rate(StoreCounters(held_blocks=3, dropped_blocks=1)) == 0.0
 
 
-def test_top_shows_savings(run, filled):
+def test_top_shows_savings(run: Run, filled: str) -> None:
     with closing(open_backend(filled)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
         recorder.add(4000, {}, 0, 0.0)
@@ -192,7 +199,9 @@ def test_top_shows_savings(run, filled):
 
 
 @pytest.mark.parametrize("width", [40, 59])
-def test_top_narrow_terminal_shows_each_engine_in_lines_that_fit(url, tmp_path, width):
+def test_top_narrow_terminal_shows_each_engine_in_lines_that_fit(
+    url: str, tmp_path: Path, width: int
+) -> None:
     with closing(open_backend(url)) as backend:
         begin_namespace(backend, Identity.of({"model_name": "/models/llama"}))
         for name, host in (("e1", "gpu-node-017.cluster"), ("e2", "b")):

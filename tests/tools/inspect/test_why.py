@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import struct
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity, fingerprint_checkpoint
 from persistkv.storage.identity.verdict import Verdict, write_verdict
+from tests.tools.conftest import Run
 from tests.tools.contexts import begin_namespace
 from tests.tools.json_fields import check_documented
 
@@ -19,7 +21,7 @@ CONFIG = {
 }
 
 
-def write_weights(directory, byte=0):
+def write_weights(directory, byte=0) -> None:
     """Write a checkpoint of one tensor without safetensors, which may not be installed."""
     header = json.dumps(
         {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
@@ -30,7 +32,7 @@ def write_weights(directory, byte=0):
 
 
 @pytest.fixture
-def model(tmp_path):
+def model(tmp_path: Path):
     directory = tmp_path / "model"
     write_weights(directory)
     config = CONFIG | {
@@ -43,7 +45,7 @@ def model(tmp_path):
 
 
 @pytest.fixture
-def store(url, model):
+def store(url: str, model):
     fields = {
         "weights": fingerprint_checkpoint(model),
         "config": CONFIG | {"vocab_size": 256},
@@ -65,7 +67,7 @@ def compared(run, url, against, *options, code):
     return json.loads(done.stdout)["comparisons"]
 
 
-def test_why_matching_model_exits_0(run, store, model):
+def test_why_matching_model_exits_0(run: Run, store, model) -> None:
     url, fields = store
     (found,) = compared(run, url, model, code=0)
     assert (found["matches"], found["differences"]) == (True, [])
@@ -75,7 +77,9 @@ def test_why_matching_model_exits_0(run, store, model):
     assert "matches" in run("why", url, "--against", str(model)).stdout
 
 
-def test_why_model_path_as_long_as_id_prints_path(run, store, model, monkeypatch):
+def test_why_model_path_as_long_as_id_prints_path(
+    run: Run, store, model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, _ = store
     path = "model".ljust(32, "x")
     model.rename(model.with_name(path))
@@ -84,7 +88,7 @@ def test_why_model_path_as_long_as_id_prints_path(run, store, model, monkeypatch
     assert shown.startswith(f"{path} matches namespace")
 
 
-def test_why_differing_config_exits_1_listing_fields(run, store, model):
+def test_why_differing_config_exits_1_listing_fields(run: Run, store, model) -> None:
     url, _ = store
     config = json.loads((model / "config.json").read_text())
     config |= {"rope_theta": 500000.0, "torch_dtype": "float16"}
@@ -102,7 +106,9 @@ def test_why_differing_config_exits_1_listing_fields(run, store, model):
         assert part in done.stdout
 
 
-def test_why_other_weights_exits_1_listing_weights(run, store, tmp_path, model):
+def test_why_other_weights_exits_1_listing_weights(
+    run: Run, store, tmp_path: Path, model
+) -> None:
     write_weights(tmp_path / "tuned", byte=1)
     (tmp_path / "tuned" / "config.json").write_bytes(
         (model / "config.json").read_bytes()
@@ -111,7 +117,7 @@ def test_why_other_weights_exits_1_listing_weights(run, store, tmp_path, model):
     assert [row["field"] for row in found["differences"]] == ["weights"]
 
 
-def test_why_against_namespace_lists_differing_fields(run, store):
+def test_why_against_namespace_lists_differing_fields(run: Run, store) -> None:
     url, fields = store
     ours = Identity.of(fields).digest.hex()
     (found,) = compared(run, url, ours[:6], code=1)
@@ -124,7 +130,7 @@ def test_why_against_namespace_lists_differing_fields(run, store):
     }
 
 
-def test_why_without_against_compares_nearest_namespaces(run, store):
+def test_why_without_against_compares_nearest_namespaces(run: Run, store) -> None:
     url, fields = store
     done = run("why", url, "--json")
     assert done.returncode == 0
@@ -150,7 +156,9 @@ def test_why_without_against_compares_nearest_namespaces(run, store):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
+def test_why_without_two_namespaces_says_so_and_exits_0(
+    run: Run, url: str, count: int
+) -> None:
     with closing(open_backend(url)) as backend:
         for number in range(count):
             begin_namespace(backend, Identity.of({"weights": f"checkpoint:{number}"}))
@@ -166,7 +174,7 @@ def test_why_without_two_namespaces_says_so_and_exits_0(run, url, count):
     assert answer["comparisons"] == []
 
 
-def test_why_against_store_path_compares_stores(run, store, url):
+def test_why_against_store_path_compares_stores(run: Run, store, url: str) -> None:
     path = url.partition("?")[0].removeprefix("lmdb://")
     assert [found["matches"] for found in compared(run, url, path, code=0)] == [
         True,
@@ -174,7 +182,9 @@ def test_why_against_store_path_compares_stores(run, store, url):
     ]
 
 
-def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
+def test_why_against_store_compares_nearest_namespaces(
+    run: Run, store, tmp_path: Path
+) -> None:
     url, fields = store
     other = f"lmdb://{tmp_path}/other"
     with closing(open_backend(other)) as backend:
@@ -190,7 +200,9 @@ def test_why_against_store_compares_nearest_namespaces(run, store, tmp_path):
     assert [row["field"] for row in far["differences"]] == ["block_size", "weights"]
 
 
-def test_why_invalid_or_empty_target_exits_2(run, store, tmp_path, url):
+def test_why_invalid_or_empty_target_exits_2(
+    run: Run, store, tmp_path: Path, url: str
+) -> None:
     for against in ("nothing-there", str(tmp_path)):
         done = run("why", url, "--against", against)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
@@ -208,7 +220,7 @@ def test_why_invalid_or_empty_target_exits_2(run, store, tmp_path, url):
         assert "holds no" in done.stderr
 
 
-def test_why_shows_verdicts_about_other_releases(run, url):
+def test_why_shows_verdicts_about_other_releases(run: Run, url: str) -> None:
     first, second = (
         Identity.of({"engine": {"release": release}, "weights": "w"})
         for release in ("0.31", "0.32")

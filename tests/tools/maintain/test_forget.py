@@ -12,6 +12,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.tools.conftest import Run
 from tests.tools.json_fields import check_documented
 
 
@@ -23,7 +24,12 @@ def key(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["lmdb-key", "lmdb-plain", "file-key", "file-plain"])
-def store(request, tmp_path, key, monkeypatch):
+def store(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    key: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
     """URL of a store with content of two tenants."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scheme, _, seal = request.param.partition("-")
@@ -34,7 +40,7 @@ def store(request, tmp_path, key, monkeypatch):
     return url
 
 
-def fill(url):
+def fill(url) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"architecture": "Llama"})).id
         for seed, tenant in enumerate(("anna", "anna", "berta")):
@@ -47,7 +53,9 @@ def fill(url):
             backend.commit(namespace, CommitBatch([pack], [request]))
 
 
-def test_forget_removes_content_of_tenant_and_signs_receipt(run, store, tmp_path):
+def test_forget_removes_content_of_tenant_and_signs_receipt(
+    run: Run, store, tmp_path: Path
+) -> None:
     receipt = tmp_path / "receipt.json"
     done = run("forget", store, "anna", "--yes", "--receipt", str(receipt), "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -75,10 +83,10 @@ def test_forget_removes_content_of_tenant_and_signs_receipt(run, store, tmp_path
 
 
 def test_forget_receipt_is_genuine_only_for_its_store_and_after_rotation(
-    run,
-    key,
-    tmp_path,
-):
+    run: Run,
+    key: Path,
+    tmp_path: Path,
+) -> None:
     url, other = (f"lmdb://{tmp_path}/{name}?key_file={key}" for name in "ab")
     receipt = tmp_path / "receipt.json"
     for place in (url, other):
@@ -93,7 +101,9 @@ def test_forget_receipt_is_genuine_only_for_its_store_and_after_rotation(
     assert run("forget", url, "--verify-receipt", str(receipt)).returncode == 0
 
 
-def test_forget_wrong_input_exits_2_and_changes_nothing(run, store, tmp_path):
+def test_forget_wrong_input_exits_2_and_changes_nothing(
+    run: Run, store, tmp_path: Path
+) -> None:
     taken = tmp_path / "taken"
     taken.write_text("kept")
     for arguments in (

@@ -6,7 +6,7 @@ from persistkv.storage.format.pack import PackedKeys
 from persistkv_tools.maintain.integrity import HeldKeys
 
 
-def test_held_keys_missing_random_keys_counts_like_set():
+def test_held_keys_missing_random_keys_counts_like_set() -> None:
     """Keys of all lengths, in equal and different packings; some differ only in one bit or in their
     group."""
     draw = random.Random(3)
@@ -37,7 +37,7 @@ def test_held_keys_missing_random_keys_counts_like_set():
         assert keys.missing(requests) == expected
 
 
-def test_held_keys_missing_without_held_or_requested_keys_is_exact():
+def test_held_keys_missing_without_held_or_requested_keys_is_exact() -> None:
     assert HeldKeys([]).missing([()]) == [0]
     assert HeldKeys([]).missing(
         [(PackedKeys.of([b"one", b"two"]), PackedKeys.of([b"k"]))]
@@ -45,7 +45,7 @@ def test_held_keys_missing_without_held_or_requested_keys_is_exact():
     assert HeldKeys([PackedKeys.of([b"one"])]).missing([]) == []
 
 
-def test_held_keys_missing_60000_keys_is_exact():
+def test_held_keys_missing_60000_keys_is_exact() -> None:
     draw = random.Random(9)
     keys = [draw.randbytes(36) for _ in range(60_000)]
     held = HeldKeys(

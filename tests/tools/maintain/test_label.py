@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,9 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.inspection.labels import relabel
 from persistkv.storage.inspection.requests import NotFoundError, find_request
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_pack
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 
@@ -23,14 +26,14 @@ def labels(run, url):
 
 
 @pytest.fixture
-def store(contexts):
+def store(contexts: tuple[str, Contexts]):
     url, writer = contexts
     writer.add("one", "a b c", labels={"user": "anna", "draft": "yes"})
     writer.add("two", "a b d")
     return url
 
 
-def test_label_adds_changes_and_removes_labels(run, store):
+def test_label_adds_changes_and_removes_labels(run: Run, store) -> None:
     done = run(
         "label",
         store,
@@ -59,7 +62,7 @@ def test_label_adds_changes_and_removes_labels(run, store):
     )
 
 
-def test_label_keeps_all_other_fields(run, store):
+def test_label_keeps_all_other_fields(run: Run, store) -> None:
     run("pin", store, "one")
     before = json.loads(run("show", store, "one", "--json").stdout)
     assert run("label", store, "one", "user=bert").returncode == 0
@@ -73,7 +76,7 @@ def test_label_keeps_all_other_fields(run, store):
     assert run("verify", store).returncode == 0
 
 
-def test_relabel_pinned_request_stays_pinned(tmp_path):
+def test_relabel_pinned_request_stays_pinned(tmp_path: Path) -> None:
     """A pinned request remains although other requests fill the store."""
     with closing(open_backend(f"lmdb://{tmp_path}/small?capacity=4MiB")) as backend:
         writer = Contexts(backend, block_bytes=64 << 10)
@@ -100,13 +103,13 @@ def test_relabel_pinned_request_stays_pinned(tmp_path):
         (("user=a", "--remove", "user"), "the same command does not set"),
     ],
 )
-def test_label_bad_arguments_exit_2(run, store, arguments, part):
+def test_label_bad_arguments_exit_2(run: Run, store, arguments, part: str) -> None:
     done = run("label", store, "one", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert part in done.stderr
 
 
-def test_label_unknown_request_exits_2(run, store):
+def test_label_unknown_request_exits_2(run: Run, store) -> None:
     assert run("label", store, "nobody", "a=b").returncode == 2
 
 
@@ -114,7 +117,7 @@ def with_second_writer(backend, seeds):
     """Return the store with a second writer that commits before each commit with a cursor until
     ``seeds`` is empty."""
 
-    def write(namespace, batch):
+    def write(namespace, batch) -> None:
         if batch.seen is not None and seeds:
             backend.commit(
                 namespace, CommitBatch([sample_pack(namespace, seeds.pop())])
@@ -127,23 +130,25 @@ def with_second_writer(backend, seeds):
 
 class TestRelabelConcurrentCommits:
     @pytest.fixture
-    def memory(self, memory_store):
+    def memory(self, memory_store: Callable[[], MemoryBackend]):
         backend = memory_store()
         Contexts(backend).add("one", "a b c")
         return backend
 
-    def test_commit_between_read_and_write_retries(self, memory):
+    def test_commit_between_read_and_write_retries(self, memory) -> None:
         seeds = [1, 2, 3]
         busy = with_second_writer(memory, seeds)
         assert relabel(busy, find_request(busy, "one"), {"a": "b"}, []) == {"a": "b"}
         assert seeds == []
 
-    def test_commit_before_every_attempt_raises_store_error(self, memory):
+    def test_commit_before_every_attempt_raises_store_error(self, memory) -> None:
         busy = with_second_writer(memory, list(range(1_000)))
         with pytest.raises(StoreError, match="other processes wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 
-    def test_deleted_request_raises_not_found_and_is_not_recreated(self, memory):
+    def test_deleted_request_raises_not_found_and_is_not_recreated(
+        self, memory
+    ) -> None:
         found = find_request(memory, "one")
         (pack,) = memory.changes(found.namespace.id, None).added
         memory.commit(found.namespace.id, CommitBatch(deletions=[pack.pack_id]))
@@ -167,7 +172,9 @@ def pinned(run, url):
     ],
     ids=" ".join,
 )
-def test_pin_unpin_and_label_accept_several_ids_or_a_label(run, store, chosen, names):
+def test_pin_unpin_and_label_accept_several_ids_or_a_label(
+    run: Run, store, chosen: tuple[str, ...], names: tuple[str, ...]
+) -> None:
     assert run("label", store, "one", "two", "team=a").returncode == 0
     found = json.loads(run("pin", store, *chosen, "--json").stdout)
     assert {row["id"] for row in found["requests"]} == set(names)
@@ -195,11 +202,11 @@ def test_pin_unpin_and_label_accept_several_ids_or_a_label(run, store, chosen, n
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:40],
 )
 def test_pin_and_label_wrong_choice_exits_2_and_changes_nothing(
-    run,
+    run: Run,
     store,
-    arguments,
-    part,
-):
+    arguments: tuple[str, ...],
+    part: str,
+) -> None:
     before = labels(run, store)
     done = run(*(word.format(store=store) for word in arguments))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -208,7 +215,9 @@ def test_pin_and_label_wrong_choice_exits_2_and_changes_nothing(
     assert (labels(run, store), pinned(run, store)) == (before, set())
 
 
-def test_ls_cuts_long_labels_that_an_engine_stored(run, contexts):
+def test_ls_cuts_long_labels_that_an_engine_stored(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     writer.add("one", "a b", labels={"note": "x" * 100_000})
     assert len(run("ls", url).stdout) < 5_000

@@ -4,7 +4,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +15,15 @@ from persistkv.errors import StoreError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.inspection.selection import Selection
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.maintain.deletion import Prune, PruneRules
 from tests import forked
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 
 @pytest.fixture
-def family(contexts):
+def family(contexts: tuple[str, Contexts]):
     """Four requests and an orphan pack; the pack of anna-1 holds its own block and the prefix of
     anna-2 and bert-1."""
     url, writer = contexts
@@ -78,7 +81,9 @@ def ids(views):
         (("--orphans",), []),
     ],
 )
-def test_prune_selection_deletes_same_requests_as_dry_run(run, family, options, goes):
+def test_prune_selection_deletes_same_requests_as_dry_run(
+    run: Run, family, options: tuple[str, ...], goes
+) -> None:
     url, writer = family
     options = [option.format(namespace=writer.namespace.hex()) for option in options]
     before, held = requests(run, url), packs(run, url)
@@ -93,7 +98,9 @@ def test_prune_selection_deletes_same_requests_as_dry_run(run, family, options, 
     assert run("verify", url).returncode == 0
 
 
-def test_prune_orphan_pack_is_deleted_only_with_orphans_option(run, family):
+def test_prune_orphan_pack_is_deleted_only_with_orphans_option(
+    run: Run, family
+) -> None:
     url, _ = family
     plan = pruned(run, url, "--orphans", "--dry-run")["plan"]
     assert plan["goes"] == {"packs": 1, "blocks": 1, "stored_bytes": 4096}
@@ -102,7 +109,9 @@ def test_prune_orphan_pack_is_deleted_only_with_orphans_option(run, family):
     )
 
 
-def test_prune_request_with_shared_packs_is_deleted_and_packs_stay(run, family):
+def test_prune_request_with_shared_packs_is_deleted_and_packs_stay(
+    run: Run, family
+) -> None:
     """Others use the packs of anna-1, and all of its blocks."""
     url, writer = family
     held = packs(run, url)
@@ -118,7 +127,9 @@ def test_prune_request_with_shared_packs_is_deleted_and_packs_stay(run, family):
     assert keys[1] is not None
 
 
-def test_prune_label_deletes_rows_whose_packs_another_request_uses(run, contexts):
+def test_prune_label_deletes_rows_whose_packs_another_request_uses(
+    run: Run, contexts: tuple[str, Contexts]
+) -> None:
     url, writer = contexts
     writer.add("anna", "a b", labels={"user": "anna"})
     writer.add("bert", "a b", labels={"user": "bert"})
@@ -129,7 +140,9 @@ def test_prune_label_deletes_rows_whose_packs_another_request_uses(run, contexts
     assert packs(run, url) == 1
 
 
-def test_prune_request_whose_packs_are_gone_deletes_it(run, tmp_path):
+def test_prune_request_whose_packs_are_gone_deletes_it(
+    run: Run, tmp_path: Path
+) -> None:
     """An operator has deleted the file of its pack, and an engine has noticed it."""
     url = f"file://{tmp_path}/shared?cache=no"
     with closing(open_backend(url)) as backend:
@@ -145,7 +158,7 @@ def test_prune_request_whose_packs_are_gone_deletes_it(run, tmp_path):
     assert requests(run, url) == []
 
 
-def test_prune_request_with_copies_deletes_all_copies(run, family):
+def test_prune_request_with_copies_deletes_all_copies(run: Run, family) -> None:
     url, writer = family
     for number in range(3):
         writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
@@ -159,7 +172,7 @@ def test_prune_request_with_copies_deletes_all_copies(run, family):
     assert len(requests(run, url)) == 4
 
 
-def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
+def test_prune_shared_packs_deletes_every_request_of_pack(run: Run, family) -> None:
     """The pack with the prefix of bert-1 also holds a1, a block that only anna-1 and anna-2 use."""
     url, writer = family
     shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
@@ -189,11 +202,11 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run, family):
     ],
 )
 def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
-    run,
+    run: Run,
     family,
-    options,
-    code,
-):
+    options: tuple[str, ...],
+    code: int,
+) -> None:
     """A block that only anna's requests use stays in a pack that bert's request uses. Exit code 1
     is for requests selected by id, or by labels alone; other selections are housekeeping."""
     url, _ = family
@@ -219,12 +232,12 @@ def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
     ids=" ".join,
 )
 def test_prune_keep_last_and_daily_keep_newest_requests(
-    run,
-    contexts,
-    monkeypatch,
-    options,
+    run: Run,
+    contexts: tuple[str, Contexts],
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
     stays,
-):
+) -> None:
     """Two requests today, two yesterday, one three days ago."""
     noon = time.mktime((2026, 11, 27, 12, 0, 0, 0, 0, -1))
     monkeypatch.setattr(time, "time", lambda: noon)
@@ -238,7 +251,7 @@ def test_prune_keep_last_and_daily_keep_newest_requests(
     assert found["done"]["requests"] == 5 - len(stays)
 
 
-def test_prune_plan_marks_pinned_requests(run, family):
+def test_prune_plan_marks_pinned_requests(run: Run, family) -> None:
     url, _ = family
     unmarked = run("prune", url, "--older-than", "30d", "--dry-run").stdout
     assert "pinned" not in unmarked
@@ -254,7 +267,9 @@ def test_prune_plan_marks_pinned_requests(run, family):
     ]
 
 
-def test_prune_keep_size_prints_returned_and_remaining_bytes(run, tmp_path):
+def test_prune_keep_size_prints_returned_and_remaining_bytes(
+    run: Run, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
@@ -277,7 +292,7 @@ def test_prune_keep_size_prints_returned_and_remaining_bytes(run, tmp_path):
     assert (dry["disk_bytes"], dry["free_bytes"]) == (None, None)
 
 
-def test_prune_keep_size_unreachable_prints_remaining_bytes(run, family):
+def test_prune_keep_size_unreachable_prints_remaining_bytes(run: Run, family) -> None:
     url, _ = family
     done = run("prune", url, "--keep-size", "1KiB", "--yes")
     assert done.returncode == 0
@@ -285,7 +300,7 @@ def test_prune_keep_size_unreachable_prints_remaining_bytes(run, family):
     assert "--orphans" in done.stdout
 
 
-def test_prune_without_consent_or_selection_exits_2(run, family):
+def test_prune_without_consent_or_selection_exits_2(run: Run, family) -> None:
     url, _ = family
     for options in ((), ("--json",)):
         done = run("prune", url, "--older-than", "1h", *options)
@@ -298,7 +313,9 @@ def test_prune_without_consent_or_selection_exits_2(run, family):
 
 
 @pytest.mark.parametrize(("answer", "left"), [(b"y\n", 3), (b"n\n", 4), (b"\n", 4)])
-def test_prune_on_terminal_deletes_only_after_yes(run, family, answer, left):
+def test_prune_on_terminal_deletes_only_after_yes(
+    run: Run, family, answer: bytes, left: int
+) -> None:
     url, _ = family
     ours, theirs = os.openpty()
     os.write(ours, answer)
@@ -322,7 +339,7 @@ def test_prune_on_terminal_deletes_only_after_yes(run, family, answer, left):
     assert len(requests(run, url)) == left
 
 
-def test_prune_namespace_keeps_other_namespaces(run, filled):
+def test_prune_namespace_keeps_other_namespaces(run: Run, filled: str) -> None:
     found = json.loads(run("stat", filled, "--json").stdout)["namespaces"]
     first = next(space["id"] for space in found if space["packs"] == 2)
     pruned(run, filled, "--namespace", first[:8], "--orphans", "--yes")
@@ -333,14 +350,14 @@ def test_prune_namespace_keeps_other_namespaces(run, filled):
 
 class TestPruneConcurrentChanges:
     @pytest.fixture
-    def store(self, memory_store):
+    def store(self, memory_store: Callable[[], MemoryBackend]):
         backend = memory_store()
         writer = Contexts(backend)
         for number in range(4):
             writer.add(f"r{number}", f"a{number} b{number}")
         return backend, writer
 
-    def test_request_added_after_plan_keeps_its_packs(self, store):
+    def test_request_added_after_plan_keeps_its_packs(self, store) -> None:
         backend, writer = store
         prune = plan(backend, Selection())
         assert prune.plan.goes.packs == 4
@@ -355,7 +372,7 @@ class TestPruneConcurrentChanges:
         left = backend.catalogue(writer.namespace).manifests()
         assert [manifest.id for manifest in left] == ["new"]
 
-    def test_pack_deleted_after_plan_is_skipped(self, store):
+    def test_pack_deleted_after_plan_is_skipped(self, store) -> None:
         backend, writer = store
         prune = plan(backend, Selection())
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
@@ -364,14 +381,14 @@ class TestPruneConcurrentChanges:
 
 
 @pytest.fixture
-def failing(monkeypatch):
+def failing(monkeypatch: pytest.MonkeyPatch):
     """Return a function that makes the commits of a command fail after a number of them."""
 
     def fail_after(commits: int) -> None:
         def opened(url, *, read_only=False):
             backend = FaultyBackend.of(open_backend(url, read_only=read_only))
 
-            def fail(*_):
+            def fail(*_) -> None:
                 if backend.calls.count("commit") > commits:
                     raise StoreError("the disk is gone")
 
@@ -383,7 +400,9 @@ def failing(monkeypatch):
     return fail_after
 
 
-def test_prune_failed_commit_lists_earlier_deletions(run, url, failing):
+def test_prune_failed_commit_lists_earlier_deletions(
+    run: Run, url: str, failing
+) -> None:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         for number in range(100):  # one pack each; one commit deletes 64
@@ -398,7 +417,7 @@ def test_prune_failed_commit_lists_earlier_deletions(run, url, failing):
     assert json.loads(found.stdout)["done"]["requests"] == 36
 
 
-def test_pin_protects_request_from_eviction_until_unpin(run, url):
+def test_pin_protects_request_from_eviction_until_unpin(run: Run, url: str) -> None:
     small = url.replace("1GiB", "2MiB")
     with closing(open_backend(small)) as backend:
         writer = Contexts(backend)
@@ -416,13 +435,15 @@ def test_pin_protects_request_from_eviction_until_unpin(run, url):
     assert "gone" in run("pin", small, "gone").stderr
 
 
-def test_pin_prints_pinned_request(run, family):
+def test_pin_prints_pinned_request(run: Run, family) -> None:
     done = run("pin", family[0], "lone")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("pinned lone-1 ")
 
 
-def test_prune_beside_writer_returns_free_space_to_disk(run, tmp_path):
+def test_prune_beside_writer_returns_free_space_to_disk(
+    run: Run, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/extents?capacity=256MiB&placement=extents"
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=65_536)
@@ -442,7 +463,7 @@ def test_prune_beside_writer_returns_free_space_to_disk(run, tmp_path):
     assert run("verify", url).returncode == 0
 
 
-def test_prune_empty_plan_reads_no_catalogue(contexts):
+def test_prune_empty_plan_reads_no_catalogue(contexts: tuple[str, Contexts]) -> None:
     _, writer = contexts
     writer.add("one", "a b")
     backend = FaultyBackend.of(writer.backend)
@@ -454,7 +475,9 @@ def test_prune_empty_plan_reads_no_catalogue(contexts):
     assert "changes" not in backend.calls
 
 
-def test_prune_pack_evicted_after_plan_is_not_counted(contexts):
+def test_prune_pack_evicted_after_plan_is_not_counted(
+    contexts: tuple[str, Contexts],
+) -> None:
     _, writer = contexts
     writer.add("one", "a b")
     writer.add("two", "c d", labels={"user": "anna"})

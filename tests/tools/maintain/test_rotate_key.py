@@ -12,6 +12,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.tools.conftest import Run
 from tests.tools.json_fields import check_documented
 
 
@@ -23,12 +24,12 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["lmdb", "file"])
-def store(request, tmp_path):
+def store(request: pytest.FixtureRequest, tmp_path: Path):
     """URL, without options, of a closed store with the key ``old``."""
     return f"{request.param}://{tmp_path}/store"
 
 
-def fill(url):
+def fill(url) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"architecture": "Llama"})).id
         pack = sample_pack(namespace, 1, seal=backend.seal, blocks=3)
@@ -36,7 +37,9 @@ def fill(url):
         backend.commit(namespace, CommitBatch([pack], [request]))
 
 
-def test_rotate_key_new_key_opens_store_and_old_one_does_not(run, keys, store):
+def test_rotate_key_new_key_opens_store_and_old_one_does_not(
+    run: Run, keys: Path, store
+) -> None:
     old, new = f"{store}?key_file={keys}/old", f"{store}?key_file={keys}/new"
     fill(old)
     done = run("rotate-key", old, "--new-key-file", str(keys / "new"), "--json")
@@ -55,7 +58,9 @@ def test_rotate_key_new_key_opens_store_and_old_one_does_not(run, keys, store):
     assert "0123456789" not in done.stdout + refused.stderr + again.stderr
 
 
-def test_rotate_key_without_new_key_or_for_plain_store_exits_2(run, keys, store):
+def test_rotate_key_without_new_key_or_for_plain_store_exits_2(
+    run: Run, keys: Path, store
+) -> None:
     old = f"{store}?key_file={keys}/old"
     fill(old)
     done = run("rotate-key", old)
@@ -69,14 +74,16 @@ def test_rotate_key_without_new_key_or_for_plain_store_exits_2(run, keys, store)
     assert run("ls", plain).returncode == 0
 
 
-def test_rotate_key_absent_store_exits_3_and_creates_none(run, keys, tmp_path):
+def test_rotate_key_absent_store_exits_3_and_creates_none(
+    run: Run, keys: Path, tmp_path: Path
+) -> None:
     url = f"lmdb://{tmp_path}/absent?key_file={keys}/old"
     done = run("rotate-key", url, "--new-key-file", str(keys / "new"))
     assert (done.returncode, done.stdout) == (3, "")
     assert not (tmp_path / "absent").exists()
 
 
-def test_commands_without_the_key_say_so(run, keys, store):
+def test_commands_without_the_key_say_so(run: Run, keys: Path, store) -> None:
     fill(f"{store}?key_file={keys}/old")
     for name in ("ls", "stat", "verify"):
         done = run(name, store)

@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +16,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.inspection.pack_tables import NamespacePacks
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.samples import sample_manifest, sample_pack
 from persistkv_tools.maintain.integrity import (
     Verifier,
@@ -34,6 +36,7 @@ from tests.memory_store import (
     swap_payloads,
 )
 from tests.storage.statuses import make_status
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage, store_with_a_bad_pack
 from tests.tools.middle_pack import MiddlePack
@@ -42,12 +45,12 @@ from tests.tools.signals import obey_ctrl_c, run_interrupted
 URL = "lmdb:///here"
 
 
-def ignore(num_bytes):
+def ignore(num_bytes) -> None:
     pass
 
 
 @pytest.fixture
-def memory(memory_store):
+def memory(memory_store: Callable[[], MemoryBackend]):
     backend = memory_store()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     for number in range(6):
@@ -94,10 +97,10 @@ def findings(backend, state=None):
 
 
 class TestVerifierFindings:
-    def test_intact_store_has_no_findings(self, memory):
+    def test_intact_store_has_no_findings(self, memory) -> None:
         assert findings(memory[0]) == []
 
-    def test_flipped_payload_byte_is_reported(self, memory):
+    def test_flipped_payload_byte_is_reported(self, memory) -> None:
         """Payloads consist of frames, some of them compressed, and of the padding between them."""
         backend, writer = memory
         pack = writer.packs["r0"]
@@ -109,14 +112,14 @@ class TestVerifierFindings:
             flip(backend, writer.namespace, pack, position, 0x10)
         assert findings(backend) == []
 
-    def test_swapped_payloads_are_both_reported(self, memory):
+    def test_swapped_payloads_are_both_reported(self, memory) -> None:
         backend, writer = memory
         one, other = writer.packs["r1"], writer.packs["r2"]
         swap_payloads(backend, writer.namespace, one, other)
         found = findings(backend)
         assert {finding.pack for finding in found} == {one.hex(), other.hex()}
 
-    def test_unreadable_rows_are_counted_by_kind(self, memory):
+    def test_unreadable_rows_are_counted_by_kind(self, memory) -> None:
         backend, writer = memory
         for name in ("r3", "r4"):
             set_table_row(backend, writer.namespace, writer.packs[name], b"no table")
@@ -133,7 +136,7 @@ class TestVerifierFindings:
             (Problem.MISSING_BLOCKS, 1, "r4"),
         }
 
-    def test_request_without_packs_is_reported_as_missing_blocks(self, memory):
+    def test_request_without_packs_is_reported_as_missing_blocks(self, memory) -> None:
         backend, writer = memory
         backend.commit(
             writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")])
@@ -144,7 +147,7 @@ class TestVerifierFindings:
 
 
 class TestConcurrentChanges:
-    def test_verifier_pack_deleted_meanwhile_is_not_reported(self, memory):
+    def test_verifier_pack_deleted_meanwhile_is_not_reported(self, memory) -> None:
         backend, writer = memory
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
@@ -158,8 +161,8 @@ class TestConcurrentChanges:
     def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(
         self,
         memory,
-        damaged,
-    ):
+        damaged: bool,
+    ) -> None:
         backend, writer = memory
         pack = sample_pack(writer.namespace, 77)
         backend.commit(writer.namespace, CommitBatch([pack]))
@@ -176,18 +179,18 @@ class TestConcurrentChanges:
         ] * damaged
         assert state.went_meanwhile == (not damaged)
 
-    def test_count_rows_concurrent_commits_returns_none(self, memory):
+    def test_count_rows_concurrent_commits_returns_none(self, memory) -> None:
         backend, _ = memory
         busy = FaultyBackend.of(backend)
 
-        def write(namespace):
+        def write(namespace) -> None:
             seed = 100 + busy.calls.count("catalogue")
             backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
         busy.before("catalogue", write)
         assert count_rows(busy, read_catalogues(busy)) is None
 
-    def test_repair_packs_pack_intact_again_is_kept(self, memory):
+    def test_repair_packs_pack_intact_again_is_kept(self, memory) -> None:
         backend, writer = memory
         bad, healed = writer.packs["r1"], writer.packs["r2"]
         for pack in (bad, healed):
@@ -210,7 +213,7 @@ class TestConcurrentChanges:
         ) - {bad}
         assert findings(backend) == []
 
-    def test_repair_packs_failed_commit_lists_earlier_deletions(self, memory):
+    def test_repair_packs_failed_commit_lists_earlier_deletions(self, memory) -> None:
         """The first bad pack is deleted; the commit that deletes the second one fails."""
         backend, writer = memory
         first, second = sorted(writer.packs[name] for name in ("r1", "r2"))
@@ -221,7 +224,7 @@ class TestConcurrentChanges:
         state = VerifyState.begin(URL, 1.0)
         list(Verifier(faulty, spaces, state, ignore).packs())
 
-        def fail(namespace, batch):
+        def fail(namespace, batch) -> None:
             if second in batch.bad:
                 raise StoreError("the disk is gone")
 
@@ -236,7 +239,7 @@ class TestConcurrentChanges:
         )
 
 
-def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory):
+def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory) -> None:
     backend, writer = memory
     spaces = read_catalogues(backend)
     state = VerifyState.begin(URL, 1.0)
@@ -252,7 +255,9 @@ def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory):
 
 
 class TestResume:
-    def test_verifier_saved_state_checks_only_remaining_packs(self, memory, tmp_path):
+    def test_verifier_saved_state_checks_only_remaining_packs(
+        self, memory, tmp_path: Path
+    ) -> None:
         backend, writer = memory
         flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
@@ -272,7 +277,7 @@ class TestResume:
         assert state.packs == 6
         assert len(state.findings) == 1
 
-    def test_verify_state_draws_same_sample_each_time(self):
+    def test_verify_state_draws_same_sample_each_time(self) -> None:
         names = [bytes([number, 7]) * 8 for number in range(200)]
         state = VerifyState.begin(URL, 0.3)
         drawn = {name for name in names if state.draws(name)}
@@ -280,7 +285,9 @@ class TestResume:
         assert drawn == {name for name in names if state.draws(name)}
         assert all(VerifyState.begin(URL, 1.0).draws(name) for name in names)
 
-    def test_verify_foreign_state_file_exits_2(self, run, filled, tmp_path):
+    def test_verify_foreign_state_file_exits_2(
+        self, run: Run, filled: str, tmp_path: Path
+    ) -> None:
         VerifyState.begin("lmdb:///elsewhere", 1.0).save(tmp_path / "other")
         (tmp_path / "text").write_text("hello")
         for name, error in (
@@ -293,10 +300,10 @@ class TestResume:
 
     def test_verify_interrupted_exits_130_and_resumes_from_state_file(
         self,
-        run,
-        contexts,
-        tmp_path,
-    ):
+        run: Run,
+        contexts: tuple[str, Contexts],
+        tmp_path: Path,
+    ) -> None:
         url, writer = contexts
         for number in range(16):
             writer.add(f"r{number}", " ".join(f"{number}-{word}" for word in range(32)))
@@ -329,22 +336,22 @@ class TestResume:
         assert (found["packs"], found["problems"]) == (16, 0)
         assert not (tmp_path / "state").exists()
 
-    def test_verifier_interrupted_remote_reads_do_not_delay_exit(self):
+    def test_verifier_interrupted_remote_reads_do_not_delay_exit(self) -> None:
         """Each read has its own buffer and ends by the driver's deadline at the latest."""
         seconds = run_interrupted(INTERRUPTED_SCAN)
         assert float(seconds) < 10
 
-    def test_verify_unwritable_state_file_exits_2(self, run, filled):
+    def test_verify_unwritable_state_file_exits_2(self, run: Run, filled: str) -> None:
         done = run("verify", filled, "--resume", "absent/state")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "absent/state" in done.stderr
 
     def test_verify_resumed_rate_excludes_bytes_read_before(
         self,
-        run,
-        contexts,
-        tmp_path,
-    ):
+        run: Run,
+        contexts: tuple[str, Contexts],
+        tmp_path: Path,
+    ) -> None:
         url, writer = contexts
         writer.add("one", "a b c")
         earlier = VerifyState.load(tmp_path / "state", url, 1.0)
@@ -368,13 +375,17 @@ class TestResume:
         fresh = run("verify", url)
         assert "interrupted" not in fresh.stdout
 
-    def test_verify_completed_deletes_state_file(self, run, filled, tmp_path):
+    def test_verify_completed_deletes_state_file(
+        self, run: Run, filled: str, tmp_path: Path
+    ) -> None:
         assert run("verify", filled, "--resume", "state").returncode == 0
         assert not (tmp_path / "state").exists()
 
 
 class TestVerifyCommand:
-    def test_intact_store_open_elsewhere_exits_0(self, run, contexts):
+    def test_intact_store_open_elsewhere_exits_0(
+        self, run: Run, contexts: tuple[str, Contexts]
+    ) -> None:
         url, writer = contexts
         writer.add("one", "a b c")
         done = run("verify", url)
@@ -389,7 +400,7 @@ class TestVerifyCommand:
         ) == (1, 1, 0, True)
         assert found["stored_bytes"] == 3 * 4096
 
-    def test_live_engine_limits_share_of_time(self, run, url):
+    def test_live_engine_limits_share_of_time(self, run: Run, url: str) -> None:
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
             backend.publish_status(
@@ -410,7 +421,9 @@ class TestVerifyCommand:
                 json.loads(run("verify", url, "--json").stdout)["beside_engines"] == 0
             )
 
-    def test_live_engine_with_rate_limits_bytes_per_second(self, run, url):
+    def test_live_engine_with_rate_limits_bytes_per_second(
+        self, run: Run, url: str
+    ) -> None:
         with closing(open_backend(url)) as backend:
             Contexts(backend).add("one", "a b c")
             backend.publish_status(
@@ -420,7 +433,9 @@ class TestVerifyCommand:
         assert "reads were limited to 200.0 MiB/s; 1 engine used the store" in shown
         assert "5 %" not in shown
 
-    def test_bad_pack_is_reported_until_repair_deletes_it(self, run, url):
+    def test_bad_pack_is_reported_until_repair_deletes_it(
+        self, run: Run, url: str
+    ) -> None:
         bad = store_with_a_bad_pack(url)
         done = run("verify", url)
         assert done.returncode == 1
@@ -435,13 +450,15 @@ class TestVerifyCommand:
         left = json.loads(run("ls", url, "--json").stdout)["requests"]
         assert [request["id"] for request in left] == ["two"]
 
-    def test_repair_bad_middle_pack_keeps_blocks_before_it(self, run, url):
+    def test_repair_bad_middle_pack_keeps_blocks_before_it(
+        self, run: Run, url: str
+    ) -> None:
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
         context.check_repair(run)
 
-    def test_repair_prints_plan_before_result(self, run, url):
+    def test_repair_prints_plan_before_result(self, run: Run, url: str) -> None:
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
@@ -460,7 +477,7 @@ class TestVerifyCommand:
             in plan
         )
 
-    def test_repair_json_contains_plan(self, run, url):
+    def test_repair_json_contains_plan(self, run: Run, url: str) -> None:
         context = MiddlePack(url)
         with Damage(url, context.namespace) as damage:
             damage.flip_payload(context.pack, 5000)
@@ -478,7 +495,9 @@ class TestVerifyCommand:
         ]
         assert sorted(found) == [("lost", 2, 0), ("whole", 6, 2)]
 
-    def test_repair_prints_shortened_and_deleted_requests(self, run, url):
+    def test_repair_prints_shortened_and_deleted_requests(
+        self, run: Run, url: str
+    ) -> None:
         store_with_a_bad_pack(url)
         shown = run("verify", url, "--repair", "--yes").stdout
         assert "deleted 1 pack" in shown
@@ -496,13 +515,17 @@ class TestVerifyCommand:
             ("--rate", "fast"),
         ],
     )
-    def test_bad_option_exits_2(self, run, filled, options):
+    def test_bad_option_exits_2(
+        self, run: Run, filled: str, options: tuple[str, str]
+    ) -> None:
         done = run("verify", filled, *options)
         assert done.returncode == 2
         assert options[0] in done.stderr
         assert "is not valid; expected" in done.stderr
 
-    def test_repair_absent_store_exits_3_and_creates_nothing(self, run, tmp_path):
+    def test_repair_absent_store_exits_3_and_creates_nothing(
+        self, run: Run, tmp_path: Path
+    ) -> None:
         assert (
             run("verify", f"lmdb://{tmp_path}/absent", "--repair", "--yes").returncode
             == 3

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import random
 from contextlib import closing
+from pathlib import Path
 
 from persistkv.storage import open_backend
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.damage import Damage
 
@@ -15,7 +17,9 @@ EACH = 10
 BLOCK_BYTES = 5000  # frames end within a page, so that there is padding to damage
 
 
-def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
+def test_verify_damaged_inline_store_reports_all_errors_and_no_others(
+    run: Run, url: str
+) -> None:
     rng = random.Random(7)
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
@@ -77,7 +81,9 @@ def test_verify_damaged_inline_store_reports_all_errors_and_no_others(run, url):
     }
 
 
-def test_verify_damaged_segments_reports_all_errors_and_no_others(run, tmp_path):
+def test_verify_damaged_segments_reports_all_errors_and_no_others(
+    run: Run, tmp_path: Path
+) -> None:
     """Payloads in extents, 100 errors of five kinds in 160 packs: ``verify`` finds each and reports
     nothing else."""
     rng = random.Random(11)
@@ -120,7 +126,9 @@ def test_verify_damaged_segments_reports_all_errors_and_no_others(run, tmp_path)
     }
 
 
-def test_verify_repair_deletes_bad_packs_and_shortens_requests(run, url):
+def test_verify_repair_deletes_bad_packs_and_shortens_requests(
+    run: Run, url: str
+) -> None:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, block_bytes=BLOCK_BYTES)
         for number in range(20):

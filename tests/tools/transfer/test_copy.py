@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +17,10 @@ from persistkv.storage.backend import CommitBatch, ReadSpan
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.selection import Selection
-from persistkv.testing import FaultyBackend
+from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.conformance.suite import read_pack
 from tests.memory_store import flip
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.damage import store_with_a_bad_pack
 from tests.tools.transfers import copy
@@ -81,7 +84,7 @@ def ids(run, url):
 
 
 @pytest.fixture
-def source(memory_store):
+def source(memory_store: Callable[[], MemoryBackend]):
     backend = memory_store()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=300.0)
@@ -92,7 +95,9 @@ def source(memory_store):
 
 
 class TestCopyContent:
-    def test_second_copy_copies_only_new_requests(self, source, memory_store):
+    def test_second_copy_copies_only_new_requests(
+        self, source, memory_store: Callable[[], MemoryBackend]
+    ) -> None:
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
         target = memory_store()
@@ -104,7 +109,9 @@ class TestCopyContent:
         assert (second.requests, second.packs, second.requests_held) == (1, 1, 4)
         assert contents(target) == contents(backend)
 
-    def test_copied_request_is_deleted_with_its_pack(self, source, memory_store):
+    def test_copied_request_is_deleted_with_its_pack(
+        self, source, memory_store: Callable[[], MemoryBackend]
+    ) -> None:
         backend, writer = source
         target = memory_store()
         copy(backend, target)
@@ -119,12 +126,12 @@ class TestCopyContent:
     def test_interrupted_copy_resumes_with_remaining_requests(
         self,
         source,
-        memory_store,
-    ):
+        memory_store: Callable[[], MemoryBackend],
+    ) -> None:
         backend, _ = source
         target = FaultyBackend.of(memory_store())
 
-        def interrupt_the_third(*_):
+        def interrupt_the_third(*_) -> None:
             if target.calls.count("commit") == 3:
                 raise KeyboardInterrupt
 
@@ -135,7 +142,9 @@ class TestCopyContent:
         assert rest.requests == 2
         assert contents(target) == contents(backend)
 
-    def test_selection_copies_only_its_packs(self, source, memory_store):
+    def test_selection_copies_only_its_packs(
+        self, source, memory_store: Callable[[], MemoryBackend]
+    ) -> None:
         backend, writer = source
         target = memory_store()
         copied = copy(backend, target, Selection(labels=(("user", "anna"),)))
@@ -148,8 +157,8 @@ class TestCopyContent:
     def test_damaged_pack_and_its_request_are_counted_and_not_copied(
         self,
         source,
-        memory_store,
-    ):
+        memory_store: Callable[[], MemoryBackend],
+    ) -> None:
         backend, writer = source
         flip(backend, writer.namespace, writer.packs["anna-2"], 0)
         target = memory_store()
@@ -164,7 +173,9 @@ class TestCopyContent:
             "bert-1",
         }
 
-    def test_damaged_pack_without_request_is_counted(self, source, memory_store):
+    def test_damaged_pack_without_request_is_counted(
+        self, source, memory_store: Callable[[], MemoryBackend]
+    ) -> None:
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
         flip(backend, writer.namespace, writer.packs["orphan"], 0)
@@ -174,9 +185,9 @@ class TestCopyContent:
 
     def test_requests_evicted_during_copy_are_reported_as_lost(
         self,
-        memory_store,
-        tmp_path,
-    ):
+        memory_store: Callable[[], MemoryBackend],
+        tmp_path: Path,
+    ) -> None:
         """The capacity of the target shrinks during the copy."""
         backend = memory_store()
         writer = Contexts(backend, block_bytes=32 << 10)
@@ -187,7 +198,7 @@ class TestCopyContent:
 
         target = FaultyBackend.of(open_backend(f"lmdb://{tmp_path}/target"))
 
-        def shrink(*_):
+        def shrink(*_) -> None:
             if target.calls.count("commit") == 10:
                 policy = target.inner.policy()
                 target.inner.set_policy(replace(policy, capacity=1 << 20))
@@ -217,13 +228,15 @@ class TestCopyContent:
 
 class TestCopyCommand:
     @pytest.fixture
-    def store(self, contexts):
+    def store(self, contexts: tuple[str, Contexts]):
         url, writer = contexts
         writer.add("anna-1", "s1 a1", labels={"user": "anna"}, age_s=90.0)
         writer.add("bert-1", "s1 b1", age_s=60.0)
         return url, writer
 
-    def test_copy_reproduces_store_and_onto_itself_exits_2(self, run, store, tmp_path):
+    def test_copy_reproduces_store_and_onto_itself_exits_2(
+        self, run: Run, store, tmp_path: Path
+    ) -> None:
         url, writer = store
         target = f"lmdb://{tmp_path}/copy"
         assert "2 requests and 2 packs" in run("copy", url, target).stdout
@@ -252,12 +265,12 @@ class TestCopyCommand:
     )
     def test_copy_selection_copies_matching_requests(
         self,
-        run,
+        run: Run,
         store,
-        tmp_path,
-        chosen,
-        names,
-    ):
+        tmp_path: Path,
+        chosen: tuple[str, ...],
+        names: tuple[str, ...],
+    ) -> None:
         target = f"lmdb://{tmp_path}/copy"
         done = run("copy", store[0], target, *chosen)
         assert done.returncode == 0, done.stderr
@@ -266,11 +279,11 @@ class TestCopyCommand:
     @pytest.mark.parametrize("target", ["absent", "present", "small"])
     def test_copy_dry_run_predicts_result_and_writes_nothing(
         self,
-        run,
+        run: Run,
         store,
-        tmp_path,
-        target,
-    ):
+        tmp_path: Path,
+        target: str,
+    ) -> None:
         url, writer = store
         writer.add("carl-1", "c1 c2", age_s=1.0)
         place = f"lmdb://{tmp_path}/target?capacity={'1MiB' if target == 'small' else '1GiB'}"
@@ -296,7 +309,9 @@ class TestCopyCommand:
         again = run("copy", url, place, "--dry-run")
         assert "0 requests" in again.stdout
 
-    def test_copy_damaged_pack_is_reported_and_exits_1(self, run, url, tmp_path):
+    def test_copy_damaged_pack_is_reported_and_exits_1(
+        self, run: Run, url: str, tmp_path: Path
+    ) -> None:
         store_with_a_bad_pack(url)
         target = f"lmdb://{tmp_path}/copy"
         done = run("copy", url, target)
@@ -308,10 +323,10 @@ class TestCopyCommand:
 
     def test_copy_directory_packed_and_unpacked_elsewhere_reproduces_store(
         self,
-        run,
+        run: Run,
         store,
-        tmp_path,
-    ):
+        tmp_path: Path,
+    ) -> None:
         """A directory is the portable form of a store."""
         url, writer = store
         assert run("copy", url, f"file://{tmp_path}/portable").returncode == 0
@@ -333,13 +348,13 @@ class TestCopyCommand:
     @pytest.mark.parametrize("medium", ["file", "lmdb"])
     def test_copy_to_store_with_another_key_reproduces_content(
         self,
-        run,
+        run: Run,
         store,
-        tmp_path,
-        medium,
-        first,
-        second,
-    ):
+        tmp_path: Path,
+        medium: str,
+        first: str,
+        second: str,
+    ) -> None:
         """Shared stores are in the same directory: content under another key is another store."""
         url, writer = store
 

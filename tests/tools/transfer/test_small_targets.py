@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.identity import Identity
+from persistkv.testing import MemoryBackend
 from persistkv_tools.transfer.room import TargetRoom, capacity_for
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 from tests.tools.transfers import copy
 
@@ -21,7 +25,7 @@ class TestSmallTargets:
     """Source of 24 requests of 1 MiB each, of which r00 is the newest, and smaller targets."""
 
     @pytest.fixture
-    def source(self, tmp_path):
+    def source(self, tmp_path: Path):
         url = f"lmdb://{tmp_path}/source?capacity=64MiB"
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend, block_bytes=BLOCK)
@@ -50,10 +54,10 @@ class TestSmallTargets:
 
     def test_new_target_too_small_is_refused_and_not_created(
         self,
-        run,
+        run: Run,
         source,
-        tmp_path,
-    ):
+        tmp_path: Path,
+    ) -> None:
         done = run("copy", source, self.target(tmp_path, "8MiB"))
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert "24 requests" in done.stderr
@@ -65,10 +69,10 @@ class TestSmallTargets:
 
     def test_target_too_small_is_refused_and_keeps_its_content(
         self,
-        run,
+        run: Run,
         source,
-        tmp_path,
-    ):
+        tmp_path: Path,
+    ) -> None:
         target = self.target(tmp_path, "32MiB", 8)
         before = self.held(run, target)
         assert len(before) == 8
@@ -86,11 +90,11 @@ class TestSmallTargets:
     @pytest.mark.parametrize("count", [0, 8])
     def test_proposed_number_of_newest_requests_fits_and_evicts_nothing(
         self,
-        run,
+        run: Run,
         source,
-        tmp_path,
-        count,
-    ):
+        tmp_path: Path,
+        count: int,
+    ) -> None:
         target = self.target(tmp_path, "24MiB", count)
         number = self.proposed(run, source, target)
         assert 1 <= number <= 24 - count
@@ -112,11 +116,11 @@ class TestSmallTargets:
     @pytest.mark.parametrize("capacity", ["1MiB", "1.5MiB", "2MiB", "2.5MiB"])
     def test_proposed_number_fits_into_tiny_target(
         self,
-        run,
-        tmp_path,
-        capacity,
-        shared,
-    ):
+        run: Run,
+        tmp_path: Path,
+        capacity: str,
+        shared: str,
+    ) -> None:
         """The catalogue takes 1 MiB of a store that is smaller than 32 MiB."""
         url = f"lmdb://{tmp_path}/few?capacity=64MiB"
         with closing(open_backend(url)) as backend:
@@ -137,7 +141,9 @@ class TestSmallTargets:
             assert copied == planned
             assert (copied["requests"], copied["evicted_packs"]) == (number, 0)
 
-    def test_copy_content_held_by_target_needs_no_room(self, run, source, tmp_path):
+    def test_copy_content_held_by_target_needs_no_room(
+        self, run: Run, source, tmp_path: Path
+    ) -> None:
         target = self.target(tmp_path, "64MiB")
         assert run("copy", source, target).returncode == 0
         again = json.loads(run("copy", source, target, "--json").stdout)["copied"]
@@ -154,11 +160,11 @@ class TestSmallTargets:
     )
     def test_copy_new_target_gets_source_capacity_if_above_default(
         self,
-        run,
-        tmp_path,
-        capacity,
-        expected,
-    ):
+        run: Run,
+        tmp_path: Path,
+        capacity: str,
+        expected: int,
+    ) -> None:
         source = f"lmdb://{tmp_path}/source?capacity={capacity}"
         with closing(open_backend(source)) as backend:
             Contexts(backend).add("one", "a b")
@@ -187,12 +193,12 @@ class TestSmallTargets:
     @pytest.mark.parametrize("placement", ["extents", "inline"])
     def test_copy_interrupted_into_barely_large_target_resumes(
         self,
-        run,
+        run: Run,
         source,
-        tmp_path,
-        share,
-        placement,
-    ):
+        tmp_path: Path,
+        share: float,
+        placement: str,
+    ) -> None:
         """A target of the smallest accepted capacity, or a larger one, also accepts the rest of an
         interrupted copy."""
         smallest = next(
@@ -212,7 +218,7 @@ class TestSmallTargets:
         ):
             stop = 0
 
-            def on_bytes(num_bytes):
+            def on_bytes(num_bytes) -> None:
                 nonlocal stop
                 stop += num_bytes
                 if stop > 12 << 20:
@@ -227,7 +233,7 @@ class TestSmallTargets:
         assert 0 < copied["requests"] < 24
         assert len(self.held(run, target)) == 24
 
-    def test_capacity_for_any_content_size_leaves_enough_room(self):
+    def test_capacity_for_any_content_size_leaves_enough_room(self) -> None:
         """The capacity of a store that ``copy`` creates is enough for content of any size."""
         for size in (0, 1 << 20, 100 << 20, 3 << 30, 700 << 30, 9 << 40):
             assert TargetRoom(capacity_for(size)).free_bytes >= size
@@ -235,8 +241,8 @@ class TestSmallTargets:
     def test_copy_target_without_capacity_accepts_all_requests(
         self,
         source,
-        memory_store,
-    ):
+        memory_store: Callable[[], MemoryBackend],
+    ) -> None:
         target = memory_store()
         with closing(open_backend(source, read_only=True)) as backend:
             copied = copy(backend, target)

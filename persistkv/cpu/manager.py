@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from persistkv.base import (
@@ -26,14 +26,12 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.cpu.policies import CACHE_POLICIES
+from persistkv.cpu.policies import CACHE_POLICIES, Keys
 
 if TYPE_CHECKING:
     from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 
 _BEING_WRITTEN = -1  # in the place of a row's number of readers
-
-Keys = Sequence[OffloadKey]
 
 
 class CPULoadStoreSpec(BlockIDsLoadStoreSpec):

@@ -4,7 +4,7 @@ repeatedly."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from persistkv.base import (
     LoadStoreSpec,
@@ -15,10 +15,9 @@ from persistkv.base import (
     ReqContext,
     RequestOffloadingContext,
 )
+from persistkv.cpu.policies import Keys
 
 MAX_TRACKER_SIZE = 64_000  # maximum number of blocks: about 10 MiB
-
-Keys = Sequence[OffloadKey]
 
 
 class FilterReusedOffloadingManager(OffloadingManager):

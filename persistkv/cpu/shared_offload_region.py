@@ -164,20 +164,10 @@ class SharedOffloadRegion:
         return self.create_row_view(begin, self.cpu_page_size)
 
     def create_row_view(self, offset: int, num_bytes: int) -> torch.Tensor:
-        """Return bytes of every row, which may be in the cells of several workers; shape
-        (num_blocks, num_bytes), int8.
-
-        :raises ConfigurationError: the bytes are not within the cells of all workers.
-        """
+        """Return ``num_bytes`` bytes of every row from ``offset`` on, which may be in the cells of
+        several workers; shape (num_blocks, num_bytes), int8."""
         _, rows = self._mapped()
-        end = offset + num_bytes
-        cells_end = self.num_workers * self.cpu_page_size
-        if offset < 0 or num_bytes <= 0 or end > cells_end:
-            last = cells_end - num_bytes
-            raise ConfigurationError(
-                "offset", offset, f"0 to {last} for {num_bytes} bytes"
-            )
-        return rows[:, offset:end]
+        return rows[:, offset : offset + num_bytes]
 
     def create_kv_memoryview(self) -> memoryview:
         """Return all rows without a copy: writable, shape (num_blocks, row_stride), format

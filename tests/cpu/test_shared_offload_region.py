@@ -125,19 +125,6 @@ def test_region_two_workers_interleave_cells_and_scheduler_sees_both(
         region.cleanup()
 
 
-@pytest.mark.parametrize(
-    ("offset", "num_bytes"), [(-1, 4), (0, 0), (3000, 3001), (6001, 1)]
-)
-def test_create_row_view_outside_cells_raises(
-    make_region: MakeRegion,
-    offset: int,
-    num_bytes: int,
-) -> None:
-    region = make_region()
-    with pytest.raises(ConfigurationError, match="offset"):
-        region.create_row_view(offset, num_bytes)
-
-
 def test_create_cell_view_scheduler_without_rank_raises(
     make_region: MakeRegion,
 ) -> None:

@@ -562,8 +562,6 @@ class LoadChooser:
             time.
         :param start: leading tokens of the request that need no load.
         """
-        if not runs:
-            raise ValueError("there is nothing to choose from")
         whole = self._estimate(runs, start)
         if self._is_worth_loading(whole):
             return self._decision_to_load(whole, Reason.LOADED)

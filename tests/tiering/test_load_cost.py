@@ -282,11 +282,6 @@ def test_choose_refusal_near_break_even_is_tried_sometimes() -> None:
     assert sum(chosen) == 4
 
 
-def test_choose_without_runs_raises() -> None:
-    with pytest.raises(ValueError, match="nothing"):
-        chooser().choose([], 0)
-
-
 def test_load_times_one_slow_load_does_not_exclude_larger_ones() -> None:
     """Its time varies by a tenth; larger loads, which would show the mistake, are never tried."""
     times = LoadTimes()

@@ -136,7 +136,7 @@ def follow(url: str, reader: int, seconds: float, to_parent: Connection) -> None
             store.refresh()
         except StoreError:
             continue
-        tables = store.catalogue.backend.tables(store.namespace, store.index.pack_ids())
+        tables = store.view.backend.tables(store.namespace, store.index.pack_ids())
         known = [key for table in tables for key in table.keys.unpack()]
         came, bad = read_some(store, draw.sample(known, min(OWN, len(known))))
         reads, wrong = reads + came, wrong + bad

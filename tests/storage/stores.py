@@ -26,7 +26,7 @@ def end(
 
 def manifests(store: BlockingStore) -> list[RequestManifest]:
     return sorted(
-        store.catalogue.backend.catalogue(store.namespace).manifests(),
+        store.view.backend.catalogue(store.namespace).manifests(),
         key=lambda manifest: manifest.id,
     )
 
@@ -40,8 +40,8 @@ def refill(store: BlockingStore) -> np.ndarray[Any, Any]:
 
 def inject_faults(store: BlockingStore) -> FaultyBackend[Backend]:
     """Wrap the store's backend so that its calls can fail."""
-    backend = FaultyBackend.of(store.catalogue.backend)
-    store.catalogue.backend = backend
+    backend = FaultyBackend.of(store.view.backend)
+    store.view.backend = backend
     return backend
 
 

@@ -110,7 +110,7 @@ def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
         async with opened(remote(blobs), rows, names) as store:
             before = rows.array.copy()
             blobs.before("read", lambda _: goes_on.wait(PATIENCE_S))
-            for _ in range(store.catalogue.threads.readers + 1):
+            for _ in range(store.view.threads.readers + 1):
                 begin = time.monotonic()
                 outcome = await store.read(names, range(8, 16), begin + DEADLINE_S)
                 assert DEADLINE_S <= time.monotonic() - begin < PATIENCE_S / 2
@@ -123,7 +123,7 @@ def test_read_from_hung_medium_ends_at_deadline_and_others_go_on(
             assert (rows.array[16:24] == before[:8]).all()
             before = rows.array.copy()
             goes_on.set()
-            await wait_for(lambda: not store.catalogue.threads.longest_s())
+            await wait_for(lambda: not store.view.threads.longest_s())
             assert (rows.array == before).all()
 
     asyncio.run(load())
@@ -182,7 +182,7 @@ def test_read_from_stalling_medium_keeps_what_arrived_and_writes_nothing_later(
             assert (loaded == stored[:num_loaded]).all()
             rows.array[64:] = 7  # another request uses the rows
             blobs.goes_on.set()
-            await wait_for(lambda: not store.catalogue.threads.longest_s())
+            await wait_for(lambda: not store.view.threads.longest_s())
             assert blobs.num_ended == 1
             assert np.all(rows.array[64:] == 7)
             blobs.stalls = False
@@ -202,7 +202,7 @@ def test_probe_of_hung_local_store_ends_at_deadline(
     async def probe() -> None:
         async with opened(backend, rows, names) as store:
             backend.before("read", lambda *_: goes_on.wait(PATIENCE_S))
-            for _ in range(store.catalogue.threads.readers + 1):
+            for _ in range(store.view.threads.readers + 1):
                 outcome = await store.probe(names, time.monotonic() + DEADLINE_S)
                 assert (outcome.raw_bytes, outcome.is_late) == (0, True)
             backend.clear_faults()

@@ -62,8 +62,8 @@ def test_read_damaged_pack_shortens_manifest_and_keeps_other_packs(
 def replace(store: BlockingStore, names: list[bytes]) -> None:
     """Delete the pack of these keys and store other bytes under the same keys, and so under the
     same pack ID."""
-    tables = store.catalogue.backend.changes(store.namespace, None).added
-    store.catalogue.backend.commit(
+    tables = store.view.backend.changes(store.namespace, None).added
+    store.view.backend.commit(
         store.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
     )
     store.refresh()
@@ -130,10 +130,8 @@ def test_read_deleted_pack_misses_and_counts_no_damage(
     names = keys(64)
     ours.put("r", names, range(64), None)
     ours.flush()
-    (table,) = theirs.catalogue.backend.changes(theirs.namespace, None).added
-    theirs.catalogue.backend.commit(
-        theirs.namespace, CommitBatch(deletions=[table.pack_id])
-    )
+    (table,) = theirs.view.backend.changes(theirs.namespace, None).added
+    theirs.view.backend.commit(theirs.namespace, CommitBatch(deletions=[table.pack_id]))
     assert ours.read(names, range(64)) == names
     assert "do not verify" not in caplog.text
     assert ours.counters.verification_failures == 0
@@ -152,7 +150,7 @@ def test_commit_without_cursor_refresh_finds_blocks_of_others(
     url = f"lmdb://{tmp_path}/store"
     ours, theirs = open_store(url), open_store(url)
     foreign, mine = keys(1), keys(64)
-    ours.catalogue.cursor = None
+    ours.view.cursor = None
     theirs.put("r", foreign, [0], None)
     theirs.flush()
     ours.put("r", mine, range(64), None)

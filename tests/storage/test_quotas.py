@@ -25,7 +25,7 @@ def store(tmp_path: Path, open_store: OpenStore) -> BlockingStore:
 
 
 def set_quota(store: BlockingStore, tenant: str, num_bytes: int) -> None:
-    backend = store.catalogue.backend
+    backend = store.view.backend
     backend.set_policy(replace(backend.policy(), quotas={tenant: num_bytes}))
 
 
@@ -53,7 +53,7 @@ def put(
 
 
 def used(store: BlockingStore, tenant: str) -> int:
-    found = {one.tenant: one.stored_bytes for one in store.catalogue.backend.tenants()}
+    found = {one.tenant: one.stored_bytes for one in store.view.backend.tenants()}
     return found.get(tenant, 0)
 
 
@@ -88,9 +88,9 @@ def test_quota_failure_does_not_hide_failure_of_the_store_in_the_same_minute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for _ in range(2):
-        store.catalogue.log_failure(QuotaExceededError("anna", 2, 1))
-        store.catalogue.log_failure(StoreError("no answer"))
-        store.catalogue.log_failure(StoreFullError("no space"))
+        store.view.log_failure(QuotaExceededError("anna", 2, 1))
+        store.view.log_failure(StoreError("no answer"))
+        store.view.log_failure(StoreFullError("no space"))
     kinds = [record.getMessage().partition(" (")[0] for record in caplog.records]
     assert kinds == [
         "a tenant is at its quota",

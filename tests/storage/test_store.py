@@ -132,7 +132,7 @@ def test_put_single_blocks_of_request_become_one_frame(
         store.put("r", [name], [depth], [depth])
     store.end_request(end("r", names))
     store.flush()
-    (pack,) = store.catalogue.backend.tables(store.namespace, store.index.pack_ids())
+    (pack,) = store.view.backend.tables(store.namespace, store.index.pack_ids())
     assert pack.keys.unpack() == names
     assert len(pack.frames) == 1
 
@@ -152,9 +152,7 @@ def test_put_same_prefix_in_other_steps_gives_same_packs(
         cut.append(
             {
                 table.pack_id
-                for table in store.catalogue.backend.changes(
-                    store.namespace, None
-                ).added
+                for table in store.view.backend.changes(store.namespace, None).added
             }
         )
     assert cut[0] == cut[1]
@@ -181,9 +179,9 @@ def test_end_request_manifest_names_whole_context(
         {"user": "x"},
     )
     assert manifest.raw_bytes == 4 * (64 << 10)
-    (chain,) = store.catalogue.backend.manifest_keys(store.namespace, ["manifest-b"])[
-        0
-    ] or [PackedKeys()]
+    (chain,) = store.view.backend.manifest_keys(store.namespace, ["manifest-b"])[0] or [
+        PackedKeys()
+    ]
     assert chain.unpack() == names
     assert all(map(store.contains, names)), (
         "what another request staged is written with it"
@@ -285,7 +283,7 @@ def test_tick_applies_stores_and_deletions_of_other_handles(
     def delete(some: list[bytes]) -> None:
         packs = writer.index.candidates(some[0])
         batch = CommitBatch(deletions=packs)
-        writer.catalogue.backend.commit(writer.namespace, batch)
+        writer.view.backend.commit(writer.namespace, batch)
         reader.work()
 
     delete(names)
@@ -310,11 +308,11 @@ def test_commit_to_namespace_ended_by_other_handle_begins_it_again(
     ours.put("old", old, range(4), range(4))
     ours.flush()
     theirs.refresh()
-    held = theirs.catalogue.backend.changes(theirs.namespace, None).added
-    theirs.catalogue.backend.commit(
+    held = theirs.view.backend.changes(theirs.namespace, None).added
+    theirs.view.backend.commit(
         theirs.namespace, CommitBatch(deletions=[table.pack_id for table in held])
     )
-    assert list(theirs.catalogue.backend.namespaces()) == []
+    assert list(theirs.view.backend.namespaces()) == []
 
     ours.put("new", new, range(4), range(4))
     ours.end_request(end("new", new))
@@ -346,7 +344,7 @@ def test_commit_blocks_stored_by_others_are_not_written_again(
     two.flush()
     assert all(map(two.contains, names))
     assert two.counters.stored_blocks == 0
-    assert one.catalogue.backend.stats().packs == 1
+    assert one.view.backend.stats().packs == 1
 
 
 def test_commit_after_commits_of_others_finds_their_blocks(
@@ -431,9 +429,7 @@ def test_store_other_identity_misses_and_notice_names_difference(
         IdentityMismatchError, match="dtype: 'bfloat16' here, 'float32' stored"
     ):
         open_store(url, identity=other, strict_identity=True)
-    assert len(list(store.catalogue.backend.namespaces())) == 1, (
-        "a refusal creates nothing"
-    )
+    assert len(list(store.view.backend.namespaces())) == 1, "a refusal creates nothing"
     stranger = open_store(url, identity=other)
     assert "other dtype); see persistkv why" in stranger.store.notice
     assert not any(map(stranger.contains, names))
@@ -473,8 +469,8 @@ def test_stored_pack_with_table_parses_without_catalogue(
     names = keys(8)
     store.put("r", names, range(8), range(8))
     store.flush()
-    ((name, held),) = tables(store.catalogue.backend, store.namespace).items()
-    stored = payload(store.catalogue.backend, store.namespace, name)
+    ((name, held),) = tables(store.view.backend, store.namespace).items()
+    stored = payload(store.view.backend, store.namespace, name)
     table = PackTable.parse(stored + held.encode())
     assert table.keys.unpack() == names
     assert [frame.depth for frame in table.frames] == [0]

@@ -131,9 +131,9 @@ def test_read_pack_replaced_by_another_store_misses_and_keeps_pack(
         ours.put("r", request, range(len(request)), None)
         ours.flush()
     theirs.refresh()
-    held = theirs.catalogue.backend.changes(theirs.namespace, None).added
+    held = theirs.view.backend.changes(theirs.namespace, None).added
     tables = [table for table in held if kept[0] not in table.keys.unpack()]
-    theirs.catalogue.backend.commit(
+    theirs.view.backend.commit(
         theirs.namespace, CommitBatch(deletions=[table.pack_id for table in tables])
     )
     theirs.refresh()
@@ -159,8 +159,8 @@ def test_read_pack_without_payload_misses_and_can_be_stored_again(
         store.put("r", names, range(64), None)
         store.flush()
         assert store.read(names, range(64)) == []
-        (name,) = tables(store.catalogue.backend, store.namespace)
-        set_payload(store.catalogue.backend, store.namespace, name, b"")
+        (name,) = tables(store.view.backend, store.namespace)
+        set_payload(store.view.backend, store.namespace, name, b"")
         assert store.read(names, range(64)) == names
         assert not any(map(store.contains, names))
 
@@ -211,9 +211,9 @@ def test_read_swapped_payloads_miss(open_store: OpenStore, keys: Keys) -> None:
     store.put("b", two, range(64), None)
     store.flush()
     swap_payloads(
-        store.catalogue.backend,
+        store.view.backend,
         store.namespace,
-        *tables(store.catalogue.backend, store.namespace),
+        *tables(store.view.backend, store.namespace),
     )
     assert store.read(one, range(64)) == one
     assert store.read(two, range(64)) == two

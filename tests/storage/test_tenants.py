@@ -33,7 +33,7 @@ def test_put_equal_prefixes_of_tenants_are_stored_apart(
             assert store.put("r", [name], [place + depth], [depth], tenant)
         store.end_request(end(f"r-{tenant}", names, tenant=tenant))
     store.flush()
-    backend = store.catalogue.backend
+    backend = store.view.backend
     tables = backend.tables(store.namespace, store.index.pack_ids())
     assert {table.tenant: table.keys.unpack() for table in tables} == stored
     assert len(tables) == 3
@@ -70,7 +70,7 @@ def test_put_blocks_from_rows_make_pack_of_tenant(
     names = keys(64)
     assert not store.put("r", names, range(64), range(64), "anna")
     store.flush()
-    backend = store.catalogue.backend
+    backend = store.view.backend
     (table,) = backend.tables(store.namespace, store.index.pack_ids())
     assert table.tenant == "anna"
 

@@ -87,7 +87,7 @@ class BlockService:
         durable."""
         # One load more than there are threads that read: the packs of the extra load are looked up
         # while the threads read.
-        num_readers = store.catalogue.threads.readers
+        num_readers = store.view.threads.readers
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._calls: set[asyncio.Task[Any]] = set()
         """Tasks of the calls that are running; see ``_call``."""
@@ -299,15 +299,15 @@ class BlockService:
 
     async def unpin(self, pin: str) -> None:
         """Remove a pin."""
-        catalogue = self.store.catalogue
+        view = self.store.view
         with self._call():
             async with self.store.committer.turn:
                 is_pinned = False  # unpinned from now on
                 batch = CommitBatch(pins=[(pin, is_pinned)])
-                result = await catalogue.commit(batch)
+                result = await view.commit(batch)
                 # refresh afterwards, because other processes may have committed since the last
                 # refresh
-                await catalogue.committed(
+                await view.apply_own_commit(
                     packs=[],
                     result=result,
                     follows_cursor=False,
@@ -317,12 +317,12 @@ class BlockService:
 
     async def usage(self) -> Usage:
         """Return the bytes of each tenant, and those of the store."""
-        catalogue = self.store.catalogue
+        view = self.store.view
         ledger = self._ledger
         with self._call():
-            changes = await catalogue.read_changes(ledger.cursor)
+            changes = await view.read_changes(ledger.cursor)
             ledger.apply(changes)
-            stats = await catalogue.call(catalogue.backend.stats)
+            stats = await view.call(view.backend.stats)
         # the unary plus of a ``Counter`` leaves out tenants whose total is 0
         tenants = dict(+ledger.totals)
         num_bytes = sum(tenants.values())
@@ -331,7 +331,7 @@ class BlockService:
     async def stored_blocks(self) -> list[StoredBlock]:
         """Return all durable blocks."""
         with self._call():
-            changes = await self.store.catalogue.read_changes(None)
+            changes = await self.store.view.read_changes(None)
         return list(stored_blocks(changes.added))
 
     async def take_events(self) -> StoreEvents:
@@ -375,7 +375,7 @@ class BlockService:
             self._run_task.cancel()
             await asyncio.wait([self._run_task])
         # these calls may block, because no other task needs the loop any more
-        self.store.catalogue.threads.close()
+        self.store.view.threads.close()
         self.store.close()
 
 

@@ -60,7 +60,7 @@ class BlockingStore:
         # attributes and methods of the store that callers may use without the event loop
         self.rows = rows
         self.counters = self.store.counters
-        self.catalogue = self.store.catalogue
+        self.view = self.store.view
         self.namespace = self.store.namespace
         self.index = self.store.index
         self.contains = self.store.contains
@@ -123,8 +123,8 @@ class BlockingStore:
 
     def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
         """Record savings; see ``persistkv.storage.store.savings.add_savings``."""
-        add = partial(add_savings, self.catalogue.backend, identity, source, part)
-        self._wait(self.catalogue.call(add))
+        add = partial(add_savings, self.view.backend, identity, source, part)
+        self._wait(self.view.call(add))
 
     def work(self) -> None:
         """Do the due commits and refreshes; see ``Committer.work``."""
@@ -138,7 +138,7 @@ class BlockingStore:
         self._wait(self._refresh())
 
     async def _refresh(self) -> None:
-        await self.catalogue.refresh()
+        await self.view.refresh()
         await self.store.sources.refresh()
 
     def close(self) -> None:

@@ -47,14 +47,14 @@ class Committer:
 
     def __init__(
         self,
-        catalogue: NamespaceView,
+        view: NamespaceView,
         queue: CommitQueue,
         counters: StoreCounters,
         options: StoreOptions,
         canary: Canary,
     ) -> None:
         """:param canary: the namespace of another engine release, which is compared and adopted."""
-        self._catalogue = catalogue
+        self._view = view
         self._queue = queue
         self._counters = counters
         self._canary = canary
@@ -94,8 +94,8 @@ class Committer:
 
     def seconds_to_work(self) -> float:
         """Return the seconds until ``work`` has something to do."""
-        catalogue = self._catalogue
-        if self._flushes or catalogue.needs_repair or catalogue.index.replacing:
+        view = self._view
+        if self._flushes or view.needs_repair or view.index.replacing:
             return 0.0
         if self._canary.needs_update:
             return 0.0
@@ -107,7 +107,7 @@ class Committer:
     def _upkeep_at(self) -> float:
         """Return when a commit without blocks is due, for uses or the expiry of packs, by
         ``time.monotonic``."""
-        if not self._catalogue.backend.capabilities.writable:
+        if not self._view.backend.capabilities.writable:
             return math.inf
         wait_s = self._touch_s if self._queue.uses else _EXPIRE_S
         return self._attempted_at + wait_s
@@ -123,14 +123,14 @@ class Committer:
     async def work(self) -> None:
         """Do the due work: a slice of the index's replacement, the removal of damaged packs, a
         commit, a refresh."""
-        catalogue = self._catalogue
+        view = self._view
         async with self.turn:
             # one slice in each call, so that a large table delays a commit by a few ms only
-            if catalogue.index.replacing:
-                catalogue.index.replace_some()
+            if view.index.replacing:
+                view.index.replace_some()
                 await asyncio.sleep(0)  # let other tasks run between two slices
             # before the commit, because a damaged block must not count as held
-            if catalogue.needs_repair:
+            if view.needs_repair:
                 await self.repair()
             # new verdicts about the namespace of another engine release
             if self._canary.needs_update:
@@ -142,13 +142,13 @@ class Committer:
             # the refresh last, because accepted blocks need not wait for it
             if time.monotonic() >= self._refresh_at:
                 self._refresh_at = time.monotonic() + self._refresh_s
-                await catalogue.refresh_or_log()
+                await view.refresh_or_log()
                 await self._canary.refresh()
             self.changed.set()
 
     async def repair(self) -> None:
         """Call ``NamespaceView.repair``. The caller holds ``turn``, or no other task commits."""
-        await self._forgetting(self._catalogue.repair())
+        await self._forgetting(self._view.repair())
 
     async def _forgetting(self, work: Awaitable[None]) -> None:
         """Await work that may commit. If the backend reports tenants as forgotten, drop their
@@ -218,7 +218,7 @@ class Committer:
     ) -> StoreError | None:
         """Commit, and apply the result. Return why the commit failed, which is logged; None: it did
         not."""
-        catalogue = self._catalogue
+        view = self._view
         try:
             done = await self._commit_current(transaction, uses)
         except StoreError as error:
@@ -230,19 +230,19 @@ class Committer:
         else:
             await self._apply_result(transaction, done)
             return None
-        catalogue.log_failure(failure)
+        view.log_failure(failure)
         # the failed commit may have evicted packs
-        await catalogue.refresh_or_log()
+        await view.refresh_or_log()
         return failure
 
     async def _apply_result(self, transaction: Transaction, done: _Attempt) -> None:
         """Apply the result of a commit that succeeded."""
-        catalogue = self._catalogue
+        view = self._view
         batch = done.batch
         # without ``seen``, the driver has not checked for commits of other processes
         is_checked = batch.seen is not None
         follows_cursor = is_checked and not done.result.interleaved
-        await catalogue.committed(
+        await view.apply_own_commit(
             batch.packs, done.result, follows_cursor=follows_cursor
         )
         for writer in transaction.packs:
@@ -250,7 +250,7 @@ class Committer:
             if writer not in batch.packs:
                 self._counters.held_blocks += len(writer.keys)
             self._queue.end_pack(writer, is_durable=True)
-        catalogue.report.persisted += done.persisted
+        view.report.persisted += done.persisted
         self.changed.set()
 
     def _without_tenants(
@@ -286,7 +286,7 @@ class Committer:
         if over_quota is not None:
             for writer in transaction.packs:
                 self._counters.quota_blocks += len(writer.keys)
-        persisted = self._catalogue.report.persisted
+        persisted = self._view.report.persisted
         for end in transaction.ends:
             # False, because the context is not durable
             persisted.append((end.request, False))
@@ -312,11 +312,11 @@ class Committer:
         for _ in range(_STALE_RETRIES):
             # With a cursor, the driver refuses a batch that other commits made stale: its blocks
             # may be held by now, or its manifests may name packs that were evicted.
-            cursor = self._catalogue.cursor
+            cursor = self._view.cursor
             done = await self._attempt(transaction, uses, seen=cursor)
             if not done.result.stale:
                 return done
-            await self._catalogue.refresh()
+            await self._view.refresh()
         # a busy store must not starve this engine: the last attempt may store some blocks twice
         return await self._attempt(transaction, uses, seen=None)
 
@@ -340,7 +340,7 @@ class Committer:
         pins: list[tuple[str, bool]] = []
         persisted: list[tuple[str, bool]] = []
         for end in transaction.ends:
-            manifest, whole = make_manifest(end, pack_of, self._catalogue.block_bytes)
+            manifest, whole = make_manifest(end, pack_of, self._view.block_bytes)
             persisted.append((end.request, whole))
             if manifest is None:
                 continue
@@ -359,7 +359,7 @@ class Committer:
             needs=list(needs),
             memory=self._memory,
         )
-        result = await self._catalogue.commit(batch)
+        result = await self._view.commit(batch)
         return _Attempt(batch, persisted, result)
 
     async def _without_held(
@@ -377,10 +377,10 @@ class Committer:
             # Most packs are new: one probe shows that the first block is absent, instead of one
             # probe for each block.
             first_key = writer.segments[0].keys[0]
-            if first_key not in self._catalogue.index:
+            if first_key not in self._view.index:
                 to_write.append(writer)
                 continue
-            pack_of = await self._catalogue.pack_of(writer.keys.unpack())
+            pack_of = await self._view.pack_of(writer.keys.unpack())
             if len(pack_of) == len(writer.keys):
                 holding.update(pack_of.values())
             else:
@@ -407,7 +407,7 @@ class Committer:
         for end in ends:
             for group in end.group_keys:
                 keys.update(dict.fromkeys(group))
-        held_pack_of = await self._catalogue.pack_of(list(keys))
+        held_pack_of = await self._view.pack_of(list(keys))
         return new_pack_of | held_pack_of
 
 

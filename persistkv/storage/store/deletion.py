@@ -35,7 +35,7 @@ from persistkv.storage.store.namespace_view import (
     NamespaceView,
     keys_of_requests,
     read_requests,
-    shortened,
+    shortening_batch,
 )
 
 _MOST_ATTEMPTS = 10
@@ -48,26 +48,26 @@ class Deleter:
 
     def __init__(
         self,
-        catalogue: NamespaceView,
+        view: NamespaceView,
         committer: Committer,
         queue: CommitQueue,
         options: StoreOptions,
         make_writer: Callable[[Sequence[Segment], str], PackWriter],
     ) -> None:
         """:param make_writer: returns a new pack of these blocks of a tenant."""
-        self._catalogue = catalogue
+        self._view = view
         self._committer = committer
         self._make_writer = make_writer
-        self._memory = ScatteredBlocks(catalogue.block_bytes)
+        self._memory = ScatteredBlocks(view.block_bytes)
         """Buffers for the blocks that are kept, while they are read."""
         # with its own counters, because these blocks are not loaded for the engine
         self._loader = Loader(
-            catalogue,
+            view,
             self._memory,
             queue,
             StoreCounters(),
             options,
-            sources=lambda: [catalogue],
+            sources=lambda: [view],
         )
 
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -91,10 +91,10 @@ class Deleter:
         deleted: set[bytes] = set()
         for _ in range(_MOST_ATTEMPTS):
             await self._refresh()
-            packs = await self._catalogue.packs_with(keys)
+            packs = await self._view.packs_with(keys)
             # ``needs_repair``: the table of a pack could not be read. Perhaps another process has
             # replaced the pack during the search, which has then missed the new pack.
-            if not packs and not self._catalogue.needs_repair:
+            if not packs and not self._view.needs_repair:
                 return deleted
             for pack in packs:
                 deleted.update(keys.intersection(pack.keys))
@@ -248,20 +248,20 @@ class Deleter:
         # write the new packs in the first batch, because manifests of all batches may name them
         batches[0] = replace(batches[0], packs=new_packs)
         for batch in batches:
-            result = await self._catalogue.commit(batch)
+            result = await self._view.commit(batch)
             if result.stale:
                 return False
             # not with the cursor: a refresh also removes the deleted packs from the index
-            await self._catalogue.committed(batch.packs, result, follows_cursor=False)
+            await self._view.apply_own_commit(batch.packs, result, follows_cursor=False)
         return True
 
     async def _refresh(self) -> bytes | None:
         """Apply the changes of other processes to the index. Return the position in the change log
         up to which it is complete; None: unknown."""
-        await self._catalogue.refresh()
+        await self._view.refresh()
         # the index lacks packs whose read has failed until ``repair`` has decided about them
-        await self._catalogue.repair()
-        return self._catalogue.cursor
+        await self._view.repair()
+        return self._view.cursor
 
     async def _may_be_held(
         self,
@@ -273,10 +273,10 @@ class Deleter:
         :param keys: the keys to delete. Each of the packs holds at least one, so a search for the
             keys finds the packs.
         """
-        if self._catalogue.needs_repair:
+        if self._view.needs_repair:
             # undecided: the store may hold packs that the index lacks
             return True
-        packs = await self._catalogue.packs_with(keys)
+        packs = await self._view.packs_with(keys)
         held = {pack.pack_id for pack in packs}
         return held.issuperset(pack_ids)
 
@@ -296,22 +296,22 @@ class Deleter:
         :param keys: the deleted keys.
         :returns: at least one.
         """
-        catalogue = self._catalogue
-        backend = catalogue.backend
+        view = self._view
+        backend = view.backend
         packs = list(replaced)
-        queries = await catalogue.call(partial(backend.catalogue, catalogue.namespace))
+        queries = await view.call(partial(backend.catalogue, view.namespace))
         # heads of manifests; their keys are read below, for 64 manifests at a time
-        heads = await catalogue.call(partial(queries.manifests_naming, packs))
+        heads = await view.call(partial(queries.manifests_naming, packs))
         batches: list[CommitBatch] = []
         for start in range(0, len(heads), SHORTENED_AT_ONCE):
             some = heads[start : start + SHORTENED_AT_ONCE]
-            read = partial(read_requests, backend, catalogue.namespace, some)
-            named = await catalogue.call(read)
+            read = partial(read_requests, backend, view.namespace, some)
+            named = await view.call(read)
             requests = [_request_without(request, keys) for request in named]
             # a rewritten manifest names the packs that hold its keys after the replacement
             pack_of = await self._packs_after(replaced, keys_of_requests(requests))
             # None: no check for other commits; ``_try_replace`` adds the check to the last batch
-            batch = shortened(requests, pack_of, catalogue.block_bytes, seen=None)
+            batch = shortening_batch(requests, pack_of, view.block_bytes, seen=None)
             batches.append(batch)
         if not batches:
             batches.append(CommitBatch())
@@ -331,7 +331,7 @@ class Deleter:
         :param replaced: id of each deleted pack → id of the new pack with its other blocks; empty
             bytes: it has no other blocks.
         """
-        found = await self._catalogue.pack_of(keys)
+        found = await self._view.pack_of(keys)
         pack_of: dict[bytes, bytes] = {}
         for key, pack_id in found.items():
             kept_in = replaced.get(pack_id, pack_id)

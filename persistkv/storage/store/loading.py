@@ -49,7 +49,7 @@ class Loader:
 
     def __init__(
         self,
-        catalogue: NamespaceView,
+        view: NamespaceView,
         rows: BlockMemory,
         queue: CommitQueue,
         counters: StoreCounters,
@@ -57,7 +57,7 @@ class Loader:
         sources: Callable[[], Sequence[NamespaceView]],
     ) -> None:
         """:param sources: returns the namespaces that serve loads, in order."""
-        self._catalogue = catalogue
+        self._view = view
         self._rows = rows
         self._queue = queue
         self._counters = counters
@@ -65,7 +65,7 @@ class Loader:
         self._scratch_bytes = MemoryShares.of(options.staging_bytes).part
         """Bound on the stored bytes of a part that are not read straight into rows."""
         self._scratch = Scratch(self._scratch_bytes)
-        capabilities = catalogue.backend.capabilities
+        capabilities = view.backend.capabilities
         self._remote = capabilities.remote
         self._writable = capabilities.writable
 
@@ -116,7 +116,7 @@ class Loader:
             # the search writes to no row, so it may be cancelled at the deadline
             async with asyncio.timeout_at(wanted.deadline):
                 reads, missing = await self._find(wanted)
-            threads = self._catalogue.threads
+            threads = self._view.threads
             results = await threads.read_until(reads, wanted.deadline)
         except TimeoutError:
             return ReadOutcome(list(wanted.keys), is_late=True)
@@ -136,7 +136,7 @@ class Loader:
         """Return the reads of the parts, and the keys that no namespace holds."""
         row_bytes = wanted.rows.layout.row_stride
         num_bytes = len(wanted.keys) * row_bytes
-        num_threads = self._catalogue.threads.readers
+        num_threads = self._view.threads.readers
         bytes_per_part = part_bytes(num_bytes, num_threads, remote=self._remote)
         row_of = dict(zip(wanted.keys, wanted.block_ids, strict=True))
         is_timed = wanted.deadline is not None
@@ -186,7 +186,7 @@ class Loader:
     ) -> None:
         """Record a use of the packs to read, if they are in the store's own namespace: the blocks
         of another one are stored again in the own one."""
-        if source is not self._catalogue or not self._writable:
+        if source is not self._view or not self._writable:
             return
         for part in parts:
             self._queue.touch(read.pack.pack_id for read in part)

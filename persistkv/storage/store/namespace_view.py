@@ -566,7 +566,7 @@ class NamespaceView:
             change_collisions(self._collisions, changes)
             self.report.collisions.update(changes)
 
-    async def committed(
+    async def apply_own_commit(
         self,
         packs: Sequence[NewPack],
         result: CommitResult,
@@ -581,14 +581,14 @@ class NamespaceView:
         """
         try:
             with self._changing_index():
-                is_complete = self._apply_commit(packs, result, follows_cursor)
+                is_complete = self._apply_to_index(packs, result, follows_cursor)
         except StoreError as error:
             self.log_failure(error)
             return
         if not is_complete:
             await self.refresh_or_log()
 
-    def _apply_commit(
+    def _apply_to_index(
         self,
         packs: Sequence[NewPack],
         result: CommitResult,
@@ -706,11 +706,12 @@ class NamespaceView:
             which is logged; then they stay suspects.
         """
         try:
-            batch = await self._shorten(bad)
+            batch = await self._shorten_manifests(bad)
             if batch is None:
                 return False
             # The refresh has found the packs unchanged. ``seen`` is its position, or that of the
-            # last commit of ``_shorten``, so the backend refuses if another process has committed.
+            # last commit of ``_shorten_manifests``, so the backend refuses if another process has
+            # committed.
             deletion = replace(batch, bad=bad, seen=self.cursor)
             result = await self.commit(deletion)
         except TenantForgottenError:
@@ -732,7 +733,7 @@ class NamespaceView:
         await self.refresh_or_log()
         return True
 
-    async def _shorten(self, bad: Sequence[bytes]) -> CommitBatch | None:
+    async def _shorten_manifests(self, bad: Sequence[bytes]) -> CommitBatch | None:
         """Shorten the manifests that name these packs, in commits of at most ``SHORTENED_AT_ONCE``
         manifests. The last commit is not executed but returned, so that the caller can delete the
         packs with it. Return None if another process has committed since the last refresh.
@@ -748,21 +749,23 @@ class NamespaceView:
                 result = await self.commit(batch)
                 if result.stale:
                     return None
-                # ``committed`` moves ``cursor`` behind this commit, because an older cursor would
-                # make the next commit stale
-                await self.committed([], result, follows_cursor=True)
-            batch = await self._shortened_batch(
+                # ``apply_own_commit`` moves ``cursor`` behind this commit, because an older cursor
+                # would make the next commit stale
+                await self.apply_own_commit([], result, follows_cursor=True)
+            batch = await self._read_shortening_batch(
                 heads[start : start + SHORTENED_AT_ONCE]
             )
         return batch
 
-    async def _shortened_batch(self, heads: Sequence[RequestManifest]) -> CommitBatch:
+    async def _read_shortening_batch(
+        self, heads: Sequence[RequestManifest]
+    ) -> CommitBatch:
         """Return the commit that shortens these manifests to the part before the bad packs, which
         the index lacks."""
         read = partial(read_requests, self.backend, self.namespace, heads)
         requests = await self.call(read)
         pack_of = await self.pack_of(keys_of_requests(requests))
-        return shortened(requests, pack_of, self.block_bytes, self.cursor)
+        return shortening_batch(requests, pack_of, self.block_bytes, self.cursor)
 
     async def pack_of(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Return, for each of these keys that is held, the id of a pack that holds it. Raises as
@@ -933,7 +936,7 @@ def keys_of_requests(requests: Iterable[NamedRequest]) -> list[bytes]:
     return list(keys)
 
 
-def shortened(
+def shortening_batch(
     requests: Iterable[NamedRequest],
     pack_of: Mapping[bytes, bytes],
     block_bytes: Sequence[int],

@@ -133,13 +133,13 @@ class Store:
         self.namespace = identity.digest
         self.savings = SavingsRecorder(backend, identity)
         """Adds up what requests restored; its caller writes it into the store."""
-        self.catalogue = NamespaceView(
+        self.view = NamespaceView(
             backend, self.namespace, threads, self.counters, rows.layout, options
         )
-        self.index = self.catalogue.index
+        self.index = self.view.index
         """Index of the packs that are durable in this namespace and can be read; with an adopted
         namespace, ``in`` and ``len`` include its keys."""
-        self.sources = Canary(self.catalogue, identity, rows, options)
+        self.sources = Canary(self.view, identity, rows, options)
         """The namespaces that serve loads: the own one, and one of another engine release."""
         self._is_writable = backend.capabilities.writable
         self._is_ending = False
@@ -160,10 +160,10 @@ class Store:
             make_writer, options, remote=backend.capabilities.remote
         )
         self.committer = Committer(
-            self.catalogue, self.queue, self.counters, options, self.sources
+            self.view, self.queue, self.counters, options, self.sources
         )
         self._loader = Loader(
-            self.catalogue,
+            self.view,
             rows,
             self.queue,
             self.counters,
@@ -172,7 +172,7 @@ class Store:
         )
         # makes a deleter for each call of ``delete``, which is rare
         self._new_deleter = partial(
-            Deleter, self.catalogue, self.committer, self.queue, options, make_writer
+            Deleter, self.view, self.committer, self.queue, options, make_writer
         )
 
     # Index
@@ -332,9 +332,9 @@ class Store:
         """Return the keys that the store holds, and record uses of their packs. If the medium
         fails, the keys that it probably holds."""
         try:
-            holders = await self.catalogue.holders(keys)
+            holders = await self.view.holders(keys)
         except StoreError as error:
-            self.catalogue.log_failure(error)
+            self.view.log_failure(error)
             # keys with held fingerprints are probably held
             absent = self.index.absent(keys)
             return set(keys).difference(absent)
@@ -395,7 +395,7 @@ class Store:
         if self._is_writable:
             self.queue.ends.add(end)
         else:
-            self.catalogue.report.persisted.append((end.request, False))
+            self.view.report.persisted.append((end.request, False))
         self._announce()
 
     async def delete(self, keys: Sequence[bytes]) -> set[bytes]:
@@ -466,14 +466,14 @@ class Store:
     def _announce(self) -> None:
         """Have the other tasks look for due work, and for a report to send."""
         self.committer.has_work.set()
-        if self.catalogue.report != StoreReport():
+        if self.view.report != StoreReport():
             self.committer.changed.set()
 
     def take_report(self) -> StoreReport:
-        """Return the changes since the last call, and clear ``catalogue.report``, in which they
+        """Return the changes since the last call, and clear ``view.report``, in which they
         are. Keys that the store held when it was opened are not included."""
-        report = self.catalogue.report
-        self.catalogue.report = StoreReport()
+        report = self.view.report
+        self.view.report = StoreReport()
         return report
 
     def close(self, *, is_sound: bool = True) -> None:
@@ -483,7 +483,7 @@ class Store:
             opening.
         """
         self.sources.close()
-        self.catalogue.close(saves=is_sound)
+        self.view.close(saves=is_sound)
 
 
 def start_threads(backend: Backend, options: StoreOptions) -> StoreThreads:

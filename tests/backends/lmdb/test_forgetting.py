@@ -324,7 +324,7 @@ def test_store_drops_staged_blocks_of_forgotten_tenant_and_keeps_others(
     with closing(open_backend(url)) as operator:
         operator.forget("anna")
     store.flush()
-    backend = store.catalogue.backend
+    backend = store.view.backend
     assert content_of(backend, "anna") == (set(), [])
     packs, requests = content_of(backend, "berta")
     assert (len(packs), requests) == (1, ["manifest-s"])

@@ -234,8 +234,8 @@ def test_close_threads_during_cancelled_read_waits_for_read(
     store = open_store_with_rows()
     store.put("r", block_keys(0, BLOCKS), range(BLOCKS), None)
     store.flush()
-    running, ending = store.catalogue.threads, StoreThreads(2)
-    store.catalogue.threads = ending
+    running, ending = store.view.threads, StoreThreads(2)
+    store.view.threads = ending
 
     async def cancel_read() -> None:
         keys, block_ids = block_keys(0, BLOCKS), range(BLOCKS, 2 * BLOCKS)
@@ -248,4 +248,4 @@ def test_close_threads_during_cancelled_read_waits_for_read(
 
     asyncio.run(cancel_read())
     assert np.array_equal(store.rows.array[BLOCKS:], store.rows.array[:BLOCKS])
-    store.catalogue.threads = running
+    store.view.threads = running

@@ -246,7 +246,7 @@ def test_host_process_driver_log_reaches_engine(
 
 
 def _deletion(store: BlockingStore) -> CommitBatch:
-    packs = store.catalogue.backend.changes(store.namespace, None).added
+    packs = store.view.backend.changes(store.namespace, None).added
     return CommitBatch(deletions=[pack.pack_id for pack in packs])
 
 

@@ -285,7 +285,7 @@ def test_canary_own_index_is_reloaded_candidate_is_read_again_once(
     new = Release(backend, NEW)
     new.run(PROMPTS[0], contexts[0])
     assert verdict_of(backend) is None  # it is compared
-    new.store.catalogue.cursor = None  # as after a lack of memory
+    new.store.view.cursor = None  # as after a lack of memory
     new.store.refresh()
 
     whole_reads: list[bytes] = []
@@ -314,9 +314,9 @@ def test_canary_adopted_packs_that_are_deleted_make_report_incomplete(
     for tokens, kv in zip(PROMPTS[:2], contexts, strict=False):
         new.run(tokens, kv)
     new.store.refresh()
-    catalogue = new.store.catalogue
-    assert set(keys_of(PROMPTS[3])) <= set(catalogue.report.stored)
-    catalogue.report = StoreReport()
+    view = new.store.view
+    assert set(keys_of(PROMPTS[3])) <= set(view.report.stored)
+    view.report = StoreReport()
     old = identity(OLD).digest
     packs = [table.pack_id for table in backend.changes(old, None).added]
     backend.commit(old, CommitBatch(deletions=packs))
@@ -327,4 +327,4 @@ def test_canary_adopted_packs_that_are_deleted_make_report_incomplete(
     new.store.refresh()
 
     assert not any(new.load(PROMPTS[3]))
-    assert catalogue.report.lost
+    assert view.report.lost

@@ -38,7 +38,7 @@ from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.store.namespace_view import (
     SHORTENED_AT_ONCE,
     read_requests,
-    shortened,
+    shortening_batch,
 )
 from persistkv_tools import render
 from persistkv_tools.command import (
@@ -686,7 +686,7 @@ def _shortenings(
         # shortened manifests record their sizes, which follow from the block size of each group
         block_bytes = _block_bytes(tables, num_groups)
         pack_of = _packs_of_keys(tables)
-        yield heads, shortened(requests, pack_of, block_bytes, seen=None)
+        yield heads, shortening_batch(requests, pack_of, block_bytes, seen=None)
 
 
 def _tables_with(tables: Iterable[PackTable], keys: set[bytes]) -> list[PackTable]:

@@ -118,7 +118,7 @@ class _Server:
     def _longest_s(self) -> float:
         """Return for how many seconds the oldest call has been running."""
         if self._store is not None:
-            return self._store.catalogue.threads.longest_s()
+            return self._store.view.threads.longest_s()
         if self._opener is not None:
             return self._opener.longest_s()
         return 0.0
@@ -201,7 +201,7 @@ class _Server:
         self._channel.stop_receiving()
         is_remote = False
         if self._store is not None:
-            is_remote = self._store.catalogue.backend.capabilities.remote
+            is_remote = self._store.view.backend.capabilities.remote
         self._lifecycle.ending(remote=is_remote)
 
     def _close(self, *, is_sound: bool) -> None:
@@ -220,7 +220,7 @@ class _Server:
             self._store = None
             self._session = None
             if store is not None:
-                store.catalogue.threads.close()
+                store.view.threads.close()
                 store.close(is_sound=is_sound)
         finally:
             # release the rows last, because calls of cancelled tasks may use them until the threads

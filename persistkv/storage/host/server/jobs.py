@@ -100,7 +100,7 @@ class Jobs:
         """Set when ``run`` has to look: the queue has work, or the engine ends."""
         # One load more than there are threads that read: the packs of the extra load are looked up
         # while the threads read.
-        num_readers = store.catalogue.threads.readers
+        num_readers = store.view.threads.readers
         self._load_slots = asyncio.Semaphore(num_readers + 1)
         self._is_ending = False
         """Whether ``end`` was called: no further job begins."""
@@ -217,7 +217,7 @@ class Jobs:
             logger.error("the end of request %s is refused: %s", end.request, why)
             # report the end as not whole, because the engine waits for the result of each end
             is_whole = False
-            report = self._store.catalogue.report
+            report = self._store.view.report
             report.persisted.append((end.request, is_whole))
 
     async def _flush(self, message: protocol.Flush) -> None:

@@ -102,7 +102,7 @@ class ReportPublisher:
     @property
     def _has_report(self) -> bool:
         """Whether the store has changes to report."""
-        return self._store.catalogue.report != StoreReport()
+        return self._store.view.report != StoreReport()
 
     @property
     def _has_new_table(self) -> bool:

@@ -40,12 +40,12 @@ def _keys_of(message: protocol.Loaded | protocol.Touch) -> list[bytes]:
         return []
 
 
-async def _record_savings(savings: SavingsRecorder, catalogue: NamespaceView) -> None:
+async def _record_savings(savings: SavingsRecorder, view: NamespaceView) -> None:
     """Write the statistics of restored tokens and prefills periodically, until the task is
     cancelled."""
     while True:
         await asyncio.sleep(savings.interval_s)
-        await catalogue.call(savings.write)
+        await view.call(savings.write)
 
 
 class Session:
@@ -86,7 +86,7 @@ class Session:
             self._status.run(),
             # a function instead of a method, whose task would refer to the session: in that cycle,
             # a closed session would keep the rows mapped
-            _record_savings(store.savings, store.catalogue),
+            _record_savings(store.savings, store.view),
         )
         self._running = [tasks.create_task(run) for run in endless]
         """Tasks that run until ``end`` cancels them."""
@@ -118,7 +118,7 @@ class Session:
 
     async def _log_opening(self, hello: protocol.Hello) -> None:
         """Log what the store holds: one line for operators after each start."""
-        backend = self.store.catalogue.backend
+        backend = self.store.view.backend
         totals = await self._read_totals()
         filled = "the medium fails"
         # without an answer of its medium, a shared store is open and finds its content later
@@ -135,9 +135,9 @@ class Session:
 
     async def _read_totals(self) -> BackendStats | None:
         """Return the store's totals; None: the medium failed."""
-        catalogue = self.store.catalogue
+        view = self.store.view
         try:
-            return await catalogue.call(catalogue.backend.stats)
+            return await view.call(view.backend.stats)
         except StoreError as error:
             # Commits and lookups log this failure as a warning. Log it as text, because a log
             # record with the exception would keep the rows mapped.
@@ -147,7 +147,7 @@ class Session:
     async def _answer_stats(self, ask: protocol.AskStats) -> None:
         """Answer with the state of the store and of this process."""
         store = self.store
-        backend = store.catalogue.backend
+        backend = store.view.backend
         totals = await self._read_totals()
         disk_bytes = None if totals is None else totals.disk_bytes
         capacity = None if totals is None else totals.capacity
@@ -170,14 +170,14 @@ class Session:
         contexts: list[StoredContext] = []
         read = partial(
             recent_contexts,
-            store.catalogue.backend,
+            store.view.backend,
             store.namespace,
             store.contains,
             ask.max_blocks,
             ask.choice,
         )
         try:
-            contexts = await store.catalogue.call(read)
+            contexts = await store.view.call(read)
         except StoreError as error:
             why = str(error)
             logger.warning("the most recently used contexts cannot be read: %s", why)
@@ -201,7 +201,7 @@ class Session:
         # whose results nothing needs any more
         for task in self._running:
             task.cancel()
-        await self.store.catalogue.call(self.store.savings.write)
+        await self.store.view.call(self.store.savings.write)
         # Withdraw the status after the cancellation: the writer's thread runs its calls in order,
         # so it deletes the status after a last write that the cancelled task has begun.
         await self._status.withdraw()

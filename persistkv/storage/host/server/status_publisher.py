@@ -26,7 +26,7 @@ class StatusPublisher:
         self._store = store
         self._jobs = jobs
         self._engine_pid = engine_pid
-        self._backend = store.catalogue.backend
+        self._backend = store.view.backend
         self._engine = uuid.uuid4().hex
         """Random name of this row, ``EngineStatus.engine``."""
         self._started = time.time()
@@ -92,4 +92,4 @@ class StatusPublisher:
     async def _write(self, row: bytes | None) -> None:
         """Replace the row of this engine; None: delete it."""
         publish = partial(self._backend.publish_status, self._engine, row)
-        await self._store.catalogue.call(publish)
+        await self._store.view.call(publish)

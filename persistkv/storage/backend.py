@@ -244,7 +244,11 @@ class Backend(ABC):
         return self.catalogue(namespace).changes(cursor)
 
     @abstractmethod
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    def read(
+        self,
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
+    ) -> list[bool]:
         """Fill the spans' buffers with stored bytes, unverified; return for each span whether it
         was filled. False is a miss: the pack is absent or too short, and the buffers have undefined
         content.
@@ -276,7 +280,11 @@ class Backend(ABC):
             if self.read(namespace, [span]) == [True]:
                 take(number, stored)
 
-    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+    def tables(
+        self,
+        namespace: bytes,
+        pack_ids: Sequence[bytes],
+    ) -> list[PackTable]:
         """Return the tables of these packs, in order, without packs that are not held or whose
         table is damaged."""
         return self.catalogue(namespace).tables(pack_ids)
@@ -288,7 +296,11 @@ class Backend(ABC):
         be deleted with the namespace's last content.
         """
 
-    def notes(self, namespace: bytes, names: Sequence[str]) -> list[bytes | None]:
+    def notes(
+        self,
+        namespace: bytes,
+        names: Sequence[str],
+    ) -> list[bytes | None]:
         """Return the content of several notes, in order; None for each that is absent or
         damaged."""
         return [self.note(namespace, name) for name in names]
@@ -298,7 +310,12 @@ class Backend(ABC):
         """Return the names of the notes about a namespace, in any order."""
 
     @abstractmethod
-    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+    def put_note(
+        self,
+        namespace: bytes,
+        name: str,
+        content: bytes | None,
+    ) -> None:
         """Write a note, replacing the one with the same name; None deletes it. It is durable on
         return.
 

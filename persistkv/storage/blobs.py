@@ -119,7 +119,11 @@ class Blobs(ABC):
         :raises StoreError: the medium failed; the iteration ends.
         """
 
-    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+    def erase(
+        self,
+        prefix: str,
+        names: Collection[str],
+    ) -> Sequence[str]:
         """Delete blobs with all older versions that the medium keeps, also versions of blobs that
         were deleted before. Other names are ignored.
 
@@ -174,7 +178,8 @@ def check_prefix(prefix: str) -> None:
     :raises ConfigurationError: it is neither empty nor a valid name followed by ``/`` (a
         ``ValueError``).
     """
-    if prefix and not (prefix.endswith("/") and is_name(prefix[:-1])):
+    is_valid = not prefix or (prefix.endswith("/") and is_name(prefix[:-1]))
+    if not is_valid:
         raise ConfigurationError(
             "prefix of blobs", prefix, "nothing, or parts of names, each followed by /"
         )

@@ -101,7 +101,12 @@ class CallsCheck:
         yield self._try("read", method="read", call=self._read)
         yield self._deleted()
 
-    def _try(self, check: str, method: str, call: Callable[[], str]) -> Check:
+    def _try(
+        self,
+        check: str,
+        method: str,
+        call: Callable[[], str],
+    ) -> Check:
         """Make a call, and return its outcome. If the medium does not answer, ``answers`` becomes
         False.
 
@@ -167,7 +172,8 @@ class CallsCheck:
     def _read(self) -> str:
         """Read the blob, and look for it in a list; return the defect of the answers."""
         found = bytearray(_PROBE_BYTES)
-        self._blobs.read(self._name, 0, _PROBE_BYTES, [memoryview(found)])
+        buffers = [memoryview(found)]
+        self._blobs.read(self._name, 0, _PROBE_BYTES, buffers)
         if bytes(found) != self._content:
             return "other bytes were read than were written"
         # list from a name just before the blob's, so that the list begins with the blob

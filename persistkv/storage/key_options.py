@@ -119,8 +119,9 @@ def _of_command(command: str) -> bytes:
             "key_command", command, f"a command that prints the key ({why})"
         ) from None
     if done.returncode:
-        messages = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        last_line = messages[-1] if messages else ""
+        errors = done.stderr.decode("utf-8", "replace")
+        lines = errors.strip().splitlines()
+        last_line = lines[-1] if lines else ""
         raise ConfigurationError(
             "key_command",
             command,

@@ -64,7 +64,8 @@ def existing_parent(path: Path) -> Path:
 
     :raises OSError: a parent may not be searched.
     """
-    return next(parent for parent in (path, *path.parents) if parent.exists())
+    candidates = (path, *path.parents)
+    return next(candidate for candidate in candidates if candidate.exists())
 
 
 def type_of(path: Path) -> str | None:

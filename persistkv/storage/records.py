@@ -155,7 +155,8 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_encodable(self) -> bool:
         """Whether a message can contain the id and the labels, which users choose."""
         request = self.request or ""
-        return are_encodable([request, *self.labels, *self.labels.values()])
+        labels = [*self.labels, *self.labels.values()]
+        return are_encodable([request, *labels])
 
     def includes(self, head: RequestManifest) -> bool:
         """Return whether the filter selects the context of this manifest."""
@@ -213,7 +214,8 @@ class RequestEnd(msgspec.Struct, frozen=True, array_like=True, tag=True):
     def is_encodable(self) -> bool:
         """Whether a message can contain ids, tenant and labels, which users choose."""
         names = [self.request, self.manifest_id, self.tenant]
-        return are_encodable([*names, *self.labels, *self.labels.values()])
+        labels = [*self.labels, *self.labels.values()]
+        return are_encodable(names + labels)
 
     @property
     def num_bytes(self) -> int:

@@ -133,7 +133,10 @@ class StoreThreads:
         self._readers.shutdown()
 
 
-async def _run_all(pool: ThreadPool, calls: Sequence[Callable[[], T]]) -> list[T]:
+async def _run_all(
+    pool: ThreadPool,
+    calls: Sequence[Callable[[], T]],
+) -> list[T]:
     """Run calls, and wait until all have ended; return their results in order."""
     futures = list(map(pool.submit, calls))
     try:
@@ -233,7 +236,11 @@ class ThreadPool:
         self.begin(future, partial(call, *arguments))
         return future
 
-    def begin(self, future: Future[T], call: Callable[[], T]) -> None:
+    def begin(
+        self,
+        future: Future[T],
+        call: Callable[[], T],
+    ) -> None:
         """Queue a call that completes ``future``, which the caller already holds. With ``submit``,
         an exception such as KeyboardInterrupt could leave the caller without the future of a queued
         call.
@@ -289,7 +296,12 @@ class ThreadPool:
                 oldest = min(oldest, begun_at)
         return now - oldest
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(
+        self,
+        wait: bool = True,
+        *,
+        cancel_futures: bool = False,
+    ) -> None:
         """Refuse further calls, and end the threads once the queued calls have run. Idempotent.
 
         :param wait: return only when the threads have ended, except those of abandoned calls.

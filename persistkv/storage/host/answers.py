@@ -62,7 +62,7 @@ class Answers:
         was read."""
         if self.probe_began is not None:
             seconds = time.monotonic() - self.probe_began
-            self.end_probe(protocol.Probed(0, seconds))
+            self.end_probe(protocol.Probed(num_bytes=0, seconds=seconds))
 
     # Totals
 

@@ -231,7 +231,12 @@ class StoreClient:
     # Opening
 
     @_exclusive
-    def open(self, timeout_s: float = 60.0, *, required: bool = True) -> None:
+    def open(
+        self,
+        timeout_s: float = 60.0,
+        *,
+        required: bool = True,
+    ) -> None:
         """Start the host and wait until the store is open, at most ``timeout_s`` seconds; an error
         may take a few seconds more.
 
@@ -387,7 +392,14 @@ class StoreClient:
         depth_bytes = b"" if depths is None else _as_u32(depths)
         packed = PackedKeys.of(keys)
         rows = _as_u32(block_ids)
-        message = protocol.StoreJob(job_id, packed, rows, request, depth_bytes, tenant)
+        message = protocol.StoreJob(
+            job_id,
+            keys=packed,
+            block_ids=rows,
+            request=request,
+            depths=depth_bytes,
+            tenant=tenant,
+        )
         self._expect_reply()
         self._in_flight.add_store(job_id, keys, num_bytes)
         self.supervisor.connection.send(message)
@@ -428,7 +440,11 @@ class StoreClient:
         """Fail a job that is not sent: the next ``poll`` returns it with all of its keys failed."""
         self.counters.refused_jobs += 1
         outcome = JobOutcome(
-            job_id, failed=list(keys), refused=True, num_bytes=0, seconds=0.0
+            job_id,
+            failed=list(keys),
+            refused=True,
+            num_bytes=0,
+            seconds=0.0,
         )
         self._in_flight.outcomes.append(outcome)
 
@@ -443,7 +459,8 @@ class StoreClient:
         self._expect_reply()
         now = time.monotonic()
         self._answers.begin_probe(now)
-        message = protocol.Probe(PackedKeys.of(keys), now, now + timeout_s)
+        packed = PackedKeys.of(keys)
+        message = protocol.Probe(packed, begin=now, deadline=now + timeout_s)
         self.supervisor.connection.send(message)
         return True
 

@@ -106,7 +106,12 @@ class InFlight:
             return True
         return self.queued_bytes + num_bytes <= self._max_queue_bytes
 
-    def add_store(self, job_id: int, keys: Sequence[bytes], num_bytes: int) -> None:
+    def add_store(
+        self,
+        job_id: int,
+        keys: Sequence[bytes],
+        num_bytes: int,
+    ) -> None:
         """Add a store job that is sent to the host."""
         self._jobs[job_id] = _SentJob(
             keys, num_bytes, is_load=False, begin=time.monotonic()

@@ -7,6 +7,7 @@ decoded.
 from __future__ import annotations
 
 from contextlib import suppress
+from operator import attrgetter
 
 import msgspec
 
@@ -103,4 +104,4 @@ def read_statuses(backend: Backend) -> list[EngineStatus]:
             body = seal.opened(_RECORD, row) if seal.encrypts else row
             status = _DECODE(body)
             found.append(status)
-    return sorted(found, key=lambda status: (status.started, status.engine))
+    return sorted(found, key=attrgetter("started", "engine"))

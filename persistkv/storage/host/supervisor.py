@@ -325,7 +325,11 @@ class Watchdog:
     work.
     """
 
-    def __init__(self, patience_s: float, cpu_wait_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        patience_s: float,
+        cpu_wait_s: Callable[[], float],
+    ) -> None:
         """:param cpu_wait_s: ``Host.cpu_wait_s`` of the watched host."""
         self.patience_s = patience_s
         """Time limit: seconds that the host may be silent. The owner may change it."""
@@ -349,7 +353,12 @@ class Watchdog:
         """Return the reading of a clock, in seconds, that stops while the host waits for a CPU."""
         return time.monotonic() - self._cpu_wait_s()
 
-    def is_silent(self, ping: Callable[[], None], *, load_due: bool) -> bool:
+    def is_silent(
+        self,
+        ping: Callable[[], None],
+        *,
+        load_due: bool,
+    ) -> bool:
         """Return whether the host has been silent for the time limit, so that the caller must kill
         it.
 
@@ -638,7 +647,13 @@ class Supervisor:
         self.host.release()
         self._enter(_Event.CLOSED)
 
-    def is_lost(self, *, owes: bool, load_due: bool, deadline: float) -> bool:
+    def is_lost(
+        self,
+        *,
+        owes: bool,
+        load_due: bool,
+        deadline: float,
+    ) -> bool:
         """Return whether the host has died, is silent for too long, or keeps rows of a load for too
         long. The caller must then call ``mark_lost``.
 

@@ -95,7 +95,11 @@ class BlockingStore:
         """End a request: the next commit writes its staged blocks and its manifest."""
         self.store.end_request(end)
 
-    def read(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[bytes]:
+    def read(
+        self,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+    ) -> list[bytes]:
         """Load blocks into rows; return the keys that failed. The content of their rows is
         undefined. Bad packs are deleted. See ``Store.read``."""
         return self._wait(self._read(keys, block_ids))

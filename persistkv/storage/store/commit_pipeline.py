@@ -50,7 +50,13 @@ class Staging:
     bytes are counted, and their keys are found.
     """
 
-    def __init__(self, max_bytes: int, max_age_s: float, *, gather_all: bool) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        max_age_s: float,
+        *,
+        gather_all: bool,
+    ) -> None:
         """:param max_bytes: bound on the raw bytes of all copies, which ``fits`` checks and ``add``
         does not.
         :param max_age_s: age in seconds at which a pack is due.
@@ -246,7 +252,7 @@ class Transaction(NamedTuple):
             if own.packs and others.packs:
                 return [others, own]
         alone = [Transaction([pack]) for pack in self.packs]
-        alone += [Transaction((), [end]) for end in self.ends]
+        alone += [Transaction(packs=(), ends=[end]) for end in self.ends]
         return alone
 
 

@@ -243,8 +243,8 @@ class Deleter:
         batches = await self._replacing_commits(replaced, keys)
         if is_checked:
             # check in the last commit, which deletes the packs; earlier ones only write manifests
-            needs = list(replaced)
-            batches[-1] = replace(batches[-1], seen=cursor, needs=needs)
+            last = batches[-1]
+            batches[-1] = replace(last, seen=cursor, needs=list(replaced))
         # write the new packs in the first batch, because manifests of all batches may name them
         batches[0] = replace(batches[0], packs=new_packs)
         for batch in batches:

@@ -265,7 +265,11 @@ def _empty_table() -> tuple[memoryview, int]:
     return words, slots
 
 
-def _matches(table: Fps, slots: int, wanted: Fps) -> tuple[_Flags, Ints]:
+def _matches(
+    table: Fps,
+    slots: int,
+    wanted: Fps,
+) -> tuple[_Flags, Ints]:
     """Return for each fingerprint whether the table has it, and the slot at which its probe ended:
     the first one that contains the fingerprint, else an empty one. ``table`` may have further
     elements behind its slots.
@@ -542,7 +546,8 @@ class Index:
         """Increases when the table is replaced: readers must map the new one."""
 
     def __contains__(self, key: bytes) -> bool:
-        return next(self._table.packs_of(_fingerprint(key)), 0) != 0
+        numbers = self._table.packs_of(_fingerprint(key))
+        return next(numbers, None) is not None
 
     def __len__(self) -> int:
         """Number of entries: blocks in all packs, and adopted keys."""
@@ -604,7 +609,11 @@ class Index:
 
     # Changes
 
-    def reload(self, tables: Iterable[PackTable], blocks: int | None = None) -> None:
+    def reload(
+        self,
+        tables: Iterable[PackTable],
+        blocks: int | None = None,
+    ) -> None:
         """Replace the whole content, adopted keys included. If iterating over ``tables`` raises,
         some packs are missing.
 
@@ -758,7 +767,13 @@ class Index:
 
     # The file
 
-    def save(self, path: Path, cursor: bytes, seal: Seal, name: bytes) -> None:
+    def save(
+        self,
+        path: Path,
+        cursor: bytes,
+        seal: Seal,
+        name: bytes,
+    ) -> None:
         """Write the index to a file for the next opening, unless it has fewer than 65,536 entries.
         A failure is only logged; the old file remains.
 
@@ -806,7 +821,12 @@ class Index:
             entries["pack"] = table.packs[slots]
             yield entries.tobytes()
 
-    def load(self, path: Path, seal: Seal, name: bytes) -> bytes | None:
+    def load(
+        self,
+        path: Path,
+        seal: Seal,
+        name: bytes,
+    ) -> bytes | None:
         """Fill an empty index from a file that ``save`` wrote, and return its cursor; None if the
         file is absent or damaged. The index is still empty then.
 
@@ -868,8 +888,7 @@ class Index:
         """Make the table that replaces the one in use, with room for ``more`` further keys;
         ``replace_some`` fills it. If such a table exists, it is kept, unless it is too small."""
         keys = self._table.live + more
-        is_large_enough = self._new is not None and self._new.room(_FILL) >= keys
-        if is_large_enough:
+        if self._new is not None and self._new.room(_FILL) >= keys:
             return
         # allocate before any change, because memory can be short
         new = _FingerprintTable(self._size_for(keys))

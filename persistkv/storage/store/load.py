@@ -251,7 +251,10 @@ def _any_encoded(reads: Iterable[FrameRead]) -> bool:
     return any(read.frame.encoded for read in reads)
 
 
-def _runs(reads: Iterable[FrameRead], most_gap_bytes: int) -> Iterator[list[FrameRead]]:
+def _runs(
+    reads: Iterable[FrameRead],
+    most_gap_bytes: int,
+) -> Iterator[list[FrameRead]]:
     """Divide frames into runs that one call can read: frames of one pack, ascending by offset, with
     at most ``most_gap_bytes`` between two of them. Padding up to the next page does not count."""
     run: list[FrameRead] = []
@@ -273,7 +276,10 @@ def _follows(before: FrameRead, read: FrameRead, most_gap_bytes: int) -> bool:
     return 0 <= gap_bytes <= most_gap_bytes
 
 
-def _cut_run(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRead]]:
+def _cut_run(
+    run: Sequence[FrameRead],
+    part_bytes: int,
+) -> Iterator[list[FrameRead]]:
     """Cut a run into parts of about ``part_bytes``, measured by offsets from the first frame. A
     frame belongs to the part in which it begins."""
     first = run[0].frame.offset
@@ -285,7 +291,10 @@ def _cut_run(run: Sequence[FrameRead], part_bytes: int) -> Iterator[list[FrameRe
         yield list(part)
 
 
-def _frames(pack: HeldPack, row_of: Mapping[bytes, int]) -> Iterator[FrameRead]:
+def _frames(
+    pack: HeldPack,
+    row_of: Mapping[bytes, int],
+) -> Iterator[FrameRead]:
     """Yield the frames of a pack that hold any of the wanted keys.
 
     :param row_of: wanted key → row that receives its block.
@@ -631,6 +640,10 @@ def _decode(
     # otherwise, copy each wanted block to its row
     all_bytes = np.frombuffer(decoded, dtype=np.uint8)
     blocks = all_bytes.reshape(frame.block_count, frame.block_bytes)
-    wanted = [position for position, row in enumerate(read.rows) if row != _UNWANTED]
-    wanted_rows = [read.rows[position] for position in wanted]
-    rows.scatter(frame.group, wanted_rows, blocks[wanted])
+    positions: list[int] = []
+    wanted_rows: list[int] = []
+    for position, row in enumerate(read.rows):
+        if row != _UNWANTED:
+            positions.append(position)
+            wanted_rows.append(row)
+    rows.scatter(frame.group, wanted_rows, blocks[positions])

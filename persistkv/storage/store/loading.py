@@ -119,13 +119,13 @@ class Loader:
             threads = self._view.threads
             results = await threads.read_until(reads, wanted.deadline)
         except TimeoutError:
-            return ReadOutcome(list(wanted.keys), is_late=True)
+            return ReadOutcome(failed=list(wanted.keys), is_late=True)
         except (OSError, MemoryError) as error:
             # reads raise nothing, so the error arose before any began: no row is in use
             why = describe_shortage(error)
             logger.warning("the blocks of a load job are misses: %s", why)
-            return ReadOutcome(list(wanted.keys))
-        outcome = ReadOutcome(missing)
+            return ReadOutcome(failed=list(wanted.keys))
+        outcome = ReadOutcome(failed=missing)
         for read, result in zip(reads, results, strict=True):
             # None: the read had not begun at the deadline, so all its blocks count as failed
             part_outcome = read.drop() if result is None else result

@@ -26,6 +26,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from operator import attrgetter
 
 import msgspec
 
@@ -190,7 +191,7 @@ class SavingsRecorder:
 
     def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
         """Add the restored tokens of one request to the totals, and to those of its labels."""
-        restored = Restored(1, tokens)
+        restored = Restored(requests=1, tokens=tokens)
         self._total.requests += 1
         self._total.tokens += tokens
         for name, value in labels.items():
@@ -271,7 +272,10 @@ def fold(backend: Backend, last_day: int) -> None:
                 backend.put_note(STORE, name, None)
 
 
-def _final_sources(backend: Backend, last_day: int) -> dict[str, list[str]]:
+def _final_sources(
+    backend: Backend,
+    last_day: int,
+) -> dict[str, list[str]]:
     """Group the sources of the days up to ``last_day`` by day and namespace.
 
     :returns: name of the note that will have the sum of a group → names of its sources.
@@ -324,8 +328,8 @@ def read_savings(backend: Backend) -> list[Savings]:
         is_complete = None not in contents
         if is_complete:
             break
-    totals = _sum_of_notes(contents)
-    return sorted(totals.values(), key=lambda total: total.tokens, reverse=True)
+    totals = _sum_of_notes(contents).values()
+    return sorted(totals, key=attrgetter("tokens"), reverse=True)
 
 
 def _counted_names(backend: Backend) -> list[str]:

@@ -283,7 +283,12 @@ class Jobs:
             # The lookup table may not tell their keys from those of held blocks with equal
             # fingerprints, so the report names them.
             self._publisher.send_report()
-        self._answer(job, outcome.failed, outcome.raw_bytes, is_late=outcome.is_late)
+        self._answer(
+            job,
+            outcome.failed,
+            num_bytes=outcome.raw_bytes,
+            is_late=outcome.is_late,
+        )
 
     async def _probe(self, message: protocol.Probe) -> None:
         """Read a few blocks, discard them, and answer how many bytes were read and how long that

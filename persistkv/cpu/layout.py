@@ -196,12 +196,12 @@ def group_layouts(
             for ref in refs:
                 tensor = kv_caches.tensors[ref.tensor_idx]
                 page_bytes = tensor.page_size_bytes * page_factor
+                first_page = cell_offset + offsets[ref.tensor_idx] * page_factor
+                end = first_page + page_bytes * block_size_factor
                 # a group may use only the start of each page
                 used_bytes = ref.page_size_bytes * page_factor
-                first_page = cell_offset + offsets[ref.tensor_idx] * page_factor
-                for position in range(block_size_factor):
-                    offset = first_page + position * page_bytes
-                    ranges.append((offset, used_bytes))
+                for page in range(first_page, end, page_bytes):
+                    ranges.append((page, used_bytes))
         layouts.append(GroupLayout(_merged_ranges(ranges)))
     return tuple(layouts)
 
@@ -383,9 +383,23 @@ def plan_copies(
     num_cpu_blocks = memory.rows[0].shape[0]
     _check_bounds("row", rows, num_cpu_blocks)
     pairs_by_group = _pair_blocks(gpu, rows, memory.block_size_factor)
-    # keyed by the pages to copy, so that groups that share pages are copied together
+    copies = []
+    for pages, parts in _pairs_by_pages(memory, pairs_by_group).items():
+        blocks = np.concatenate([part.blocks for part in parts])
+        sub_blocks = np.concatenate([part.sub_blocks for part in parts])
+        merged = PageCopies(pages.tensor_idx, pages.page_bytes, blocks, sub_blocks)
+        copies.append(merged)
+    return copies
+
+
+def _pairs_by_pages(
+    memory: KVMemory,
+    pairs_by_group: Sequence[BlockPairs],
+) -> dict[_Pages, list[BlockPairs]]:
+    """Return for the pages to copy the pairs of the groups that use them: groups that share pages
+    are copied together. Raise ValueError if a block does not exist."""
     pairs_by_pages: dict[_Pages, list[BlockPairs]] = {}
-    for refs, pairs in zip(groups, pairs_by_group, strict=True):
+    for refs, pairs in zip(memory.group_data_refs, pairs_by_group, strict=True):
         if not len(pairs.blocks):
             continue
         for ref in refs:
@@ -393,13 +407,7 @@ def plan_copies(
             _check_bounds("GPU block", pairs.blocks, num_gpu_blocks)
             pages = _Pages(ref.tensor_idx, ref.page_size_bytes)
             pairs_by_pages.setdefault(pages, []).append(pairs)
-    copies = []
-    for pages, parts in pairs_by_pages.items():
-        blocks = np.concatenate([part.blocks for part in parts])
-        sub_blocks = np.concatenate([part.sub_blocks for part in parts])
-        merged = PageCopies(pages.tensor_idx, pages.page_bytes, blocks, sub_blocks)
-        copies.append(merged)
-    return copies
+    return pairs_by_pages
 
 
 def _pair_blocks(

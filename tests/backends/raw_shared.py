@@ -7,8 +7,6 @@ from typing import NamedTuple
 from persistkv.storage.blobs import Blobs
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.shared import SharedBackend
-from persistkv.storage.shared.format import Names
-from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance import RawKind, RawStore
 
 
@@ -29,14 +27,16 @@ class RawShared(RawStore):
 
     def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
-            with self._replica(namespace).rows() as rows:
+            replica = self.backend.opened_namespace(namespace).replica
+            with replica.rows() as rows:
                 return bytes(rows.get(*_row(kind, namespace, name)) or b"")
         place = self._place(kind, namespace, name)
         return self._read(place.blob)[place.start : place.stop]
 
     def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
         if kind in (RawKind.TABLE, RawKind.MANIFEST):
-            with self._replica(namespace).rows(write=True) as rows:
+            replica = self.backend.opened_namespace(namespace).replica
+            with replica.rows(write=True) as rows:
                 rows.put(*_row(kind, namespace, name), data)
             return
         place = self._place(kind, namespace, name)
@@ -50,12 +50,9 @@ class RawShared(RawStore):
         self.blobs.read(blob, 0, size, [memoryview(content)])
         return bytes(content)
 
-    def _replica(self, namespace: bytes) -> Replica:
-        return self.backend._open(namespace).replica
-
     def _place(self, kind: RawKind, namespace: bytes, name: bytes) -> _Place:
-        replica = self._replica(namespace)
-        names = Names(namespace, self.backend._medium.keys.keyring_id)
+        opened = self.backend.opened_namespace(namespace)
+        replica, names = opened.replica, opened.names
         if kind is RawKind.PAYLOAD:
             held = replica.blobs([name])[name]
             return _Place(names.pack(name + held.nonce), 0, held.table.payload_length)

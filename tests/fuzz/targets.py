@@ -551,13 +551,19 @@ class SharedDeltas(Target):
 
 
 @contextmanager
-def replica_of(delta: Delta) -> Iterator[Replica]:
-    """Return a replica that has applied a delta."""
+def replica_of(
+    delta: Delta,
+    forgotten: ForgottenTenants | None = None,
+) -> Iterator[Replica]:
+    """Return a replica that has applied a delta.
+
+    :param forgotten: see ``Replica``.
+    """
     with tempfile.TemporaryDirectory() as directory:
         replica = Replica(
             Path(directory),
             IDENTITY.digest,
-            forgotten=ForgottenTenants(),
+            forgotten=forgotten,
             map_bytes=64 << 20,
         )
         replica.apply([(SHARED_OBJECT, delta)])
@@ -650,11 +656,12 @@ class ForgetRecords(Target):
             "records change when they are encoded again",
         )
         content = shared_delta([pack.table for pack in PACKS])
-        with replica_of(content) as replica:
-            replica._forgotten.add(records)
+        forgotten = ForgottenTenants()
+        with replica_of(content, forgotten) as replica:
+            forgotten.add(records)
             replica.remove_forgotten()
             check_replica(replica, PACKS)
-            is_forgotten = replica._forgotten.covers(DEFAULT_TENANT, PLAIN_KEY, 1.7e9)
+            is_forgotten = forgotten.covers(DEFAULT_TENANT, PLAIN_KEY, 1.7e9)
             held = replica.held(pack.pack_id for pack in PACKS)
             require(
                 len(held) == (0 if is_forgotten else len(PACKS)),

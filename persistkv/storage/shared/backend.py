@@ -60,6 +60,7 @@ from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import Clock
 from persistkv.storage.shared.forgetting.forget import Forgetting
 from persistkv.storage.shared.format import MAX_SMALL_BYTES
+from persistkv.storage.shared.keys import StoreKeys
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.storage.shared.opened import OpenedNamespaces
 from persistkv.storage.shared.options import SharedOptions, parse_shared
@@ -157,6 +158,11 @@ class SharedBackend(Backend):
     def seal(self) -> Seal:
         return self._medium.seal
 
+    @property
+    def keys(self) -> StoreKeys:
+        """Data keys of the store, as this handle knows them."""
+        return self._medium.keys
+
     @classmethod
     def open_blobs(
         cls,
@@ -238,7 +244,7 @@ class SharedBackend(Backend):
         skipped: Counter[str] = Counter()  # reason → number of blobs
         num_namespaces = 0
         for namespace in self.namespaces():
-            opened = self._open(namespace.id)
+            opened = self.opened_namespace(namespace.id)
             committed, skipped_here = opened.rebuild(progress)
             tables += committed
             skipped += skipped_here
@@ -388,7 +394,7 @@ class SharedBackend(Backend):
         """Return the namespace of an identity, and add it to the store if it is missing.
 
         :raises ConfigurationError: the identity is too large for its blob.
-        :raises StoreError: see ``_find_namespace`` and ``_open``.
+        :raises StoreError: see ``_find_namespace`` and ``opened_namespace``.
         """
         self._check_open()
         length = len(identity.encode())
@@ -404,7 +410,7 @@ class SharedBackend(Backend):
             # if the medium does not answer now, a later ``step`` or ``commit`` writes the identity
             with suppress(UnavailableError):
                 self._identities.write_new()
-        self._open(found.id)
+        self.opened_namespace(found.id)
         return found
 
     def _open_later(self, identity: Identity) -> Namespace:
@@ -442,7 +448,7 @@ class SharedBackend(Backend):
         self._identities.add(namespace, writes=not self._read_only)
         return namespace
 
-    def _open(self, namespace_id: bytes) -> SharedNamespace:
+    def opened_namespace(self, namespace_id: bytes) -> SharedNamespace:
         """Return a namespace; the first call opens it. Its index may be read later, if the medium
         does not answer.
 
@@ -527,7 +533,7 @@ class SharedBackend(Backend):
         if tenants_without_key:
             self._medium.keys.make(tenants_without_key)
         self._identities.write_new()
-        opened = self._open(namespace)
+        opened = self.opened_namespace(namespace)
         # read everything before a deletion, because requests of other engines may name the packs
         has_deletions = batch.deletions or batch.bad or batch.manifest_deletions
         if has_deletions or self._options.always_refreshes:
@@ -582,7 +588,7 @@ class SharedBackend(Backend):
         namespace: bytes,
         manifest_ids: Sequence[str],
     ) -> list[ManifestKeys | None]:
-        packs = self._open(namespace).packs
+        packs = self.opened_namespace(namespace).packs
         return self._medium.loads.all(packs.manifest_keys, manifest_ids)
 
     def stats(self) -> BackendStats:
@@ -622,32 +628,34 @@ class SharedBackend(Backend):
         check_tenant("tenant", tenant)
         self._check_open(writes=True)
         self._refresh_policy()
-        namespaces = [self._open(namespace.id) for namespace in self.namespaces()]
+        namespaces = [
+            self.opened_namespace(namespace.id) for namespace in self.namespaces()
+        ]
         forgetting = Forgetting(self._medium, self._policy, namespaces, tenant)
         return forgetting.run()
 
     def merge_state(self, namespace: bytes) -> MergeState:
-        return self._open(namespace).merge_state()
+        return self.opened_namespace(namespace).merge_state()
 
     def _fresh(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace for a query, after a refresh if the option ``refresh`` is 0."""
         if self._options.always_refreshes:
             return self._refreshed(namespace)
-        return self._open(namespace)
+        return self.opened_namespace(namespace)
 
     def _refreshed(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace after reading everything that is durable now."""
         self._refresh_policy()
         # the store may lack the identity if it has answered for the first time, or was replaced
         self._identities.write_new()
-        opened = self._open(namespace)
+        opened = self.opened_namespace(namespace)
         opened.refresh()
         return opened
 
     def _searched(self, namespace: bytes, pack_ids: Sequence[bytes]) -> SharedNamespace:
         """Return a namespace. If the option ``refresh`` is 0, search the store for packs that are
         not known."""
-        opened = self._open(namespace)
+        opened = self.opened_namespace(namespace)
         if not self._options.always_refreshes:
             return opened
         wanted = set(pack_ids)
@@ -659,7 +667,7 @@ class SharedBackend(Backend):
     def index_file(self, namespace: bytes) -> Path | None:
         if not self._policy.has_answered():
             return None
-        return self._open(namespace).index_file()
+        return self.opened_namespace(namespace).index_file()
 
     @property
     def requests(self) -> Mapping[str, int]:

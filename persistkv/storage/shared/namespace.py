@@ -58,17 +58,18 @@ class SharedNamespace:
         self._medium = medium
         self._folder = folder
         self._is_writable = is_writable
-        self._names = Names(namespace, medium.keys.keyring_id)
+        self.names = Names(namespace, medium.keys.keyring_id)
+        """Names of its blobs."""
         self.replica: Replica = folder.open(namespace)
-        self.reader = IndexReader(medium, self._names, self.replica)
+        self.reader = IndexReader(medium, self.names, self.replica)
         """Reads objects of the index into the replica."""
-        self.merger = Merger(medium, self._names, self.replica, self.reader)
+        self.merger = Merger(medium, self.names, self.replica, self.reader)
         """Merges commits, and deletes blobs that merges have replaced."""
-        self.packs = PackBlobs(medium, self._names, self.replica, self._lose)
+        self.packs = PackBlobs(medium, self.names, self.replica, self._lose)
         """Uploads and reads packs."""
         self._inbox = Inbox(
             medium,
-            self._names,
+            self.names,
             self.replica,
             self.packs,
             self.reader,
@@ -84,7 +85,7 @@ class SharedNamespace:
         """Reads the commits of other engines, when it is time."""
         self._limits = NamespaceLimits(board, self.replica, medium, options.policy)
         """Limits that merges enforce."""
-        self._sweeper = Sweeper(medium, self._names, self.replica)
+        self._sweeper = Sweeper(medium, self.names, self.replica)
         """Deletes old blobs that nothing names."""
         clock = medium.clock
         self._lock = clock.lock()
@@ -155,7 +156,7 @@ class SharedNamespace:
 
     def erase(self, tenant: str, removals: Removals) -> Sequence[str]:
         """Delete the blobs of a tenant that the index names; see ``Eraser.erase``."""
-        eraser = Eraser(self._medium, self._names, self.replica, tenant)
+        eraser = Eraser(self._medium, self.names, self.replica, tenant)
         return eraser.erase(removals)
 
     def erase_rest(self, tenant: str) -> Erased:
@@ -166,7 +167,7 @@ class SharedNamespace:
         """
         with self._lock:
             self._remove_forgotten()
-            eraser = Eraser(self._medium, self._names, self.replica, tenant)
+            eraser = Eraser(self._medium, self.names, self.replica, tenant)
             erased = eraser.erase_unnamed()
             # the index needs no change: destroyed keys seal the tenant's content in it
             if self._medium.seal.encrypts:
@@ -293,7 +294,7 @@ class SharedNamespace:
         """
         with self._lock:
             self.refresh()
-            rebuilder = Rebuilder(self._medium, self._names, self.replica, progress)
+            rebuilder = Rebuilder(self._medium, self.names, self.replica, progress)
             return rebuilder.rebuild(), rebuilder.skipped
 
     def merge_state(self) -> MergeState:

@@ -6,12 +6,11 @@ Slow on a simulated server, and the store is the same on each medium: the short 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
-from persistkv.storage.shared.format import Names
 from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance import (
     BackendConformance,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 class RawS3(RawStore):
     """Raw access with boto3, and to the rows of the local catalogue."""
 
-    def __init__(self, client: Any, bucket: str, backend: S3Backend) -> None:
+    def __init__(self, client: S3Client, bucket: str, backend: S3Backend) -> None:
         self.client = client
         self.bucket = bucket
         self.backend = backend
@@ -53,7 +52,7 @@ class RawS3(RawStore):
         )
 
     def _replica(self, namespace: bytes) -> Replica:
-        return self.backend._open(namespace).replica
+        return self.backend.opened_namespace(namespace).replica
 
     def _row(self, kind: RawKind, namespace: bytes, name: bytes) -> tuple[str, bytes]:
         if kind is RawKind.TABLE:
@@ -69,8 +68,8 @@ class RawS3(RawStore):
         namespace: bytes,
         name: bytes,
     ) -> tuple[str, int, int]:
-        replica = self._replica(namespace)
-        names = Names(namespace, self.backend._medium.keys.keyring_id)
+        opened = self.backend.opened_namespace(namespace)
+        replica, names = opened.replica, opened.names
         if kind is RawKind.PAYLOAD:
             held = replica.blobs([name])[name]
             return (

@@ -352,7 +352,7 @@ def live_as_writer(backend: S3Backend, raw_client: S3Client) -> None:
     for row in (b"status", None):
         backend.publish_status("engine", row)
     merge_all(backend, raw_client)
-    backend._open(NAMESPACE).sweep()
+    backend.opened_namespace(NAMESPACE).sweep()
     backend.rebuild_index(lambda done, total: None)
     assert read_pack(backend, NAMESPACE, gone.table) is None
 

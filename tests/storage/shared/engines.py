@@ -69,7 +69,7 @@ class Engine:
             self._note(f"could not open: {error}")
             return
         # not ``is_rotated``: the key may have been replaced while the handle was opened
-        self._has_new_key = backend._medium.keys.key_id == NEW_KEY.id
+        self._has_new_key = backend.keys.key_id == NEW_KEY.id
         self._process.spawn(lambda: self._work(backend))
         self._use(backend)
         calm = self._history.time.calm

@@ -156,8 +156,7 @@ class SimulatedStore(SharedBackend):
     def abandon(self) -> None:
         """Release what the operating system releases when a process is killed."""
         for namespace in self._opened:
-            namespace.replica._env.close()
-            namespace._folder._release()
+            namespace.discard()
 
 
 class Timeline:
@@ -413,7 +412,7 @@ class History:
             backend = self.open(process)
             for identity in IDENTITIES:
                 namespace = backend.open_namespace(identity).id
-                backend._open(namespace).sweep()
+                backend.opened_namespace(namespace).sweep()
             backend.close()
 
     def _jump(self) -> None:

@@ -75,7 +75,7 @@ def test_capacity_is_shared_by_namespaces(town: Town) -> None:
         town.run(4)
     town.run(120)
     total = sum(
-        engine.backend._open(name).replica.disk_bytes()
+        engine.backend.opened_namespace(name).replica.disk_bytes()
         for engine, name in zip(engines, names, strict=True)
     )
     assert 400_000 < total <= 630_000

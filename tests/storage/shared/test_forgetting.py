@@ -17,6 +17,7 @@ from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.keys import StoreKey
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared.format import Delta, encode, seal_object
+from persistkv.storage.shared.replica import Limits
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, tables
@@ -263,7 +264,7 @@ def test_request_with_id_of_before_is_stored_again_everywhere(town: Town) -> Non
     forget(town)
     engine = town.engine()
     store_one(engine, "anna", 1)
-    unaware.backend._open(NAMESPACE).reader.refresh(inbox_age_s=0.0)
+    unaware.backend.opened_namespace(NAMESPACE).reader.refresh(inbox_age_s=0.0)
     town.run(200)
     for other in (unaware, engine):
         assert content_of(other, "anna") == (1, ["planted-by-anna-1"])
@@ -283,9 +284,7 @@ def test_late_commit_under_destroyed_key_is_never_shown_and_others_are_merged(
     town.run(3600)
     planted |= store_one(late, "anna", 2)
     store_one(late, "berta", 3)
-    late.backend._open(NAMESPACE).merger.merge(
-        late.backend._open(NAMESPACE)._limits.current
-    )
+    late.backend.opened_namespace(NAMESPACE).merger.merge(Limits())
     town.run(3600)
     assert not town.names("/inbox/")
     assert fresh_content(town, "anna") == (0, [])
@@ -361,9 +360,9 @@ def test_base_of_an_engine_that_has_not_learned_it_keeps_later_content(
     other = town.engine()
     store_one(other, "anna", 2)
     store_one(other, "berta", 3)
-    namespace = unaware.backend._open(NAMESPACE)
+    namespace = unaware.backend.opened_namespace(NAMESPACE)
     namespace.reader.refresh(inbox_age_s=0.0)
-    namespace.merger.merge(namespace._limits.current)
+    namespace.merger.merge(Limits())
     namespace.merger.write_base(1)
     town.server.delete(
         [name for name in town.names("/index/") if "/00010001-" not in name]
@@ -389,7 +388,7 @@ def test_second_key_of_the_same_moment_is_destroyed_too(town: Town) -> None:
         names = town.names("/tenants/")
         kept = {name: town.data(name) for name in names}
         town.server.delete(names)
-        late.backend._medium.keys.drop([known.data_key])
+        late.backend.keys.drop([known.data_key])
         store_one(late, "anna", 2)
         for name, data in kept.items():
             town.server.put(name, [data])

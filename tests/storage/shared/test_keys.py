@@ -281,7 +281,7 @@ def test_sweep_of_a_handle_that_lacks_a_data_key_spares_what_it_cannot_read(
     second.store(second.pack(1))
     town.kill(second)
     town.now += 9 * 86_400.0
-    assert first.backend._open(NAMESPACE).sweep() == 0
+    assert first.backend.opened_namespace(NAMESPACE).sweep() == 0
     third = town.engine(key_env="PERSISTKV_OTHER_KEY")
     (table,) = tables(third.backend, NAMESPACE).values()
     assert read_pack(third.backend, NAMESPACE, table) is not None

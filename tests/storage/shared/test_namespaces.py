@@ -108,7 +108,7 @@ def test_horizon_of_ten_thousand_namespaces_is_found_in_seconds(town: Town) -> N
         ages = [(oldest + step, 1000 * (step + 1)) for step in range(64)]
         everything.append(Totals(64_000, ages))
     began = time.process_time()
-    horizon = totals_module._horizon(everything, 320_000_000, free=20_000_000)
+    horizon = totals_module.eviction_horizon(everything, 320_000_000, free=20_000_000)
     assert time.process_time() - began < 5.0
     used = sum(totals.used_until(horizon) for totals in everything)
     assert 340_000_000 <= used <= 340_064_000

@@ -58,7 +58,7 @@ def test_own_commit_in_a_base_of_another_engine_ends_the_merges_of_its_writer(
     town.run(6)
     second.store(sample_pack(NAMESPACE, 3))
     town.run(6)
-    second.backend._open(NAMESPACE).merger.write_base()
+    second.backend.opened_namespace(NAMESPACE).merger.write_base()
     town.run(900)
     town.engines.append(first)
     town.run(60)
@@ -73,7 +73,7 @@ def test_deleted_object_that_latest_names_is_requested_at_most_once(town: Town) 
     for seed in range(4):
         first.store(sample_pack(NAMESPACE, seed))
         town.run(6)
-    first.backend._open(NAMESPACE).merger.write_base()
+    first.backend.opened_namespace(NAMESPACE).merger.write_base()
     town.run(2 * HOUR_S)
     second = town.engine()
     town.run(60)
@@ -130,7 +130,7 @@ def test_commit_that_needs_room_while_a_sweep_hangs_returns(tmp_path: Path) -> N
         world.hangs.append(Hang("LIST", "/packs/", HOUR_S, before=True))
 
         def sweep() -> None:
-            backend._open(namespace).sweep()
+            backend.opened_namespace(namespace).sweep()
 
         process.spawn(sweep)
         while world.hangs:

@@ -165,11 +165,9 @@ def junk_in(town: Town, name: str, data: bytes = b"junk" * 20) -> str:
 
 def newer_object(name: str) -> bytes:
     """Return an index object of a later release."""
-    header = index_format._HEADER.pack(
-        index_format._MAGIC, index_format.FORMAT_VERSION + 1
-    )
-    content = header + b"later"
-    return PLAIN.sealed(index_format.record_name(NAMESPACE, name), content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_format, "FORMAT_VERSION", index_format.FORMAT_VERSION + 1)
+        return seal_object(name, b"later", PLAIN, NAMESPACE)
 
 
 def test_junk_costs_only_itself(town: Town) -> None:
@@ -208,13 +206,13 @@ def test_newer_object_is_never_included_nor_deleted_and_blocks_the_sweep(
     for seed in range(10):
         first.store(pack(seed))
         town.run(4)
-    first.backend._open(NAMESPACE).merger.write_base()
+    first.backend.opened_namespace(NAMESPACE).merger.write_base()
     town.kill(first)
     first = town.engine()
     town.run(10)
     assert any(is_base(name) for name in town.names("/index/") if name not in newer)
     town.now += 9 * DAY_S
-    assert first.backend._open(NAMESPACE).sweep() == 0
+    assert first.backend.opened_namespace(NAMESPACE).sweep() == 0
     assert set(newer) <= set(town.names("/in"))
     assert town.names(orphan) == [orphan]
     ours = set(town.names("/index/")) - set(newer)
@@ -292,10 +290,11 @@ def test_store_that_vanishes_for_a_while_loses_nothing(town: Town) -> None:
     first = town.engine()
     first.store(pack(1))
     town.run(6)
-    held = dict(town.server._held)
-    town.server._held.clear()
+    held = {name: town.data(name) for name in town.names("")}
+    town.server.delete(list(held))
     assert read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id)) is None
-    town.server._held.update(held)
+    for name, data in held.items():
+        town.server.put(name, [data])
     assert first.held() == {pack(1).pack_id}
     assert (
         read_pack(first.backend, NAMESPACE, table_of(first, pack(1).pack_id))
@@ -317,7 +316,7 @@ def test_base_includes_what_was_read_and_its_objects_are_deleted_after_ten_minut
     for seed in range(66):
         first.store(pack(seed))
         town.run(5)
-    first.backend._open(NAMESPACE).merger.write_base()
+    first.backend.opened_namespace(NAMESPACE).merger.write_base()
     assert any(is_base(name) for name in town.names("/index/"))
     assert len(town.names("/index/")) > 60
     town.run(1000)  # ten minutes, and up to 375 s until an idle engine lists the index
@@ -335,7 +334,7 @@ def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
     for seed in range(70):
         first.store(pack(seed))
         town.run(5)
-    first.backend._open(NAMESPACE).merger.write_base()
+    first.backend.opened_namespace(NAMESPACE).merger.write_base()
     town.run(120)
     last = next(name for name in town.names("/index/") if town.delta(name).parts)
     parts = set(town.delta(last).parts)
@@ -361,7 +360,7 @@ def test_base_keeps_requests_pins_and_young_tombstones(town: Town) -> None:
     town.run(6)
     first.backend.commit(NAMESPACE, CommitBatch(deletions=[two.pack_id]))
     town.run(6)
-    first.backend._open(NAMESPACE).merger.write_base()
+    first.backend.opened_namespace(NAMESPACE).merger.write_base()
     town.run(1000)
     (base,) = town.names("/index/")
     delta = town.delta(base)
@@ -437,7 +436,7 @@ def test_replica_is_kept_after_a_clean_end_only(town: Town) -> None:
     assert second.calls("read", "/index/") == 0
     assert len(second.held()) == 30
     town.kill(second)
-    second.backend._open(NAMESPACE)._folder._release()
+    second.backend.opened_namespace(NAMESPACE).discard()
     third = town.engine(cache="machine")
     assert third.calls("read", "/index/") > 0
     assert len(third.held()) == 30
@@ -628,7 +627,11 @@ def content_of_frames(table: PackTable) -> list[bytes]:
 
 
 def held_nonce(engine: Engine) -> bytes:
-    (blob,) = engine.backend._open(NAMESPACE).replica.blobs([pack(1).pack_id]).values()
+    (blob,) = (
+        engine.backend.opened_namespace(NAMESPACE)
+        .replica.blobs([pack(1).pack_id])
+        .values()
+    )
     return blob.nonce
 
 
@@ -683,7 +686,7 @@ def sweep_during_a_commit(town: Town, sweeper: Engine) -> None:
 
     def sweep(name: str) -> None:
         if NAMES.is_commit(name):
-            sweeper.backend._open(NAMESPACE).sweep()
+            sweeper.backend.opened_namespace(NAMESPACE).sweep()
             town.server_ahead_s = 0.0
 
     writer.blobs.before("put", sweep)
@@ -744,7 +747,7 @@ def test_sweep_spares_packs_that_only_others_name(town: Town) -> None:
     town.now += 2 * DAY_S
     second.blobs.clear_faults()
     second.open()
-    second.backend._open(NAMESPACE).sweep()
+    second.backend.opened_namespace(NAMESPACE).sweep()
     assert len(town.names("/packs/")) == 1
 
 
@@ -761,8 +764,8 @@ def test_objects_without_the_key_do_not_exist(town: Town, key: str) -> None:
     first = town.engine(key_env=key)
     held = first.pack(1)
     first.store(held)
-    forged = index_format.Names(NAMESPACE, first.backend._medium.keys.keyring_id)
-    name = forged.new_commit(random.Random(1))
+    names = first.backend.opened_namespace(NAMESPACE).names
+    name = names.new_commit(random.Random(1))
     entry = index_format.PackEntry(pack(2).pack_id, bytes(NONCE_BYTES), b"", START)
     body = index_format.encode(Delta(packs=[entry]))
     town.server.put(name, [seal_object(name, body, PLAIN, NAMESPACE)])

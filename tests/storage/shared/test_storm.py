@@ -20,6 +20,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import UnavailableError
 from persistkv.storage.shared.index import merge
+from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.testing.blobs import METHODS
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of
@@ -60,6 +61,8 @@ class Storm:
         """Acknowledged packs that no engine has tried to delete: id → number."""
         self.unknown: set[bytes] = set()
         """Packs that may be there or not: their commit or deletion has failed."""
+        self._namespaces: dict[Engine, SharedNamespace] = {}
+        """What the engines have opened."""
         for _ in range(ENGINES):
             self._start()
 
@@ -97,6 +100,8 @@ class Storm:
         engine.store(new)
         self.unknown.discard(new.pack_id)
         self.live[new.pack_id] = number
+        # the commit has opened the namespace, if the medium failed at the start of the engine
+        self._namespaces[engine] = engine.backend.opened_namespace(NAMESPACE)
 
     def _delete(self, engine: Engine) -> None:
         held = sorted(engine.held() & self.live.keys())
@@ -115,10 +120,10 @@ class Storm:
             self._town.stop(engine)
 
     def _base(self, engine: Engine) -> None:
-        engine.backend._open(NAMESPACE).merger.write_base()
+        engine.backend.opened_namespace(NAMESPACE).merger.write_base()
 
     def _sweep(self, engine: Engine) -> None:
-        engine.backend._open(NAMESPACE).sweep()
+        engine.backend.opened_namespace(NAMESPACE).sweep()
 
     def _fail_calls(self, engine: Engine) -> None:
         method = self._draw.choice(METHODS)
@@ -151,7 +156,11 @@ class Storm:
             engine.blobs.before(method, lambda _: self._interrupt(engine))
             engine.blobs.after(method, lambda _: self._interrupt(engine))
         engine.blobs.split_lists(between=lambda: self._interrupt(engine))
-        self._let(Engine.open, engine)
+        self._let(self._open, engine)
+
+    def _open(self, engine: Engine) -> None:
+        engine.open()
+        self._namespaces[engine] = engine.backend.opened_namespace(NAMESPACE)
 
     def _interrupt(self, engine: Engine) -> None:
         """Kill the engine in the middle of a call, or let another one act meanwhile."""
@@ -181,7 +190,7 @@ class Storm:
         """Return the engines with commits that are not merged."""
         found: list[Engine] = []
         for engine in self._town.engines:
-            namespace = engine.backend._opened.find(NAMESPACE)
+            namespace = self._namespaces.get(engine)
             if namespace is not None and namespace.merger.own_commits:
                 found.append(engine)
         return found
@@ -223,7 +232,7 @@ class Storm:
         self._sleep_for_a_day()
         self._town.run(60)
         engine = self._town.engines[0]
-        engine.backend._open(NAMESPACE).sweep()
+        engine.backend.opened_namespace(NAMESPACE).sweep()
         self.check()
         held = tables(engine.backend, NAMESPACE)
         blobs = self._town.names("/packs/")

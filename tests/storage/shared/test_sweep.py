@@ -53,7 +53,7 @@ def lost_while_a_commit_is_merged(seed: int, directory: Path) -> bool:
         world.hangs.append(
             Hang("LIST", "/inbox/", MINUTE_S, before=True, follows="/swept")
         )
-        backend._open(NAMESPACE).sweep()
+        backend.opened_namespace(NAMESPACE).sweep()
 
     def merge(process: Process) -> None:
         process.sleep(MINUTE_S)
@@ -79,7 +79,7 @@ def lost_while_a_base_is_written(seed: int, directory: Path) -> bool:
         world.hangs.append(
             Hang("LIST", "/index/", HOUR_S, before=False, follows="/swept")
         )
-        backend._open(NAMESPACE).sweep()
+        backend.opened_namespace(NAMESPACE).sweep()
 
     def merge(process: Process) -> None:
         process.sleep(MINUTE_S)
@@ -89,7 +89,7 @@ def lost_while_a_base_is_written(seed: int, directory: Path) -> bool:
             process.sleep(20.0)
             backend.step()
         process.sleep(26 * HOUR_S - MINUTE_S)
-        backend._open(NAMESPACE).merger.write_base()
+        backend.opened_namespace(NAMESPACE).merger.write_base()
         process.sleep(20 * MINUTE_S)
         backend.step()  # deletes what the base includes
 

@@ -69,7 +69,7 @@ def test_background_thread_survives_an_unexpected_exception() -> None:
 @pytest.mark.usefixtures("quick_switches")
 def test_commits_beside_lists_of_the_index_raise_nothing() -> None:
     backend = opened(MemoryBlobs())
-    namespace = backend._open(NAMESPACE)
+    namespace = backend.opened_namespace(NAMESPACE)
     namespace.replica.mark_contained([f"old{number}" for number in range(3000)])
     failures: list[BaseException] = []
     stops = threading.Event()
@@ -97,7 +97,7 @@ def test_deletions_are_planned_beside_the_thread_that_deletes(
 ) -> None:
     monkeypatch.setattr("persistkv.storage.shared.index.deletions._TOMBSTONE_S", 0.0)
     backend = opened(MemoryBlobs())
-    deletions = backend._open(NAMESPACE).merger.deletions
+    deletions = backend.opened_namespace(NAMESPACE).merger.deletions
     failures: list[BaseException] = []
     stops = threading.Event()
 
@@ -122,7 +122,7 @@ def test_replica_is_closed_only_when_no_thread_reads_it(tmp_path: Path) -> None:
     """Its rows are views of a memory map, which closing removes."""
     backend = opened(MemoryBlobs())
     backend.commit(NAMESPACE, CommitBatch([pack(1)]))
-    replica = backend._open(NAMESPACE).replica
+    replica = backend.opened_namespace(NAMESPACE).replica
     began, ends = threading.Event(), threading.Event()
     found: list[int] = []
 

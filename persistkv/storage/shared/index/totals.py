@@ -473,7 +473,7 @@ def _tenant_horizons(
     horizons: dict[bytes, float] = {}
     for digest, quota in _quotas(policy):
         parts = _parts_of(digest, all_totals)
-        horizon = _horizon(parts, quota, free=0)
+        horizon = eviction_horizon(parts, quota, free=0)
         if horizon > -math.inf:
             horizons[digest] = horizon
     return horizons
@@ -549,12 +549,12 @@ def _store_horizon(
 
 
 def _horizon_with_free_part(all_totals: Sequence[Totals], limit: int) -> float:
-    """Return ``_horizon`` with 1/16 of the limit free, into which the namespaces grow before they
-    exchange totals again."""
-    return _horizon(all_totals, limit, free=limit // _FREE_SHARE)
+    """Return ``eviction_horizon`` with 1/16 of the limit free, into which the namespaces grow
+    before they exchange totals again."""
+    return eviction_horizon(all_totals, limit, free=limit // _FREE_SHARE)
 
 
-def _horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
+def eviction_horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
     """Return the time before which content is evicted, to leave ``free`` bytes of a limit free;
     minus infinity: nothing is evicted.
 

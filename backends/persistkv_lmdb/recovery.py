@@ -55,11 +55,9 @@ class Erasures(NamedTuple):
 
     last: int
     """Number of the last one; 0: there is none."""
-    of_all: int
-    """Number of the last one that covers all packs; 0: there is none."""
     by_name: Mapping[int, int]
-    """Checksum of a pack's name → number of the name's last erasure. The key ``_ALL`` is that
-    of the erasures that cover all packs."""
+    """Checksum of a pack's name → number of the name's last erasure. The key ``_ALL`` stands for
+    all packs: its value is the number of the last erasure that covers them."""
 
     def covers(self, name: bytes, last_erasure: int) -> bool:
         """Return whether a pack was deleted after it had been written, so that a rebuild must not
@@ -69,8 +67,8 @@ class Erasures(NamedTuple):
         :param last_erasure: number of the last erasure when the pack was written.
         """
         of_name = self.by_name.get(_checksum(name), 0)
-        covering = max(self.of_all, of_name)
-        return last_erasure < covering
+        of_all = self.by_name.get(_ALL, 0)
+        return last_erasure < max(of_name, of_all)
 
 
 class RecoveryFiles:
@@ -96,14 +94,14 @@ class RecoveryFiles:
             return
         path = self._identity_path(namespace)
         with suppress(OSError):
-            # Begin the list of erasures, with a record that covers nothing, while the disk has
+            # Also begin the list of erasures, with a record that covers nothing, while the disk has
             # space: on a full disk, ``_record_erasure_of_all`` overwrites this record, which needs
             # no space.
             if _size(self._erased) < _RECORD.size:
                 _write(self._erased, _NO_ERASURE)
-            held = _content(path, _MOST_IDENTITY_BYTES)
+            present_row = _content(path, _MOST_IDENTITY_BYTES)
             # the file is missing, or a killed process has written only a part of it
-            if held != row:
+            if present_row != row:
                 _write(path, row)
             # sync even if the file exists: its creator may have been killed before the sync
             sync_directory(self._directory)
@@ -176,11 +174,7 @@ class RecoveryFiles:
             if number < _END_OF_NUMBERS:
                 earlier = last_of.get(checksum, 0)
                 last_of[checksum] = max(earlier, number)
-        return Erasures(
-            last=max(last_of.values(), default=0),
-            of_all=last_of.get(_ALL, 0),
-            by_name=last_of,
-        )
+        return Erasures(last=max(last_of.values(), default=0), by_name=last_of)
 
     def _identity_path(self, namespace: bytes) -> Path:
         return self._directory / f"{namespace.hex()}{_IDENTITY_SUFFIX}"
@@ -218,7 +212,7 @@ def _size(path: Path) -> int:
 
 
 def _content(path: Path, at_most: int) -> bytes:
-    """Return the first bytes of a file; nothing if it is missing.
+    """Return the first ``at_most`` bytes of a file; none if it is missing.
 
     :raises OSError: it cannot be read, or is no regular file.
     """

@@ -21,6 +21,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreFullError
+from persistkv.rounding import round_down
 from persistkv.storage.catalog.rows import TableRows
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.policy import Policy
@@ -96,13 +97,13 @@ def _read_shares(rows: TableRows) -> Shares:
     inline = read_placement(rows) == INLINE
     share = capacity
     if not inline:
-        # the usual share of a small store is too little: take more, but leave a quarter to the
-        # segments
+        usual_share = capacity // _CATALOGUE_SHARE
+        # in a small store, this is too little: take more, but leave a quarter to the segments
         three_quarters = capacity // 4 * 3
         least_share = min(MIN_CATALOGUE, three_quarters)
-        share = max(capacity // _CATALOGUE_SHARE, least_share)
+        share = max(usual_share, least_share)
     # ``lock.mdb`` and the guard file take a part of the catalogue's share
-    catalogue_bytes = _whole_pages(share - LOCK_FILE_BYTES)
+    catalogue_bytes = round_down(share - LOCK_FILE_BYTES, PAGE_BYTES)
     return Shares(capacity, inline, catalogue_bytes)
 
 
@@ -297,8 +298,9 @@ class Database:
         :raises lmdb.MapResizedError: ``remap`` is needed first: another process has let the file
             grow, or has changed the capacity.
         :raises lmdb.PanicError: ``reopen`` is needed first, because LMDB failed to write a page.
-        :raises OtherTransactionError: ``reopen`` is needed first, and before that the newest
-            transaction must be made durable (``Guard.recover``).
+        :raises OtherTransactionError: LMDB's lock file names another last transaction than
+            ``data.mdb``. First, the one in ``data.mdb`` must be made durable (``Guard.recover``),
+            then ``reopen`` replaces the lock file.
         """
         begun = self._env.begin(write=write, buffers=True)
         if not write:
@@ -307,7 +309,8 @@ class Database:
             if not _has_next_number(self._env, begun):
                 raise OtherTransactionError
             # another process has recorded another capacity: the map must get its new size
-            if _read_shares(self.rows(begun)) != self.shares:
+            recorded_shares = _read_shares(self.rows(begun))
+            if recorded_shares != self.shares:
                 raise lmdb.MapResizedError("the capacity has changed")
         except BaseException:
             # abort at once, and not when it is garbage-collected: it holds LMDB's write lock
@@ -333,9 +336,9 @@ class Database:
         with self._env.begin(buffers=True) as txn:
             shares = _read_shares(self.rows(txn))
         self.map_bytes = shares.catalogue_bytes
-        held = self.file_bytes()
-        if held > self.map_bytes:
-            self.map_bytes = held + _headroom_bytes(held)
+        present_bytes = self.file_bytes()
+        if present_bytes > self.map_bytes:
+            self.map_bytes = present_bytes + _headroom_bytes(present_bytes)
         self._env.set_mapsize(self.map_bytes)
         self.shares = shares
 
@@ -372,14 +375,14 @@ class Database:
         # usually, the file is small, whatever it holds: do not spend time on counting the content
         if file_bytes <= allowance:
             return
-        # evictions leave free pages, which later commits use: usually up to half of the file
+        # usually, up to half of the file is free pages, which evictions leave for later commits
         usual_bytes = 2 * transaction.used_bytes()
         if file_bytes <= allowance + usual_bytes:
             return
-        least_recent = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
+        oldest_recent = self._env.info()["last_txnid"] - _PINNED_TRANSACTIONS
         reader = self.oldest_reader()
         # a reader with a recent snapshot will soon end, so the growth has another cause
-        if reader is not None and reader.number < least_recent:
+        if reader is not None and reader.number < oldest_recent:
             raise self.pinned_error(reader)
 
     # Readers
@@ -411,8 +414,8 @@ class Database:
             reader = self.oldest_reader()
             if reader is None or reader.number >= number:
                 return True
-            is_stuck = reader.number <= self._stuck_snapshot
-            if is_stuck or time.monotonic() > deadline:
+            has_timed_out_before = reader.number <= self._stuck_snapshot
+            if has_timed_out_before or time.monotonic() > deadline:
                 self._stuck_snapshot = max(self._stuck_snapshot, reader.number)
                 return False
             time.sleep(_POLL_S)
@@ -427,24 +430,20 @@ class Database:
         )
 
 
-def _headroom_bytes(file: int) -> int:
-    """Return the reserve for deletions in a ``data.mdb`` of ``file`` bytes: LMDB writes new pages
+def _headroom_bytes(file_bytes: int) -> int:
+    """Return the reserve for deletions in a ``data.mdb`` of ``file_bytes``: LMDB writes new pages
     to free old ones."""
-    share = max(file // 64, _MIN_HEADROOM)
-    share = min(share, _MAX_HEADROOM, file // 4)
-    return _whole_pages(share)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    """Return the largest multiple of 4 KiB that is not greater."""
-    return num_bytes // PAGE_BYTES * PAGE_BYTES
+    share = max(file_bytes // 64, _MIN_HEADROOM)
+    share = min(share, _MAX_HEADROOM, file_bytes // 4)
+    return round_down(share, PAGE_BYTES)
 
 
 def _agrees_with_lock_file(env: lmdb.Environment) -> bool:
     """Return whether LMDB's lock file names the newest transaction in ``data.mdb`` as the last one.
     The caller holds the writer lock.
     """
-    # a write transaction takes its number from the lock file; aborted, it leaves no trace
+    # begin a write transaction, because its number follows the one in the lock file; aborted, it
+    # leaves no trace
     begun = env.begin(write=True)
     try:
         return _has_next_number(env, begun)
@@ -453,8 +452,8 @@ def _agrees_with_lock_file(env: lmdb.Environment) -> bool:
 
 
 def _has_next_number(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
-    """Return whether the number of a write transaction follows the last one, that is, whether
-    LMDB's lock file and ``data.mdb`` agree about the last one."""
-    # LMDB reads one of the two numbers from the lock file, and the other one from data.mdb
+    """Return whether the number of a write transaction is one more than that of the last commit.
+    Otherwise, LMDB's lock file and ``data.mdb`` name different commits as the last one."""
+    # LMDB takes one of the two numbers from the lock file, and the other one from data.mdb
     last = env.info()["last_txnid"]
     return bool(begun.id() == last + 1)

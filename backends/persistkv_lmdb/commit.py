@@ -95,7 +95,7 @@ _EXTRA_MULTIPLES = (0, 2, 8, 32)
 """Amounts to evict, tried in order, for a batch that does not fit. 0: as much as the capacity
 requires. Other values: additionally this multiple of the batch's bytes, because free pages may be
 too fragmented."""
-_TURN_S = 0.001  # seconds of pause between two transactions (``_let_others_run``)
+_TURN_S = 0.001  # seconds of pause between two transactions (``let_others_run``)
 # seconds for which a commit waits for readers that still see evicted packs; a read takes about 20
 # ms
 _PATIENCE_S = 0.5
@@ -219,14 +219,14 @@ class BatchCommit:
             pack.restart()
 
     def _record_early_uses(self) -> None:
-        """Record the first uses of a batch with many of them in a short transaction. The batch's
-        own transaction records the last ones."""
+        """Record the first ``_TOUCHED_AT_ONCE`` uses of the batch in a short transaction. Remove
+        them from the batch, whose own transaction records the others."""
         early = self._batch.touches[:_TOUCHED_AT_ONCE]
         with self._short_transaction() as (commit, _room):
             commit.touch(early)
         rest = self._batch.touches[_TOUCHED_AT_ONCE:]
         self._batch = replace(self._batch, touches=rest)
-        _let_others_run()
+        let_others_run()
 
     def _write_lacking(self) -> None:
         """Write the packs that the store lacks durably, into extents that are reserved for this
@@ -403,6 +403,7 @@ class BatchCommit:
             # the estimates of ``room.check`` were too low: roll back, and evict first
             if commit.grew and not room.fits(room.limit):
                 raise room.full_error()
+            # a rebuild lists only packs in extents, and only if it knows their namespace
             if room.payloads.published:
                 self._write_identity(transaction, commit)
             # A user may remove a segment file at any time, so check this last: if the packs in it
@@ -428,9 +429,8 @@ class BatchCommit:
     def _check_placed(self, rows: TableRows) -> None:
         """Raise NotPlacedError if a pack that the store lacks was not written, or was written to
         extents that are not reserved for this process any more."""
-        if self._unplaced():
-            raise NotPlacedError
-        if self._read_reserved(rows) != self._reserved:
+        is_reserved = self._read_reserved(rows) == self._reserved
+        if self._unplaced() or not is_reserved:
             raise NotPlacedError
 
     def _deleted_names(self, commit: CatalogTransaction) -> set[bytes]:
@@ -588,14 +588,14 @@ class BatchCommit:
 
     def _repeat_deletions(
         self,
-        step: Callable[[int], bool],
+        delete_some: Callable[[int], bool],
         at_once: int,
         most_transactions: int = _NO_LIMIT,
     ) -> None:
-        """Call ``step`` until it returns False. If the disk is too full for a transaction, retry
-        with one deletion.
+        """Call ``delete_some`` until it returns False. If the disk is too full for a transaction,
+        continue with transactions of one deletion.
 
-        :param step: runs one transaction with at most the given number of deletions; returns
+        :param delete_some: runs one transaction with at most the given number of deletions; returns
             whether more are needed.
         :param at_once: maximum number of deletions of a transaction.
         :param most_transactions: maximum number of transactions.
@@ -604,7 +604,7 @@ class BatchCommit:
         at_most = at_once  # maximum number of deletions in the next transaction
         for _ in range(most_transactions):
             try:
-                if not step(at_most):
+                if not delete_some(at_most):
                     return
             except _NothingLeftError:
                 # a smaller transaction could not evict anything, either
@@ -619,7 +619,7 @@ class BatchCommit:
             else:
                 # after a success with fewer deletions, return to ``at_once`` in steps
                 at_most = min(4 * at_most, at_once)
-            _let_others_run()
+            let_others_run()
 
     @contextmanager
     def _short_transaction(
@@ -627,8 +627,9 @@ class BatchCommit:
         *,
         without_growth: bool = False,
     ) -> Iterator[tuple[CatalogTransaction, Room]]:
-        """Run a short transaction before the one that writes the batch, and remember its changes.
-        Yield its catalogue and room.
+        """Run a short transaction before the one that writes the batch. Yield its catalogue and
+        room. After its commit, its evictions count as those of this commit, and its changes do not
+        make the batch stale.
 
         :param without_growth: as in ``Room``.
         """
@@ -729,9 +730,9 @@ class BatchCommit:
             self._seen = commit.cursor
 
     def _drop_shared_manifests(self, shared_by: int) -> None:
-        """For packs that the batch deletes, delete the manifests that name them, in short
-        transactions. Leave packs that at most ``shared_by`` manifests name to the batch's own
-        transaction.
+        """For each pack that the batch deletes and that more than ``shared_by`` manifests name,
+        delete these manifests in short transactions. The batch's own transaction deletes the other
+        manifests, and the packs.
         """
         for pack_id in self._widely_shared(self._batch.deletions, shared_by):
             self._drop_manifests_of(pack_id, keep_later=False)
@@ -747,7 +748,7 @@ class BatchCommit:
             return shared
         with self._environment.transaction() as rows:
             for pack_id in pack_ids:
-                # each row is a manifest that names the pack: read only one more than allowed
+                # one row per manifest that names the pack; at most ``shared_by`` + 1 are read
                 links = rows.starting_with(LINKS, self._namespace + pack_id)
                 first_beyond = next(islice(links, shared_by, None), None)
                 if first_beyond is not None:
@@ -808,9 +809,9 @@ class BatchCommit:
         return end is EvictionEnd.LIMIT_REACHED or can_shrink_more
 
     def _check_progress(self, commit: CatalogTransaction, room: Room) -> None:
-        """After the last pack was evicted above the low watermark, raise a _NothingLeftError unless
-        another attempt to write the batch may succeed: it fits the limit now, and something has
-        changed since it failed."""
+        """Raise a _NothingLeftError unless another attempt to write the batch may succeed: it fits
+        the limit now, and this commit has evicted something. Called when no pack is left to
+        evict, although the low watermark is not reached."""
         most_in_use = room.limit.minus(room.need)
         has_evicted = bool(self._evicted or commit.evicted)
         if not has_evicted or not room.fits(most_in_use):
@@ -832,7 +833,7 @@ def _names_of(tables: Iterable[PackTable]) -> set[bytes]:
     return {table.namespace + table.pack_id for table in tables}
 
 
-def _let_others_run() -> None:
+def let_others_run() -> None:
     """Pause between two transactions: other threads of the process get the GIL, and other writers
     the lock."""
     time.sleep(_TURN_S)
@@ -846,7 +847,7 @@ def enforce_policy(environment: Environment) -> None:
         evict the rest.
     """
     while _evict_excess(environment):
-        _let_others_run()
+        let_others_run()
 
 
 def _evict_excess(environment: Environment) -> bool:
@@ -884,4 +885,4 @@ def release_free(environment: Environment) -> None:
         # no thread writes into free extents, so other commits may run between the transactions
         with environment.transaction(write=True) as transaction:
             can_shrink_more = environment.payloads(transaction).shrink(limit=0)
-        _let_others_run()
+        let_others_run()

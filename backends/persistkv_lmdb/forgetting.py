@@ -37,15 +37,13 @@ from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.keys import KEY_ID_BYTES
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import ID_BYTES, table_head
-from persistkv_lmdb.commit import release_free
+from persistkv_lmdb.commit import let_others_run, release_free
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import INDEX_PREFIX
 
 # seconds of deletions in one transaction, during which other engines wait
 _DELETIONS_S = 0.003
 _ROWS_AT_ONCE = 4_096  # number of rows in one read transaction
-# seconds of pause between transactions, in which other threads and processes get the lock
-_TURN_S = 0.001
 
 
 class LmdbForgetting:
@@ -68,7 +66,7 @@ class LmdbForgetting:
         :raises StoreError: a transaction failed; the deletions of earlier ones stay in effect.
         """
         environment = self._environment
-        with self._refused():
+        with self._refusing_content():
             # Deleting a manifest deletes its rows in the first two tables. The second one may hold
             # rows whose manifest is damaged.
             for table in (MANIFESTS, MANIFEST_KEYS, PACKS):
@@ -81,9 +79,11 @@ class LmdbForgetting:
             # the transaction writes no row, but holds the writer lock
             with environment.transaction(write=True):
                 key_ids = self._keys.destroy(self._tenant)
-        # delete saved indexes; engines write new ones
+        # Delete the indexes that engines have saved: they have fingerprints of the tenant's keys.
+        # Engines save new ones.
         for file in environment.path.glob(f"{INDEX_PREFIX}*"):
             file.unlink(missing_ok=True)
+        # no key was destroyed that makes the deleted packs unreadable, so return their space
         if not self._has_key:
             release_free(environment)
         return Forgotten(
@@ -96,7 +96,7 @@ class LmdbForgetting:
         )
 
     @contextmanager
-    def _refused(self) -> Iterator[None]:
+    def _refusing_content(self) -> Iterator[None]:
         """Refuse new content of the tenant within the ``with`` statement, in all processes. If this
         process is killed, the refusal ends, too: it names a writer that is dead then."""
         environment = self._environment
@@ -112,15 +112,18 @@ class LmdbForgetting:
 
     def _delete_all(self, table: str) -> None:
         """Delete the rows of a table that belong to the tenant, and what belongs to them."""
-        # collect all names first, because the deletions change the table that is searched
-        names = list(self._keys_of_tenant(table))
-        next_names = iter(names)
-        while self._delete_some(table, next_names):
-            time.sleep(_TURN_S)
+        # collect all keys first, because the deletions change the table that is searched
+        keys = list(self._keys_of_tenant(table))
+        next_keys = iter(keys)
+        while self._delete_some(table, next_keys):
+            let_others_run()
 
     def _delete_some(self, table: str, names: Iterator[bytes]) -> bool:
-        """Delete the next rows that ``names`` yields in one short transaction; return whether there
-        were any."""
+        """Delete rows in one short transaction; return whether there were any.
+
+        :param names: keys of the rows. The transaction takes as many as it can delete in
+            ``_DELETIONS_S``, and leaves the others to the next one.
+        """
         environment = self._environment
         deleted: list[bytes] = []
         ended_namespaces: list[bytes] = []

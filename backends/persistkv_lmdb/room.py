@@ -6,7 +6,6 @@ are evicted, and their disk space returns to the file system.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.allocator import pages_for, read_space
 from persistkv_lmdb.database import MIN_CATALOGUE, REWRITTEN_BYTES
 from persistkv_lmdb.environment import Environment
+from persistkv_lmdb.files import free_disk_bytes
 from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
 
@@ -91,8 +91,8 @@ class Room:
         deletions (``Database.limit_bytes``)."""
 
     def fits_when_empty(self) -> bool:
-        """Return whether the batch would fit if everything except the reserved extents
-        were evicted."""
+        """Return whether the batch would fit if all packs were evicted. Reserved extents cannot be
+        evicted."""
         reserved = self.payloads.allocator.reserved * PAGE_BYTES
         payload = self.need.payload + reserved
         return (
@@ -129,8 +129,9 @@ class Room:
             return
         payload_bytes = bound_pages(unplaced) * PAGE_BYTES
         self.need = Amount(catalogue=rows_bytes, payload=payload_bytes)
-        # The limit of the segments leaves ``growth_bytes`` to the catalogue: half for the rows of a
-        # batch, and half because pages may be half full, or be rewritten for other rows.
+        # The limit of the segments leaves ``growth_bytes`` to the catalogue. The rows of a batch
+        # may take half of that, because their pages may be half full, and other pages are
+        # rewritten.
         usual_bytes = self._environment.database.shares.growth_bytes // 2
         excess = rows_bytes - usual_bytes
         if excess > 0:
@@ -152,10 +153,10 @@ class Room:
             caller evicts in other transactions, which also return disk space, and tries again. Or a
             stopped reader keeps the catalogue from reusing its pages (``check_growth``).
         """
-        # the batch only deletes, and uses the reserve for deletions
-        if not any(self.need):
+        adds_nothing = not any(self.need)
+        # a batch that only deletes uses the reserve for deletions
+        if adds_nothing:
             return
-        allocator = self.payloads.allocator
         self._environment.database.check_growth(self.transaction)
         # Check the capacity: the batch fits if at most this much is in use.
         most_in_use = self.limit.minus(self.need)
@@ -164,6 +165,7 @@ class Room:
         # Check the disk: segments that grew while the catalogue was small may have space that the
         # catalogue needs now. Transactions that evict can return this space if it is in free pages,
         # and if the file system supports holes.
+        allocator = self.payloads.allocator
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
         if has_free_excess and self._environment.files.punches:
@@ -175,8 +177,7 @@ class Room:
         capacity = self._environment.database.shares.capacity
         needed = sum(self.need)
         place = f"a capacity of {exact_size(capacity)}"
-        status = os.statvfs(path)
-        free_bytes = status.f_bavail * status.f_frsize
+        free_bytes = free_disk_bytes(path)
         # the capacity would be enough, but other files have filled the disk
         if free_bytes < needed <= capacity:
             place = f"the disk, which has {free_bytes} free bytes"
@@ -200,20 +201,21 @@ class Room:
         reserve = min(catalogue // _CATALOGUE_RESERVE_SHARE, _MOST_CATALOGUE_RESERVE)
         if self.is_inline:
             return reserve
-        # at least the pages that commits rewrite; in a small catalogue, at most half of the part
-        # beyond its minimum
+        # The reserve is at least ``REWRITTEN_BYTES``, or half of what the catalogue exceeds its
+        # minimum by, if that is less: otherwise a small catalogue would hold no rows.
         beyond_minimum = catalogue - MIN_CATALOGUE
         rewritten = min(beyond_minimum // 2, REWRITTEN_BYTES)
         return max(reserve, rewritten)
 
     def reserve_for_next_commit(self, writer: int) -> None:
-        """Reserve extents for the next commit of a writer that has none reserved, within the room
-        that is there without eviction."""
+        """Reserve extents for the next commit of a writer that has none reserved. Evict nothing: if
+        the room is too small, reserve less, or nothing."""
         allocator = self.payloads.allocator
         limit_pages = self.payloads.limit // PAGE_BYTES
         growth = max(0, limit_pages - allocator.total)
         wanted = self._next_reservation_bytes() // PAGE_BYTES
-        pages = min(wanted, allocator.free + growth)
+        available = allocator.free + growth
+        pages = min(wanted, available)
         if pages > 0:
             # if the disk is full, the next commit reserves what it needs, and evicts for that
             with suppress(StoreFullError):
@@ -235,8 +237,8 @@ class Room:
 
 
 def bound_pages(packs: Iterable[NewPack]) -> int:
-    """Return an upper bound on the pages that packs take in the segment files: payloads, and tables
-    with trailers."""
+    """Return an upper bound on the pages that packs take in the segment files: their payloads, and
+    their tables with trailers."""
     pages = 0
     for pack in packs:
         pages += pages_for(pack.payload_bound)

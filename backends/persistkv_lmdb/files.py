@@ -81,7 +81,7 @@ _CORRUPT = (
     lmdb.IncompatibleError,
     lmdb.NotFoundError,
 )
-_NO_ROW = (struct.error, OverflowError, SystemError, MemoryError)
+_INVALID_ROW = (struct.error, OverflowError, SystemError, MemoryError)
 """Errors that Python raises for a row whose length, taken from a damaged page, is impossible."""
 _FULL_CODES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 STAT_BLOCK_BYTES = 512  # unit of ``st_blocks``
@@ -108,7 +108,7 @@ def translated(path: Path) -> Iterator[None]:
     except lmdb.Error as error:
         kind = _kind_of(error, path)
         raise kind(f"{path}: {_reason(error)}") from error
-    except _NO_ROW as error:
+    except _INVALID_ROW as error:
         raise CorruptStoreError(f"{path}: a row does not read: {error}") from error
 
 
@@ -192,6 +192,12 @@ def has_only_reserved_space(path: Path) -> bool:
     return status.f_bavail == 0 and status.f_bfree > 0
 
 
+def has_catalogue(store: Path) -> bool:
+    """Return whether ``data.mdb`` exists and is not empty."""
+    data = store / DATA_FILE
+    return data.exists() and data.stat().st_size > 0
+
+
 def growth_bytes(path: Path) -> int:
     """Return the bytes by which ``data.mdb`` may grow: free disk space, within the process's file
     size limit."""
@@ -243,7 +249,7 @@ def file_id(path: Path | str | int) -> FileId | None:
     cannot be read."""
     try:
         status = os.stat(path)
-    except OSError:  # opening the store will report the reason
+    except OSError:  # opening the file or the store will report the reason
         return None
     return status.st_dev, status.st_ino
 
@@ -265,10 +271,10 @@ def prepare_directory(store: Path, *, read_only: bool) -> None:
         if not read_only:
             _check_owner(store, status.st_uid)
         _check_kinds(store)
-        # A directory with the guard file alone is a store whose creation was interrupted, or whose
+        # With a guard file alone, this is a store whose creation was interrupted, or whose
         # catalogue is lost: opening the store handles both.
-        is_store = (store / DATA_FILE).exists() or (store / GUARD_FILE).exists()
-        if is_store:
+        has_guard = (store / GUARD_FILE).exists()
+        if has_guard or (store / DATA_FILE).exists():
             return
         _check_no_other_files(store)
         if read_only:
@@ -501,7 +507,7 @@ class WriterLock:
                     self._lock(deadline, patience_s)
             self._depth += 1
             try:
-                # also in a nested hold, because the outer one may have had no ``recover``
+                # do this in a nested hold, too: the outer one may have had no ``recover``
                 if recover is not None and self.has_interrupted_commit:
                     recover()
                 yield
@@ -574,8 +580,8 @@ class WriterLock:
         return True
 
     def _holder(self) -> str:
-        """Return the process that holds the lock as words for a message, with its PID if the kernel
-        reports it."""
+        """Return words for the process that holds the lock, for a message: with its PID if the
+        kernel reports it."""
         held = os.fstat(self._fd)
         major = os.major(held.st_dev)
         minor = os.minor(held.st_dev)

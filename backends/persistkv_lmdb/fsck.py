@@ -42,7 +42,7 @@ from persistkv_lmdb.allocator import (
     pages_of,
     read_reserved,
 )
-from persistkv_lmdb.files import DATA_FILE
+from persistkv_lmdb.files import DATA_FILE, has_catalogue
 from persistkv_lmdb.layout import (
     DATABASES,
     EXTENTS,
@@ -95,14 +95,14 @@ class CheckResult(enum.Enum):
 DAMAGE = (CheckResult.DAMAGED, CheckResult.UNRECOGNISED)
 # exit codes of a check that completed
 _COMPLETED = frozenset(
-    verdict.value for verdict in CheckResult if verdict is not CheckResult.UNKNOWN
+    result.value for result in CheckResult if result is not CheckResult.UNKNOWN
 )
 
 
 class Finding(NamedTuple):
-    """Verdict on an environment, with a reason of one line."""
+    """Result of a check, with a reason of one line."""
 
-    verdict: CheckResult
+    result: CheckResult
     reason: str
 
 
@@ -110,14 +110,14 @@ def inspect(directory: Path) -> Finding:
     """Check the environment in a child process, and return the finding; no process may write
     meanwhile.
 
-    If the check cannot start, or does not end in a time that grows with the file, the verdict is
+    If the check cannot start, or does not end in a time that grows with the file, the result is
     ``UNKNOWN``.
     """
     try:
         size = (directory / DATA_FILE).stat().st_size
     except OSError as error:
         return Finding(CheckResult.UNKNOWN, str(error))
-    # bounded, because the writers of the store wait during the check
+    # bound the check, because the writers of the store wait for its end
     patience_s = PATIENCE_S + size // _BYTES_A_SECOND
     try:
         child = _start(directory)
@@ -145,8 +145,8 @@ def _start(directory: Path) -> subprocess.Popen[bytes]:
     program = PROGRAM.format(
         path=sys.path, directory=str(directory), parent=os.getpid()
     )
-    # the child ends when its parent, this process, dies; its last argument only names it in process
-    # lists; one thread is enough for libraries
+    # The child ends when its parent, this process, dies (``end_with``). Its last argument only
+    # names it in process lists. The numeric libraries that it imports need one thread only.
     return subprocess.Popen(
         [sys.executable, "-c", program, "persistkv-walk"],
         stdin=subprocess.DEVNULL,
@@ -181,16 +181,16 @@ def _finding_of(directory: Path, code: int, output: bytes, errors: bytes) -> Fin
 
 
 def main(directory: str, parent: int) -> NoReturn:
-    """Check the environment in the child of the process ``parent``: write one line, exit with the
-    verdict's value."""
+    """Check the environment in the child of the process ``parent``: write the reason of the finding
+    as one line, and exit with the value of its result."""
     end_with(parent)
     # leave no core file if damage crashes this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    verdict, reason = examine(Path(directory))
+    result, reason = examine(Path(directory))
     sys.stdout.write(reason + "\n")
     sys.stdout.flush()
     # skip LMDB's own cleanup, which may hit damage that the check did not
-    os._exit(verdict.value)
+    os._exit(result.value)
 
 
 def end_with(parent: int) -> None:
@@ -204,12 +204,12 @@ def end_with(parent: int) -> None:
 
 def examine(directory: Path) -> Finding:
     """Check the environment in this process. No process may write meanwhile."""
-    data = directory / DATA_FILE
-    if not data.exists() or not data.stat().st_size:
+    if not has_catalogue(directory):
         return Finding(CheckResult.FINE, "it is empty")
     # check first without LMDB, which would crash on damaged pages
     try:
-        problems: list[str] = verify.verify(str(data))  # type: ignore[no-untyped-call]
+        data = str(directory / DATA_FILE)
+        problems: list[str] = verify.verify(data)  # type: ignore[no-untyped-call]
     except verify.VerifyError as error:
         problems = [str(error)]
     if problems:
@@ -287,10 +287,11 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
     used: list[Extent] = []  # extents of packs
     for _, row in transaction.starting_with(EXTENTS, prefix=b""):
         used += decode_extents(row)
-    # the two tables of free extents must list the same ones
+    # both tables of free extents, by size and by place, must list the same ones
     if sorted(allocator.free_sizes()) != free:
         yield "the free extents by size are not those by place"
-    yield from _gaps([*free, *reserved, *used, *holes], segments)
+    all_extents = [*free, *reserved, *used, *holes]
+    yield from _misplaced(all_extents, segments)
     # neighbours should have been merged
     for one, other in pairwise(free):
         if one.touches(other):
@@ -303,7 +304,10 @@ def space_faults(transaction: TableRows) -> Iterator[str]:
         yield f"the totals of the space are {recorded}; counted: {counted}"
 
 
-def _gaps(extents: list[Extent], segments: dict[int, int]) -> Iterator[str]:
+def _misplaced(
+    extents: list[Extent],
+    segments: dict[int, int],
+) -> Iterator[str]:
     """Yield a line for each extent that does not begin where the one before ends (a gap or an
     overlap), is empty, or is in no segment; and one if extents do not fill all segments.
 

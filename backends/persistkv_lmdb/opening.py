@@ -181,9 +181,10 @@ class Guard:
 
     def is_current(self) -> bool:
         """Return whether the lock file and the guard file are still those at their paths."""
-        return self._id == files.file_id(self._file) and self.lock.is_current()
+        is_same_guard = self._id == files.file_id(self._file)
+        return is_same_guard and self.lock.is_current()
 
-    def claim(self, excluded: Collection[int] = ()) -> int:
+    def claim(self, excluded: Collection[int]) -> int:
         """Claim a writer's number for as long as this process has the guard file open, and return
         it: the smallest number that is not excluded and that no living process has. The caller must
         hold the writer lock, so that no reservation under this number is being released meanwhile.
@@ -255,14 +256,14 @@ class Guard:
         """Open the environment while this process excludes other writers: check it after an unclean
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
-        before = self._read()  # None: persistkv has never opened a store here
+        state_before = self._read()  # None: persistkv has never opened a store here
         exists = (self._directory / files.DATA_FILE).exists()
-        if exists and before is None:
+        if exists and state_before is None:
             # This is another program's environment, which ``open_environment`` refuses, or a store
             # whose guard file was removed. In both cases, nothing may be renamed.
             open_environment()
             return
-        was_unclean = before in (_State.OPEN, _State.SUSPECT)
+        was_unclean = state_before in (_State.OPEN, _State.SUSPECT)
         is_usable = self._quarantine_unusable(exists=exists, was_unclean=was_unclean)
         try:
             # record it before the environment is opened: if this process is killed, the next one
@@ -272,7 +273,7 @@ class Guard:
             if not is_open:
                 self._create(open_environment)
         except BaseException:
-            self._restore(before)
+            self._restore(state_before)
             raise
 
     def _quarantine_unusable(self, *, exists: bool, was_unclean: bool) -> bool:
@@ -280,7 +281,7 @@ class Guard:
         to open.
 
         :param exists: there is a ``data.mdb``.
-        :param was_unclean: the last shutdown was, so the environment must be checked.
+        :param was_unclean: the last shutdown was unclean, so the environment must be checked.
         """
         if exists and was_unclean and not self._check_or_quarantine():
             return False
@@ -300,11 +301,11 @@ class Guard:
 
     def _check_or_quarantine(self) -> bool:
         """Check the environment after an unclean shutdown. If it is damaged, rename it and return
-        False. Otherwise make its content durable and return True, also if the check did not
-        complete.
+        False. Otherwise make its content durable and return True. An environment whose check did
+        not complete counts as undamaged.
         """
         found = inspect(self._directory)
-        if found.verdict in DAMAGE:
+        if found.result in DAMAGE:
             self._quarantine(found.reason)
             return False
         logger.info(
@@ -319,7 +320,7 @@ class Guard:
         try:
             open_environment()
         except CorruptStoreError as error:
-            if inspect(self._directory).verdict not in DAMAGE:
+            if inspect(self._directory).result not in DAMAGE:
                 raise
             self._quarantine(str(error))
             return False
@@ -387,8 +388,8 @@ class Guard:
         logger.warning(message, store, reason, size, target, store, target)
 
     def _try_lock(self, kind: int) -> bool:
-        """Try to lock the guard file without waiting, or to change the lock that this process has
-        on it; return whether that succeeded.
+        """Try to lock the guard file without waiting; return whether that succeeded. A lock that
+        this process has on the file is replaced.
 
         :param kind: ``LOCK_EX`` or ``LOCK_SH``.
         """
@@ -439,8 +440,7 @@ class Guard:
 def _lacks_catalogue(store: Path) -> bool:
     """Return whether a store has segment files with content, but no ``data.mdb`` or an empty one:
     packs that only a rebuild can list. Links do not count."""
-    data = store / files.DATA_FILE
-    if data.exists() and data.stat().st_size:
+    if files.has_catalogue(store):
         return False
     segments = store / files.SEGMENT_DIRECTORY
     for file in segments.glob("*.seg"):
@@ -480,7 +480,7 @@ def open_lmdb(path: Path, *, read_only: bool) -> lmdb.Environment:
     """
     if files.is_cut_short(path):
         found = inspect(path)
-        if found.verdict in DAMAGE:
+        if found.result in DAMAGE:
             raise CorruptStoreError(f"{path}: {found.reason}")
     env = _open_environment(path, read_only)
     if _has_reader_slot(env):
@@ -532,7 +532,7 @@ def _open_environment(path: Path, read_only: bool) -> lmdb.Environment:
 
 def _clear_from_child(store: Path) -> None:
     """Clear the stale readers of an environment in a child process. Failures are logged."""
-    # LMDB itself clears the readers of dead processes, but none with its own PID
+    # LMDB clears the readers of dead processes, but none with the PID of the process that calls it
     program = _CLEARING_PROGRAM.format(
         path=sys.path, store=str(store), readers=_MAX_READERS
     )

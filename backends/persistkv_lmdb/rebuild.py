@@ -144,15 +144,14 @@ def _is_lost(path: Path) -> bool:
     :raises StoreUnavailableError: the check did not complete.
     :raises CorruptStoreError: it is valid, and of another release.
     """
-    data = path / files.DATA_FILE
-    if not data.exists() or not data.stat().st_size:
+    if not files.has_catalogue(path):
         return True
     found = inspect(path)
-    if found.verdict is CheckResult.UNKNOWN:
+    if found.result is CheckResult.UNKNOWN:
         raise StoreUnavailableError(f"{path}: {found.reason}")
-    if found.verdict is CheckResult.FOREIGN:
+    if found.result is CheckResult.FOREIGN:
         raise CorruptStoreError(f"{path}: {found.reason}")
-    return found.verdict in DAMAGE
+    return found.result in DAMAGE
 
 
 class _Rebuild:
@@ -212,7 +211,11 @@ class _Rebuild:
         capacity: int,
         damaged: Path | None,
     ) -> Rebuilt:
-        """Return the result; parameters as in ``Rebuilt``."""
+        """Return the result of the rebuild.
+
+        :param damaged: directory with the damaged catalogue; None: there was none. Other parameters
+            as in ``Rebuilt``.
+        """
         return Rebuilt(
             packs=self._totals.packs,
             blocks=self._totals.blocks,
@@ -230,8 +233,8 @@ class _Rebuild:
     def _find_packs(
         self, progress: Callable[[int, int], None]
     ) -> Iterator[ScannedPack]:
-        """Iterate over the verified packs that were not deleted, by the place of their trailers;
-        count the traces that are no such packs."""
+        """Yield the packs that are valid and were not deleted, in the order of their trailers.
+        Count the trailers of others."""
         for window in self._read_windows(progress):
             for index in find_trailers(window.content):
                 pack = self._pack_at(window, index)
@@ -239,7 +242,8 @@ class _Rebuild:
                     yield pack
 
     def _read_windows(self, progress: Callable[[int, int], None]) -> Iterator[_Window]:
-        """Read the segment files in windows of 8 MiB; count those that cannot be read.
+        """Read the segment files in windows of 8 MiB. Count windows that cannot be read, and report
+        the searched bytes to ``progress``.
 
         A trailer is within one page, so it is in one window; its pack may begin before.
         """
@@ -261,8 +265,8 @@ class _Rebuild:
                 progress(searched_bytes, self._read_bytes)
 
     def _pack_at(self, window: _Window, index: int) -> ScannedPack | None:
-        """Return the pack whose trailer is at the end of a page; count it and return None if it is
-        not to be listed.
+        """Return the pack whose trailer is at the end of a page. If it is not valid, or was
+        deleted, count it and return None.
 
         :param index: number of the page in the window.
         """
@@ -292,7 +296,8 @@ class _Rebuild:
         )
 
     def _packs_to_list(self, packs: Iterable[ScannedPack]) -> list[ScannedPack]:
-        """Return the packs to list, ordered by name; count the others. A pack is listed if
+        """Return the packs that the catalogue will list, ordered by name; count the others. A pack
+        is listed if
 
         1. its namespace is known,
         2. it overlaps no pack that ends later, because each page belongs to one pack at most,
@@ -431,7 +436,7 @@ class _Rebuild:
         for pack in packs:
             segment = self._segments[pack.extent.segment]
             table = read_table(segment.fd, pack, self._seal)
-            self._totals.count(table, 1)
+            self._totals.count(table, sign=1)
             # a ``PlacedPack`` adds the rows only, because the payload is in its place
             placed.append(PlacedPack(table))
             allocator.publish(pack.name, [pack.extent])

@@ -137,7 +137,7 @@ def test_open_after_killed_writer_inspects_once_and_keeps_content(
 ) -> None:
     run_killed_writer(path, filled, commits=3)
     backend = open_store()
-    assert [found.verdict for found in inspections] == [CheckResult.FINE]
+    assert [found.result for found in inspections] == [CheckResult.FINE]
     assert len(tables(backend, filled)) == 4
     check_totals(backend)
     backend.close()
@@ -183,7 +183,7 @@ def test_open_damaged_after_clean_close_quarantines(
     data[16] ^= 0xFF  # LMDB's magic number
     (path / "data.mdb").write_bytes(data)
     assert list(open_store().namespaces()) == []
-    assert [found.verdict for found in inspections] == [CheckResult.DAMAGED]
+    assert [found.result for found in inspections] == [CheckResult.DAMAGED]
     assert len(quarantined_copies(path)) == 1
 
 
@@ -417,7 +417,7 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
 ) -> None:
     run_killed_writer(path, filled)
     monkeypatch.setattr(sys, "executable", "/nonexistent")
-    assert inspect(path).verdict is CheckResult.UNKNOWN
+    assert inspect(path).result is CheckResult.UNKNOWN
     assert len(tables(open_store(), filled)) == 1
 
 
@@ -437,7 +437,7 @@ def test_inspect_child_cannot_start_returns_unknown_and_keeps_store(
         ("raise SystemExit(3)", (CheckResult.UNKNOWN, "exit code 3")),
     ],
 )
-def test_inspect_child_exit_determines_verdict(
+def test_inspect_child_exit_determines_result(
     path: Path,
     filled: bytes,
     monkeypatch: pytest.MonkeyPatch,
@@ -448,7 +448,7 @@ def test_inspect_child_exit_determines_verdict(
     if "sleep" in program:
         monkeypatch.setattr(fsck, "PATIENCE_S", 2.0)
     found: Finding = inspect(path)
-    assert found.verdict is finding[0]
+    assert found.result is finding[0]
     assert finding[1] in found.reason
 
 
@@ -475,7 +475,7 @@ def change_rows(path: Path, database: bytes, row: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("database", "row", "verdict"),
+    ("database", "row", "expected"),
     [
         (b"packs", b"no table", CheckResult.FINE),
         (b"uses", b"", CheckResult.FINE),
@@ -495,17 +495,17 @@ def test_open_unreadable_row_quarantines_only_for_namespace_state(
     identity: Identity,
     database: bytes,
     row: bytes,
-    verdict: CheckResult,
+    expected: CheckResult,
 ) -> None:
     """If the bad row only describes content whose loss is a cache miss, the store is kept and
     accepts new content."""
     change_rows(path, database, row)
-    assert inspect(path).verdict is verdict
+    assert inspect(path).result is expected
     before = open_store()
     before.environment.mark_suspect()
     before.close()
     backend = open_store()
-    assert len(quarantined_copies(path)) == (verdict is CheckResult.DAMAGED)
+    assert len(quarantined_copies(path)) == (expected is CheckResult.DAMAGED)
     namespace = backend.open_namespace(identity).id
     pack = sample_pack(namespace, 1)
     payload = payload_of(pack)

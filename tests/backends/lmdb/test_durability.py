@@ -263,7 +263,7 @@ def test_transaction_meta_page_ahead_of_lock_file_is_adopted(
     with shared.transaction(write=True) as transaction:
         assert transaction.txn.id() == number + 1
     backend.commit(namespace, CommitBatch([sample_pack(namespace, 2)]))
-    assert inspect(path).verdict is CheckResult.FINE
+    assert inspect(path).result is CheckResult.FINE
     assert len(tables(backend, namespace)) == 2
     assert read_pack(backend, namespace, held.table) == payload_of(held)
 

@@ -149,8 +149,8 @@ class KeyFile:
         :raises StoreError: it has no room for more keys.
         :raises OSError: the file was not replaced.
         """
-        # Check the file, because a user may have put another store's file there: keys that are
-        # added to it would be lost when the user puts this store's file back.
+        # Check whose file it is: a user may have put another store's file there. Keys that are
+        # added to that one would be lost when the user puts this store's file back.
         stored = self._read()
         self._check_is_of_store(stored)
         # first add the keys that other processes have made
@@ -209,7 +209,8 @@ class KeyFile:
         now = self.forgotten
         forgotten: list[str] = []
         for tenant in tenants:
-            if now.get(tenant, 0) != before.get(tenant, 0):
+            times_before = before.get(tenant, 0)
+            if now.get(tenant, 0) != times_before:
                 forgotten.append(tenant)
         if forgotten:
             raise TenantForgottenError(forgotten)
@@ -224,8 +225,8 @@ class KeyFile:
             return []
         self._check_is_of_store(self._read())
         destroyed: set[bytes] = set()
-        # Take this store last: as long as it has the key, a repeated command knows whose rows to
-        # delete, and destroys the copies that are left.
+        # Take this store last. If the command is killed before, this store still has the key, from
+        # which a repeated command knows whose rows to delete.
         for directory in (*quarantined(self._store), self._store):
             destroyed |= self._destroy_in(directory / KEY_FILE, tenant)
         self._drop(destroyed)

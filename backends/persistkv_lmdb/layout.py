@@ -203,7 +203,7 @@ def write_policy(rows: TableRows, policy: Policy) -> None:
 
 
 def read_placement(rows: TableRows) -> str:
-    """Return which of ``PLACEMENTS`` the store has.
+    """Return the store's placement, one of ``PLACEMENTS``.
 
     :raises CorruptStoreError: the row is missing or unknown.
     """
@@ -290,22 +290,23 @@ def tail_pages(table_length: int) -> int:
 
 def encode_tail(
     tail: memoryview,
-    encoded: bytes,
+    encoded_table: bytes,
     extents: Sequence[Extent],
     last_erasure: int,
 ) -> None:
     """Write the encoded table of a pack and its trailer to the end of ``tail``, its last pages.
 
-    :param encoded: the table, with the table's own trailer (length, checksum, magic number).
+    :param encoded_table: the table with the table's own trailer (length, checksum, magic number).
     :param extents: all extents of the pack.
     :param last_erasure: number of the last erasure before the pack is written.
     """
     last_extent = extents[-1]
     fields = _FIELDS.pack(*last_extent, len(extents), last_erasure)
     # the trailer's checksum covers that of the table, so it is valid for this table only
-    table_trailer = encoded[-TABLE_TRAILER_BYTES:]
+    table_trailer = encoded_table[-TABLE_TRAILER_BYTES:]
     checksum = _trailer_checksum(table_trailer, fields)
-    content = encoded + fields + _END.pack(checksum, _PACK_TRAILER_MAGIC)
+    end = _END.pack(checksum, _PACK_TRAILER_MAGIC)
+    content = encoded_table + fields + end
     start = len(tail) - len(content)
     tail[start:] = content
 
@@ -319,11 +320,15 @@ def find_trailers(pages: memoryview) -> list[int]:
     return [number for number, word in enumerate(last_words) if word == magic]
 
 
-def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | None:
+def decode_trailer(
+    page: memoryview,
+    segment: int,
+    page_number: int,
+) -> Trailer | None:
     """Return the trailer at the end of a page; None if it is not valid.
 
     :param segment: number of the segment.
-    :param number: number of the page in the segment.
+    :param page_number: number of the page in the segment.
     """
     # the page ends with the table's own trailer, then the fields, checksum and magic number
     trailer_start = len(page) - _PACK_TRAILER_BYTES
@@ -341,7 +346,7 @@ def decode_trailer(page: memoryview, segment: int, number: int) -> Trailer | Non
     )
     extent = Extent(own_segment, first_page, num_pages)
     # a copy of a trailer is not valid at another place
-    is_here = extent.segment == segment and extent.end == number + 1
+    is_here = extent.segment == segment and extent.end == page_number + 1
     # check the fields, too, because a payload may contain any bytes, even with a valid checksum
     is_possible = num_extents > 0 and 0 < extent.pages <= extent.end
     if not is_here or not is_possible:

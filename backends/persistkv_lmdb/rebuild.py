@@ -44,7 +44,7 @@ from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, pages_for
+from persistkv_lmdb.allocator import Allocator, pages_for, pages_of
 from persistkv_lmdb.fsck import DAMAGE, CheckResult, inspect
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
@@ -161,8 +161,8 @@ class _Rebuild:
     def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
         self._path = path
         self._policy = policy
-        self._keyring_id = keys.prepare(create=False)
-        self._seal = keys.seal(self._keyring_id)
+        self._keyring_id = keys.prepare_keyring(create=False)
+        self._seal = keys.open_seal(self._keyring_id)
         recovery = RecoveryFiles(path)
         self._namespaces = recovery.identities()
         """Namespaces whose identities are known, by id. Packs of other namespaces cannot be
@@ -317,7 +317,8 @@ class _Rebuild:
         """Yield packs that do not overlap, from the end of the segments to their beginning. Of
         packs that overlap, the one that ends later is yielded."""
         packs.sort(
-            key=lambda pack: (pack.extent.segment, pack.extent.end), reverse=True
+            key=lambda pack: (pack.extent.segment, pack.extent.end),
+            reverse=True,
         )
         # first page of the last pack that was yielded, by segment
         begins: dict[int, int] = {}
@@ -347,26 +348,13 @@ class _Rebuild:
     def _build(self, file: Path, packs: Sequence[ScannedPack]) -> int:
         """Write a catalogue of packs, ordered by name, durably to a new file; return its capacity.
         All packs count as used at one moment, because their last uses are lost."""
-        table_bytes = sum(pack.tail_length for pack in packs)
-        # the bound can be generous, because the map takes address space, not memory
-        map_bytes = (
-            _FIRST_MAP_BYTES + _TABLE_SHARE * table_bytes + _ROWS_BYTES * len(packs)
-        )
-        with lmdb.open(
-            str(file),
-            subdir=False,
-            lock=False,  # no locks, because no other process knows the file
-            sync=False,  # no syncs, because one at the end is enough
-            map_size=align(map_bytes),
-            max_dbs=len(DATABASES),
-            mode=0o600,
-        ) as env:
+        with _create_environment(file, packs) as env:
             with env.begin(write=True, buffers=True) as txn:
                 # the capacity follows from the size of the catalogue, at the end
                 policy = replace(self._policy, capacity=DEFAULT_CAPACITY)
                 databases = create_databases(env, txn, policy)
                 rows = TableRows(txn, databases, self._seal)
-                used_bytes = self._write_first_rows(rows, packs)
+                self._write_first_rows(rows, packs)
             # use several transactions, because one would hold all new pages in memory
             for namespace, group in _groups_of(packs):
                 with env.begin(write=True, buffers=True) as txn:
@@ -375,22 +363,26 @@ class _Rebuild:
             with env.begin(write=True, buffers=True) as txn:
                 num_pages = env.info()["last_pgno"] + 1
                 catalogue_bytes = num_pages * env.stat()["psize"]
-                capacity = self._capacity(catalogue_bytes, used_bytes)
+                capacity = self._capacity(catalogue_bytes, packs)
                 self._write_last_rows(TableRows(txn, databases), capacity)
             env.sync(True)
         return capacity
 
-    def _write_first_rows(self, rows: TableRows, packs: Sequence[ScannedPack]) -> int:
-        """Record the keyring, the space in the segments and the last erasure; return the bytes of
-        the packs."""
+    def _write_first_rows(
+        self,
+        rows: TableRows,
+        packs: Sequence[ScannedPack],
+    ) -> None:
+        """Record the keyring, the space in the segments and the last erasure."""
         write_keyring(rows, self._keyring_id)
-        # The list of erasures may be lost. Later erasures must have larger numbers than the packs
-        # name, because an erasure covers only packs that name a smaller number.
+        # Later erasures must have larger numbers than the packs name, because an erasure covers
+        # only packs that name a smaller number. The list of erasures, which has the last one, may
+        # be lost.
         last_erasure = self._erasures.last
         for pack in packs:
             last_erasure = max(last_erasure, pack.last_erasure)
         write_last_erasure(rows, last_erasure)
-        return self._record_space(rows, packs)
+        self._record_space(rows, packs)
 
     def _write_last_rows(self, rows: TableRows, capacity: int) -> None:
         """Record the moment at which the packs count as used, and the policy."""
@@ -400,16 +392,15 @@ class _Rebuild:
         write_clock(rows, moment + 1, clock)
         write_policy(rows, replace(self._policy, capacity=capacity))
 
-    def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> int:
-        """Record the segments; their pages that no pack has are holes. Return the bytes of the
-        packs."""
+    def _record_space(self, rows: TableRows, packs: Sequence[ScannedPack]) -> None:
+        """Record the segments; their pages that no pack has are holes."""
         allocator = Allocator(rows)
         segments: list[Extent] = []
         used = [pack.extent for pack in packs]
         for number, segment in self._segments.items():
             segments.append(Extent(number, page=0, pages=segment.pages))
-            # add an extent of no pages at the end of the segment: the loop below finds a hole
-            # before each extent, and so the last hole of the segment
+            # An extent of no pages at the end of the segment: the loop below finds the holes before
+            # extents, and with this one also the last hole of the segment.
             used.append(Extent(number, page=segment.pages, pages=0))
         holes: list[Extent] = []
         # by segment, the page after the last extent: the next hole begins there
@@ -422,7 +413,6 @@ class _Rebuild:
             begins[extent.segment] = extent.end
         allocator.record_files(segments, holes)
         allocator.finish()
-        return allocator.total * PAGE_BYTES
 
     def _add_packs(
         self,
@@ -446,7 +436,7 @@ class _Rebuild:
         commit.add(CommitBatch(placed))
         commit.finish()
 
-    def _capacity(self, catalogue_bytes: int, used_bytes: int) -> int:
+    def _capacity(self, catalogue_bytes: int, packs: Sequence[ScannedPack]) -> int:
         """Return the given capacity; without one, the default, or as much as the found content
         needs."""
         if self._policy.capacity is not None:
@@ -454,7 +444,8 @@ class _Rebuild:
         # the catalogue may grow to twice its size, and may take a quarter of the capacity at most
         grown_catalogue = 2 * catalogue_bytes
         for_catalogue = 4 * grown_catalogue
-        for_content = grown_catalogue + used_bytes + _GROWTH_BYTES
+        pack_bytes = PAGE_BYTES * pages_of(pack.extent for pack in packs)
+        for_content = grown_catalogue + pack_bytes + _GROWTH_BYTES
         needed = max(for_catalogue, for_content)
         return max(DEFAULT_CAPACITY, align(needed))
 
@@ -505,6 +496,22 @@ def _open_segments(path: Path) -> dict[int, OpenSegment]:
                 os.close(fd)
         on_failure.pop_all()
     return found
+
+
+def _create_environment(file: Path, packs: Sequence[ScannedPack]) -> lmdb.Environment:
+    """Create the environment of a catalogue of packs in a new file."""
+    table_bytes = sum(pack.tail_length for pack in packs)
+    # the bound can be generous, because the map takes address space, not memory
+    map_bytes = _FIRST_MAP_BYTES + _TABLE_SHARE * table_bytes + _ROWS_BYTES * len(packs)
+    return lmdb.open(
+        str(file),
+        subdir=False,
+        lock=False,  # no locks, because no other process knows the file
+        sync=False,  # no syncs, because one at the end is enough
+        map_size=align(map_bytes),
+        max_dbs=len(DATABASES),
+        mode=0o600,
+    )
 
 
 def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:

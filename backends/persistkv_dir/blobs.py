@@ -194,10 +194,13 @@ class DirBlobs(Blobs):
                 rest = buffer.cast("B")
                 while rest:
                     position = offset + num_read
-                    is_first = num_read == 0
+                    # bytes of two blobs must not be mixed
+                    may_restart = num_read == 0
                     # translate errors of the read only: those of the iterable pass unchanged
                     with self._translated(name):
-                        done = self._read_some(blob, rest, position, is_first=is_first)
+                        done = self._read_some(
+                            blob, rest, position, may_restart=may_restart
+                        )
                     if done == 0:
                         return num_read
                     num_read += done
@@ -211,7 +214,7 @@ class DirBlobs(Blobs):
         for name in names:
             check_name(name)
         self._check_writable()
-        # sorted, because ``groupby`` finds neighbours only: each directory is opened once
+        # sort the places, because ``groupby`` finds neighbours only: each directory is opened once
         places = sorted(map(_Place.of, names))
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
@@ -359,11 +362,11 @@ class DirBlobs(Blobs):
             modified = _write_and_rename(directory, place.file, pieces)
             try:
                 os.fsync(directory)
-                # the directory has the time of the rename, which is later than that of the file if
-                # the process was stopped before the rename
+                # The rename has set the directory's time. It is later than that of the file if the
+                # process was stopped between the write and the rename.
                 renamed = os.fstat(directory).st_mtime
             except OSError as error:
-                # do not raise an OSError, which would mean that nothing was written
+                # raise no OSError, from which callers conclude that nothing was written
                 raise UnavailableError(
                     f"{self.root / str(place)}: {_reason(error)}"
                 ) from error
@@ -374,7 +377,8 @@ class DirBlobs(Blobs):
         directories: Sequence[str],
         places: Iterable[_Place],
     ) -> Sequence[StoreError]:
-        """Try to delete each of the blobs of one directory; return the failures."""
+        """Try to delete each of the blobs of one directory; return the errors of those that could
+        not be deleted."""
         failures: list[StoreError] = []
         with (
             _collected(failures),
@@ -437,11 +441,12 @@ class DirBlobs(Blobs):
         buffer: memoryview,
         offset: int,
         *,
-        is_first: bool,
+        may_restart: bool,
     ) -> int:
         """Read into the beginning of a buffer; return the number of bytes, 0 if the blob ends.
 
-        :param is_first: no byte of the blob was read yet.
+        :param may_restart: no byte of the blob was read yet, so a blob that has replaced it may be
+            read instead.
         """
         try:
             return os.preadv(blob.descriptor, [buffer], offset)
@@ -450,8 +455,8 @@ class DirBlobs(Blobs):
                 raise
         # ESTALE: another machine deleted or replaced the file, or the server started again
         fresh = self._open_blob(blob.place)
-        # the bytes that were read belong to the earlier blob
-        if not is_first and blob.version != fresh.version:
+        is_replaced = blob.version != fresh.version
+        if is_replaced and not may_restart:
             fresh.close()
             raise UnavailableError(
                 f"{self.root / str(blob.place)} was replaced while it was read"
@@ -464,7 +469,7 @@ class DirBlobs(Blobs):
     # Listing
 
     def _list(self, prefix: str, after: str) -> Iterator[BlobInfo]:
-        """Yield the blobs of a listing."""
+        """Yield the blobs whose names start with ``prefix`` and are greater than ``after``."""
         # the prefix is empty or ends with a slash, so the last part is empty
         directories = prefix.split("/")[:-1]
         with (
@@ -504,8 +509,8 @@ class DirBlobs(Blobs):
                     yield BlobInfo(name, status.st_size, status.st_mtime)
 
     def _entries(self, directory: int) -> Sequence[str]:
-        """Return the files and directories of a directory in ascending order; directories with
-        ``/``.
+        """Return the names of the files and directories in a directory, in ascending order; those
+        of directories end with ``/``. Delete temporary files of dead writers.
 
         With the ``/``, this is the order of the full names below them: ``a-b`` precedes ``a/b``.
         """
@@ -524,7 +529,8 @@ class DirBlobs(Blobs):
         return sorted(entries)
 
     def _remove_if_dead(self, directory: int, temporary: str) -> None:
-        """Delete the temporary file of a dead writer, if the server's time is known."""
+        """Delete a temporary file if it is so old that its writer must be dead. If the server's
+        time is not known, its age is not known, either: leave it."""
         if self.read_only or self._server_time is None:
             return
         status = _status_of_file(directory, temporary)

@@ -49,7 +49,9 @@ SEGMENT_BYTES = 1 << 30  # 1 GiB
 _MOST_SEGMENTS = 64
 """Maximum number of segments, because each takes two file descriptors. A store of more than 64 GiB
 has larger segments."""
-_STEPS = 16  # a file grows by 1/16 of the present size, at most by 1/16 of the limit
+# 1/16: share of the present size of all segments by which a file grows, and maximum share of their
+# limit
+_STEP_SHARE = 16
 _LEAST_STEP_BYTES = 1 << 20  # 1 MiB
 _MOST_STEP_BYTES = 128 << 20  # 128 MiB
 # maximum number of pages of an extent, which is recorded in 32 bits
@@ -209,7 +211,7 @@ class Allocator:
             num_taken = min(missing, free.pages)
             extent, rest = free.split(num_taken)
             # the rest, which may have no pages, stays free
-            self._replace([free], rest)
+            self._replace_free([free], rest)
             self.free -= num_taken
             taken.append(extent)
             missing -= num_taken
@@ -272,11 +274,11 @@ class Allocator:
         holes: list[Extent] = []
         left = pages
         while left > 0 and self.free and len(holes) < at_most:
-            # all extents are smaller, so this returns the largest one
+            # no extent has so many pages, so this returns the largest one
             free = self._best_free_extent(_MOST_PAGES)
             num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
-            self._replace([free], kept)
+            self._replace_free([free], kept)
             self._put_hole(hole)
             self.free -= hole.pages
             self.total -= hole.pages
@@ -284,16 +286,19 @@ class Allocator:
             holes.append(hole)
         return holes
 
-    def fill(self, hole: Extent, pages: int) -> None:
-        """Record that the first ``pages`` pages of a hole, or of the space after the end of a
-        segment, have disk space now, and are free. The segment may be new."""
-        filled, rest = hole.split(pages)
-        segment_end = self.segments().get(hole.segment, 0)
-        # space after the end of a segment has no row in ``holes``: the segment grows into it
-        if hole.page >= segment_end:
-            self._record_segment(hole.segment, filled.end)
+    def fill(self, space: Extent, pages: int) -> None:
+        """Record that the first ``pages`` pages of ``space`` have disk space now, and are free.
+
+        :param space: a hole, or pages after the end of a segment, which may be new.
+        """
+        filled, rest = space.split(pages)
+        segment_end = self.segments().get(space.segment, 0)
+        is_after_end = space.page >= segment_end
+        if is_after_end:
+            self._record_segment(space.segment, filled.end)
         else:
-            self._rows.delete(HOLES, hole.place)
+            # only holes have a row; the rest of this one remains a hole
+            self._rows.delete(HOLES, space.place)
             if rest.pages:
                 self._put_hole(rest)
         self.total += pages
@@ -369,7 +374,7 @@ class Allocator:
         if after is not None and merged.touches(after):
             touching.append(after)
             merged = merged._replace(pages=merged.pages + after.pages)
-        self._replace(touching, merged)
+        self._replace_free(touching, merged)
 
     def _neighbours(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
         """Return the nearest free extents before and after an extent that is not free, by place:
@@ -387,9 +392,9 @@ class Allocator:
                 before = _extent_at(cursor.item())
         return before, after
 
-    def _replace(self, old: Iterable[Extent], new: Extent) -> None:
-        """Replace the rows of free extents by those of another one, or by none if ``new`` has no
-        pages. The totals are the caller's concern.
+    def _replace_free(self, old: Iterable[Extent], new: Extent) -> None:
+        """Replace the rows of free extents by those of ``new``, or by none if ``new`` has no pages.
+        The caller changes the totals.
 
         The new row is put before the old ones are deleted: a table that becomes empty frees its
         last page, which this transaction cannot reuse.
@@ -398,8 +403,8 @@ class Allocator:
             self._rows.put(FREE, new.place, _PAGES.pack(new.pages))
             self._rows.put(SIZES, _size_key(new), b"")
         for extent in old:
-            # at the same place, the new row has replaced the old one
-            is_replaced = new.pages and extent.place == new.place
+            # at the same place, putting the new row has replaced the old one
+            is_replaced = new.pages > 0 and extent.place == new.place
             if not is_replaced:
                 self._rows.delete(FREE, extent.place)
             self._rows.delete(SIZES, _size_key(extent))
@@ -465,11 +470,11 @@ class ExtentPayloads:
         """
         if pages > self.allocator.largest():
             self._grow(pages)
-        # look again after growing, because several smaller extents may be enough
+        # even if the segments could not grow, several smaller extents may be enough
         if pages > self.allocator.free:
-            free = self.allocator.free * PAGE_BYTES
+            free_bytes = self.allocator.free * PAGE_BYTES
             raise StoreFullError(
-                f"{pages * PAGE_BYTES} bytes of payload: {free} are free in the segments"
+                f"{pages * PAGE_BYTES} bytes of payload: {free_bytes} are free in the segments"
             )
         return self.allocator.allocate(pages, most_extents)
 
@@ -497,14 +502,14 @@ class ExtentPayloads:
         return allocator.free > 0 and allocator.total > limit_pages
 
     def _grow(self, pages: int) -> None:
-        """Give the segments at least ``pages`` more free pages, or fewer if the limit or the disk
-        prevents it: fill holes, then let a file grow.
+        """Give the segments at least ``pages`` more free pages, or fewer if their limit is reached:
+        fill holes, then let a file grow.
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
         # at the limit, this is 0 or less, and nothing grows
         up_to_limit = self.limit // PAGE_BYTES - self.allocator.total
-        wanted = max(self._step_pages(pages), pages)
+        wanted = max(self._growth_pages(pages), pages)
         missing = min(wanted, up_to_limit)
         try:
             while missing > 0:
@@ -521,7 +526,7 @@ class ExtentPayloads:
             if pages > self.allocator.free:
                 raise
 
-    def _step_pages(self, pages: int) -> int:
+    def _growth_pages(self, pages: int) -> int:
         """Return by how many pages the segments should grow when ``pages`` are lacking; it may be
         less than ``pages``.
 
@@ -530,13 +535,13 @@ class ExtentPayloads:
         """
         least = _LEAST_STEP_BYTES // PAGE_BYTES
         most = _MOST_STEP_BYTES // PAGE_BYTES
-        share_of_limit = self.limit // PAGE_BYTES // _STEPS
-        step = max(self.allocator.total // _STEPS, least)
-        # grow by more after a large pack: the next packs are likely to be large, too
+        limit_pages = self.limit // PAGE_BYTES
+        step = max(self.allocator.total // _STEP_SHARE, least)
+        # grow by more for a large pack: the next packs are likely to be large, too
         is_large = pages * PAGE_BYTES >= _LARGE_BYTES
         if is_large:
             step = max(step, 4 * pages)
-        return min(step, most, share_of_limit)
+        return min(step, most, limit_pages // _STEP_SHARE)
 
     def _growing_end(self) -> Extent:
         """Return the space into which segments grow next: after the end of the first segment that

@@ -170,7 +170,7 @@ class LmdbBackend(Backend):
         keys: KeyFile,
         *,
         read_only: bool,
-        cached: bool,
+        direct: bool,
     ) -> None:
         self._shared: Environment | None = shared
         """Environment that this handle has acquired; None: the handle is closed."""
@@ -184,13 +184,13 @@ class LmdbBackend(Backend):
         """``KeyFile.forgotten`` as far as the caller knows: a tenant that was forgotten since makes
         ``commit`` raise once."""
         self._following = threading.RLock()
-        """Held by the thread that replaces ``_shared`` (``_follow``)."""
+        """Held by the thread that replaces ``_shared`` (``_follow_replacement``)."""
         self._read_only = read_only
         self.capabilities = Capabilities(writable=not read_only)
         # an engine writes its status to a file of the store, which a read-only handle must not do
         if read_only:
             self.status_interval_s = None
-        self._direct = not cached
+        self._direct = direct
         """Whether payloads are read with O_DIRECT where possible."""
 
     @property
@@ -239,7 +239,7 @@ class LmdbBackend(Backend):
             options.policy,
             keys,
             read_only=read_only,
-            cached=options.reads == "cached",
+            direct=options.reads == "direct",
         )
         if not read_only:
             backend._report_differences(options.given)
@@ -303,13 +303,13 @@ class LmdbBackend(Backend):
                         environment.transaction(write=write)
                     )
                 except ReplacedError:
-                    self._follow(environment)
+                    self._follow_replacement(environment)
                     continue
                 yield environment, transaction
                 return
         raise self._keeps_changing()
 
-    def _follow(self, replaced: Environment) -> None:
+    def _follow_replacement(self, replaced: Environment) -> None:
         """Open the store that is at the path now, in place of ``replaced``, and take over the
         namespaces that were opened.
 
@@ -386,9 +386,9 @@ class LmdbBackend(Backend):
             namespace = self.environment.opened_namespaces.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # a lost row must be written here, because only the commit of the first content writes it
-        has_lost_row = has_content and recorded is None
-        if has_lost_row and self.capabilities.writable:
+        # replace a damaged row here: otherwise, only the commit of the first content writes it
+        has_damaged_row = has_content and recorded is None
+        if has_damaged_row and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
         # remember the namespace for the commit that adds its first content and writes its row
@@ -453,7 +453,7 @@ class LmdbBackend(Backend):
                     self._forgotten[name] = times_forgotten.get(name, 0)
                 raise
             except ReplacedError:
-                self._follow(environment)
+                self._follow_replacement(environment)
                 # the next attempt must read the payloads from the beginning
                 for pack in batch.packs:
                     pack.restart()

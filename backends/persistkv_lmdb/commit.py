@@ -355,7 +355,9 @@ class BatchCommit:
             try:
                 return self._commit()
             except _TenantAboveError as error:
-                evict = partial(self._evict_some_of, error.tenant, error.num_bytes)
+                evict = partial(
+                    self._evict_some_of_tenant, error.tenant, error.num_bytes
+                )
                 self._repeat_deletions(evict, at_once=self._most_evicted)
             # Other engines may add content of the tenant as fast as this one evicts it. Doubling
             # the bound on each attempt ends this: at last, the batch's own transaction, which
@@ -393,7 +395,7 @@ class BatchCommit:
             commit.add(batch)
             # expire after the uses of this batch, which keep content from expiring
             commit.expire(read_ttl(transaction), at_most=self._most_evicted)
-            self._fit_quotas(commit)
+            self._enforce_quotas(commit)
             # after a batch with new content, the next batch is expected to add some, too
             if commit.grew:
                 self._prepare_next(commit, room)
@@ -443,7 +445,7 @@ class BatchCommit:
         added = {self._namespace + pack.pack_id for pack in self._lacking}
         return deleted - added
 
-    def _fit_quotas(self, commit: CatalogTransaction) -> None:
+    def _enforce_quotas(self, commit: CatalogTransaction) -> None:
         """Evict packs of the tenants that the batch has enlarged, until none of them is above its
         quota. Then evict some packs of other tenants, whose quotas were lowered.
 
@@ -557,7 +559,7 @@ class BatchCommit:
         for multiple in _EXTRA_MULTIPLES:
             with environment.transaction() as rows:
                 used_before = rows.used_bytes()
-            evict = partial(self._evict_some, multiple, used_before)
+            evict = partial(self._evict_for_batch, multiple, used_before)
             self._repeat_deletions(
                 evict, at_once=self._most_evicted, most_transactions=_TRANSACTIONS
             )
@@ -698,7 +700,7 @@ class BatchCommit:
             if totals.quota is None or not totals.is_above(num_bytes):
                 continue
             # A pack of the tenant may be evicted, unless this batch uses it. Only the transaction
-            # of the batch finds out (``_fit_quotas``).
+            # of the batch finds out (``_enforce_quotas``).
             has_evictable = rows.has_prefix(TENANT_ORDER, rows.tenant_digest(tenant))
             if num_bytes > totals.quota or not has_evictable:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
@@ -778,7 +780,7 @@ class BatchCommit:
             self._environment.record_erasure(room.transaction, names)
         return more
 
-    def _evict_some(self, multiple: int, used_before: int, at_most: int) -> bool:
+    def _evict_for_batch(self, multiple: int, used_before: int, at_most: int) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
         :param multiple: 0: evict as much as the capacity requires. Otherwise the free pages were
@@ -817,7 +819,7 @@ class BatchCommit:
         if not has_evicted or not room.fits(most_in_use):
             raise _NothingLeftError(str(room.full_error()))
 
-    def _evict_some_of(self, tenant: str, num_bytes: int, at_most: int) -> bool:
+    def _evict_some_of_tenant(self, tenant: str, num_bytes: int, at_most: int) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
         quota; return whether more must be evicted."""
         with self._short_transaction() as (commit, room):

@@ -252,7 +252,7 @@ class Database:
         # another key of the user meanwhile, which this process does not have.
         if keyring_id == self._keyring_id:
             return
-        self.seal = self.keys.seal(keyring_id)
+        self.seal = self.keys.open_seal(keyring_id)
         self._keyring_id = keyring_id
 
     def _create_databases(self, env: lmdb.Environment) -> None:
@@ -263,7 +263,7 @@ class Database:
             if is_new:
                 # make the key file durable before the row that names its keyring: without the keys,
                 # the store could never be read
-                keyring_id = self.keys.prepare(create=True)
+                keyring_id = self.keys.prepare_keyring(create=True)
                 write_keyring(TableRows(txn, self._databases), keyring_id)
 
     def close(self) -> None:

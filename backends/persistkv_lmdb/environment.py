@@ -28,6 +28,7 @@ from contextlib import (
     AbstractContextManager,
     ExitStack,
     contextmanager,
+    nullcontext,
     suppress,
 )
 from dataclasses import dataclass, field
@@ -175,11 +176,11 @@ class Environment:
                 f"{self.path} was opened by process {self.process}; open it again after a fork"
             )
         guard = self._guard if write else None
-        with (
-            self._suspect_on_error(),
-            self._writer_lock(guard),
-            files.translated(self.path),
-        ):
+        lock: AbstractContextManager[None] = nullcontext()
+        if guard is not None:
+            # ``held`` calls ``recover`` if the last commit failed or its process was killed
+            lock = guard.lock.held(recover=guard.recover)
+        with self._suspect_on_error(), lock, files.translated(self.path):
             # read the keys again: another process may have made keys that seal rows, or destroyed
             # some
             if self.database.seal.encrypts:
@@ -205,20 +206,6 @@ class Environment:
         raise StoreError(
             f"{self.path}: no transaction could begin in {_BEGIN_ATTEMPTS} attempts"
         )
-
-    @contextmanager
-    def _writer_lock(self, guard: Guard | None) -> Iterator[None]:
-        """Hold the writer lock within the ``with`` statement, after the recovery of a commit that
-        was interrupted.
-
-        :param guard: None: the transaction only reads, and needs no lock.
-        """
-        if guard is None:
-            yield
-            return
-        # ``held`` calls ``recover`` if the last commit failed or its process was killed
-        with guard.lock.held(recover=guard.recover):
-            yield
 
     @contextmanager
     def _committed(
@@ -294,8 +281,8 @@ class Environment:
                 raise StoreError(f"{self.path} is open read-only")
             # A refusal of a dead process (``refuse_tenant``) names its number. It would be valid
             # again if this process took the same number.
-            refusing = read_refusals(transaction).values()
-            self.writer = self._guard.claim(refusing)
+            refusing_writers = read_refusals(transaction).values()
+            self.writer = self._guard.claim(excluded=refusing_writers)
         return self.writer
 
     def release_reserved(
@@ -308,8 +295,8 @@ class Environment:
         allocator = self.payloads(transaction).allocator
         for writer in allocator.writers():
             is_own = writer == self.writer
-            is_released = include_own if is_own else self._is_dead(writer)
-            if is_released:
+            may_release = include_own if is_own else self._is_dead(writer)
+            if may_release:
                 allocator.release(writer)
 
     def refuse_tenant(self, transaction: TableRows, tenant: str) -> bytes:
@@ -436,10 +423,11 @@ class Environment:
         return self.files.is_current()
 
     def serves(self, *, read_only: bool) -> bool:
-        """Return whether another handle can share this environment."""
+        """Return whether a new handle, which only reads if ``read_only``, can share this
+        environment."""
         # a handle that writes needs an environment that is open for writing
-        is_enough = read_only or not self.read_only
-        return is_enough and self.is_current()
+        has_mode = read_only or not self.read_only
+        return has_mode and self.is_current()
 
     def _check_current(self) -> None:
         """Raise a ReplacedError if the open files are no longer those at the path."""
@@ -604,7 +592,7 @@ class Environments:
                 # check the key of this handle, because earlier handles may have been opened with
                 # another key
                 with shared.transaction() as rows:
-                    keys.seal(read_keyring(rows))
+                    keys.open_seal(read_keyring(rows))
             shared.handles += 1
             return shared
         finally:
@@ -616,7 +604,7 @@ class Environments:
 
         It must be closed before the next one is opened, because LMDB opens a file only once per
         process. Handles that still use it find it closed, and acquire the next one
-        (``LmdbBackend._follow``).
+        (``LmdbBackend._follow_replacement``).
         """
         shared = slot.environment
         if shared is not None and not shared.serves(read_only=read_only):

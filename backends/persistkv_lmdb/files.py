@@ -106,13 +106,13 @@ def translated(path: Path) -> Iterator[None]:
     try:
         yield
     except lmdb.Error as error:
-        kind = _kind_of(error, path)
+        kind = _error_type_of(error, path)
         raise kind(f"{path}: {_reason(error)}") from error
     except _INVALID_ROW as error:
         raise CorruptStoreError(f"{path}: a row does not read: {error}") from error
 
 
-def _kind_of(error: lmdb.Error, path: Path) -> type[StoreError]:
+def _error_type_of(error: lmdb.Error, path: Path) -> type[StoreError]:
     """Return the type of StoreError that corresponds to an error of LMDB, for the store at
     ``path``."""
     if isinstance(error, _FULL) or error.code in _FULL_CODES:

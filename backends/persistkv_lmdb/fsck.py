@@ -120,7 +120,7 @@ def inspect(directory: Path) -> Finding:
     # bound the check, because the writers of the store wait for its end
     patience_s = PATIENCE_S + size // _BYTES_A_SECOND
     try:
-        child = _start(directory)
+        child = _start_check(directory)
     except OSError as error:
         return Finding(
             CheckResult.UNKNOWN, f"the integrity check could not be started: {error}"
@@ -137,7 +137,7 @@ def inspect(directory: Path) -> Finding:
     return _finding_of(directory, child.returncode, output, errors)
 
 
-def _start(directory: Path) -> subprocess.Popen[bytes]:
+def _start_check(directory: Path) -> subprocess.Popen[bytes]:
     """Start the child process that checks an environment.
 
     :raises OSError: it cannot be started.

@@ -54,7 +54,7 @@ _HINT = "key_file, key_env or key_command"
 
 class KeyFile:
     """The data keys of the store in a directory: its own, which is wrapped with the user's key, and
-    those of tenants, which are sealed with the store's. They are known after ``seal``.
+    those of tenants, which are sealed with the store's. They are known after ``open_seal``.
 
     :param key: key that the user gives for the store; None: the user gives none.
     """
@@ -76,13 +76,13 @@ class KeyFile:
         # one made a key could take this key for destroyed, or add a key that was destroyed since.
         self._lock = threading.RLock()
         self._seal = KeySeal(self._known, self._reload)
-        """Seal of the store, which ``seal`` returns: it reads the file again if it meets an unknown
-        key."""
+        """Seal of the store, which ``open_seal`` returns. If it meets an unknown key, it reads the
+        file again."""
         # Opens the records of tenants' keys in the file. It needs the store's key only, and must
         # not read the file again.
-        self._records = KeySeal(self._known)
+        self._record_seal = KeySeal(self._known)
 
-    def prepare(self, *, create: bool) -> str:
+    def prepare_keyring(self, *, create: bool) -> str:
         """Return the id of the keyring of a store whose catalogue is about to be created or
         rebuilt, so that the caller records it there; empty: the store has no key.
 
@@ -108,7 +108,7 @@ class KeyFile:
         self._write(content)
         return keyring_id
 
-    def seal(self, keyring_id: str) -> Seal:
+    def open_seal(self, keyring_id: str) -> Seal:
         """Read the file, and return the seal of a store that is being opened.
 
         :param keyring_id: that the catalogue names; empty: the store has no key.
@@ -138,7 +138,7 @@ class KeyFile:
                 f"{self._path} is of the keyring {keyring.id}, and the store of {keyring_id}"
             )
         self._keyring = keyring
-        self._add(stored.tenants)
+        self._add_keys(stored.tenants)
         return self._seal
 
     def make_missing(self, tenants: Iterable[str]) -> None:
@@ -154,17 +154,17 @@ class KeyFile:
         stored = self._read()
         self._check_is_of_store(stored)
         # first add the keys that other processes have made
-        self._add(stored.tenants)
+        self._add_keys(stored.tenants)
         added: list[TenantKey] = []
         for tenant in self._known().lacking(tenants):
             key = DataKey.new(tenant)
-            sealed = self._records.sealed_key(key)
+            sealed = self._record_seal.sealed_key(key)
             added.append(TenantKey(key.id, sealed))
         if not added:
             return
         all_tenants = (*stored.tenants, *added)
         self._write(StoredKeys(stored.wrapped, all_tenants))
-        self._add(added)
+        self._add_keys(added)
 
     def _known(self) -> Keyring:
         """Return the keys of the open store that this process knows.
@@ -193,10 +193,10 @@ class KeyFile:
         with self._lock, suppress(CorruptStoreError, OSError):
             stored = self._read()
             self._check_is_of_store(stored)
-            self._add(stored.tenants)
+            self._add_keys(stored.tenants)
             stored_ids = {key.id for key in stored.tenants}
             known_ids = {key.id for key in self._known().of_tenants()}
-            self._drop(known_ids - stored_ids)
+            self._drop_keys(known_ids - stored_ids)
         # set this even after an error, so that a damaged file is not read before each transaction,
         # but only when it changes
         self._version = version
@@ -229,7 +229,7 @@ class KeyFile:
         # which a repeated command knows whose rows to delete.
         for directory in (*quarantined(self._store), self._store):
             destroyed |= self._destroy_in(directory / KEY_FILE, tenant)
-        self._drop(destroyed)
+        self._drop_keys(destroyed)
         return sorted(destroyed)
 
     def _destroy_in(self, path: Path, tenant: str) -> set[bytes]:
@@ -256,11 +256,11 @@ class KeyFile:
         """Return the tenant whose key a record in the file is; None: the record is damaged, or of
         another store."""
         try:
-            return self._records.opened_key(key.id, key.sealed).tenant
+            return self._record_seal.opened_key(key.id, key.sealed).tenant
         except CorruptPackError:
             return None
 
-    def _drop(self, key_ids: Collection[bytes]) -> None:
+    def _drop_keys(self, key_ids: Collection[bytes]) -> None:
         """Drop data keys that were destroyed from those that are known, and count their tenants as
         forgotten."""
         with self._lock:
@@ -277,7 +277,7 @@ class KeyFile:
         self.refresh()
         return self._known()
 
-    def _add(self, tenants: Iterable[TenantKey]) -> None:
+    def _add_keys(self, tenants: Iterable[TenantKey]) -> None:
         """Add those of the data keys in a file that are not known yet.
 
         :raises CorruptStoreError: one does not open with the store's key.
@@ -288,7 +288,7 @@ class KeyFile:
             try:
                 for key in tenants:
                     if key.id not in known.keys:
-                        opened.append(self._records.opened_key(key.id, key.sealed))
+                        opened.append(self._record_seal.opened_key(key.id, key.sealed))
             except CorruptPackError as error:
                 raise CorruptStoreError(f"{self._path} is damaged: {error}") from None
             self._keyring = known.extended(opened)

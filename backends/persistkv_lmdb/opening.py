@@ -193,11 +193,11 @@ class Guard:
         """
         number = 0
         with files.translated_io(self._directory, full=StoreError):
-            while number in excluded or not self._claim(number):
+            while number in excluded or not self._try_claim(number):
                 number += 1
         return number
 
-    def _claim(self, number: int) -> bool:
+    def _try_claim(self, number: int) -> bool:
         """Claim a writer's number, by a lock on its byte; return False if another process has
         it."""
         request = _lock_request(number)
@@ -222,7 +222,7 @@ class Guard:
         it open. Ignore write errors.
         """
         with suppress(OSError):
-            self._write(_State.SUSPECT)
+            self._write_state(_State.SUSPECT)
 
     def close(self) -> None:
         """Close the lock file and the guard file; idempotent.
@@ -239,8 +239,8 @@ class Guard:
                 if self.lock.has_interrupted_commit:
                     self.recover()
                 # leave the state SUSPECT as it is
-                if self._read() is _State.OPEN:
-                    self._write(_State.CLEAN)
+                if self._read_state() is _State.OPEN:
+                    self._write_state(_State.CLEAN)
         self.close_files()
 
     def close_files(self) -> None:
@@ -256,7 +256,9 @@ class Guard:
         """Open the environment while this process excludes other writers: check it after an unclean
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
-        state_before = self._read()  # None: persistkv has never opened a store here
+        state_before = (
+            self._read_state()
+        )  # None: persistkv has never opened a store here
         exists = (self._directory / files.DATA_FILE).exists()
         if exists and state_before is None:
             # This is another program's environment, which ``open_environment`` refuses, or a store
@@ -268,12 +270,12 @@ class Guard:
         try:
             # record it before the environment is opened: if this process is killed, the next one
             # checks the store
-            self._write(_State.OPEN)
+            self._write_state(_State.OPEN)
             is_open = is_usable and self._open_existing(open_environment)
             if not is_open:
-                self._create(open_environment)
+                self._create_environment(open_environment)
         except BaseException:
-            self._restore(state_before)
+            self._restore_state(state_before)
             raise
 
     def _quarantine_unusable(self, *, exists: bool, was_unclean: bool) -> bool:
@@ -292,12 +294,12 @@ class Guard:
             return False
         return exists
 
-    def _restore(self, state: _State | None) -> None:
-        """Record a state again that ``_read`` returned earlier."""
+    def _restore_state(self, state: _State | None) -> None:
+        """Record a state again that ``_read_state`` returned earlier."""
         if state is None:
             os.ftruncate(self._fd, 0)
         else:
-            self._write(state)
+            self._write_state(state)
 
     def _check_or_quarantine(self) -> bool:
         """Check the environment after an unclean shutdown. If it is damaged, rename it and return
@@ -338,7 +340,7 @@ class Guard:
             with suppress(FileNotFoundError):
                 files.sync_directory(self._directory / name)
 
-    def _create(self, open_environment: Callable[[], None]) -> None:
+    def _create_environment(self, open_environment: Callable[[], None]) -> None:
         """Create the environment, and make the names of its directories durable."""
         # First, make the guard file durable: it shows that an interrupted creation is this
         # program's.
@@ -414,11 +416,11 @@ class Guard:
         self._joined = True
         # read again, because a process that closed the store meanwhile has recorded a clean
         # shutdown
-        is_recorded = self._read() in (_State.OPEN, _State.SUSPECT)
+        is_recorded = self._read_state() in (_State.OPEN, _State.SUSPECT)
         if not is_recorded:
-            self._write(_State.OPEN)
+            self._write_state(_State.OPEN)
 
-    def _read(self) -> _State | None:
+    def _read_state(self) -> _State | None:
         """Return the recorded state; None if persistkv never opened a store here. Unknown content
         counts as open."""
         row = os.pread(self._fd, _ROW_BYTES, 0)
@@ -430,7 +432,7 @@ class Guard:
         except ValueError:
             return _State.OPEN
 
-    def _write(self, state: _State) -> None:
+    def _write_state(self, state: _State) -> None:
         """Record a state, without a sync."""
         # padded to a fixed length, so that no part of a longer state remains
         line = state.value.ljust(_ROW_BYTES - 1) + "\n"

@@ -156,7 +156,7 @@ class SegmentFiles:
         self._writes: list[Future[None]] = []
         """Writes that were started in other threads since the last
         ``wait_for_writes``."""
-        self._bounce = Bounce(self.wait_for_writes)
+        self._bounce = BounceBuffer(self.wait_for_writes)
         """Memory through which buffers are copied that O_DIRECT would refuse."""
         self._direct = True
         """False once O_DIRECT was refused for aligned buffers."""
@@ -173,15 +173,15 @@ class SegmentFiles:
             try:
                 os.posix_fallocate(fd, extent.offset, extent.num_bytes)
             except OSError:
-                # A part may have been allocated: cut the pages that were added at the end, and
-                # return the space of pages in a hole.
+                # A part may have been allocated. Pages after the old end are cut off; the space of
+                # pages in a hole is returned.
                 with suppress(OSError):
                     os.ftruncate(fd, old_bytes)
                 self.punch([extent])
                 raise
             self._grown.add(extent.segment)
-            # the process that created the file may have ended before it synced the name
-            if not old_bytes:
+            # the process that created this empty file may have ended before it synced the name
+            if old_bytes == 0:
                 self._has_new_names = True
 
     def punch(self, holes: Iterable[Extent]) -> None:
@@ -196,8 +196,8 @@ class SegmentFiles:
     def punches(self) -> bool:
         """Whether the file system supports holes in files."""
         try:
-            # without any file, the answer is False until the store is opened again
-            first_segment = min(self._existing(), default=0)
+            # if there is no file yet, this raises, and the answer is False until the next opening
+            first_segment = min(self._existing_segments(), default=0)
             fd = self._descriptors(first_segment).buffered
             # try after the end of the file, where there is nothing to lose
             end = os.fstat(fd).st_size
@@ -220,27 +220,27 @@ class SegmentFiles:
         :raises ReplacedError: an open file was removed.
         :raises StoreFullError: the disk has no space for a lost file.
         """
-        on_disk = 0
+        disk_bytes = 0
         with translated_io(self._path):
-            # truncate unrecorded files to nothing: an aborted transaction made them
-            for segment in {*segments, *self._existing()}:
-                expected = segments.get(segment, 0) * PAGE_BYTES
-                on_disk += self._adjust_length(segment, expected)
-        return on_disk
+            for segment in {*segments, *self._existing_segments()}:
+                # truncate an unrecorded file to nothing: an aborted transaction made it
+                recorded_pages = segments.get(segment, 0)
+                disk_bytes += self._adjust_length(segment, recorded_pages * PAGE_BYTES)
+        return disk_bytes
 
-    def _adjust_length(self, segment: int, expected: int) -> int:
-        """Give a file the length ``expected`` in bytes, and create it if it is missing; return its
+    def _adjust_length(self, segment: int, length: int) -> int:
+        """Give a file the length ``length`` in bytes, and create it if it is missing; return its
         bytes on disk."""
         fd = self._descriptors(segment, create=True).buffered
-        status = self._status(segment, fd)
-        held = status.st_size
-        if held == expected:
+        status = self._checked_status(segment, fd)
+        present_length = status.st_size
+        if present_length == length:
             return allocated_bytes(status)
-        if held > expected:
-            os.ftruncate(fd, expected)
+        if present_length > length:
+            os.ftruncate(fd, length)
         else:
             # allocate disk space, so that later writes do not fail
-            os.posix_fallocate(fd, held, expected - held)
+            os.posix_fallocate(fd, present_length, length - present_length)
         return allocated_bytes(os.fstat(fd))
 
     def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
@@ -254,7 +254,7 @@ class SegmentFiles:
         """
         written = 0
         # each list of buffers is one write
-        for buffers in self._bounce.aligned(stream):
+        for buffers in self._bounce.aligned_batches(stream):
             length = sum(map(len, buffers))
             runs = list(_runs_of(extents, written, length))
             available = sum(run.length for run in runs)
@@ -299,7 +299,7 @@ class SegmentFiles:
         """
         wait(self._writes)
         try:
-            # remove each future, because a failed one keeps its buffers through its traceback
+            # keep no failed future: the traceback of its error refers to the buffers
             while self._writes:
                 write = self._writes.pop(0)
                 write.result()
@@ -311,7 +311,7 @@ class SegmentFiles:
 
         Ctrl-C does not end the wait: the next commit writes into the same extents.
         """
-        # Ctrl-C raises within the wait, before the list is cleared: the loop then waits again
+        # if Ctrl-C ends a wait, the list is not cleared yet, and the loop waits again
         while self._writes:
             with suppress(BaseException):
                 running = [write for write in self._writes if not write.cancel()]
@@ -335,10 +335,10 @@ class SegmentFiles:
         """Raise a ReplacedError if one of these open files was removed."""
         with translated_io(self._path):
             for segment in segments:
-                self._status(segment, self._descriptors(segment).buffered)
+                self._checked_status(segment, self._descriptors(segment).buffered)
 
-    def _status(self, segment: int, fd: int) -> os.stat_result:
-        """Return the status of an open file, after a check that it still has a name: a removed file
+    def _checked_status(self, segment: int, fd: int) -> os.stat_result:
+        """Return the status of an open segment file. Check that it still has a name: a removed file
         would accept writes that no reader finds.
 
         :raises ReplacedError: it was removed.
@@ -404,7 +404,7 @@ class SegmentFiles:
         ``allocated_bytes``."""
         lengths: dict[int, int] = {}
         with translated_io(self._path):
-            for segment in self._existing():
+            for segment in self._existing_segments():
                 fd = self._descriptors(segment).buffered
                 lengths[segment] = allocated_bytes(os.fstat(fd))
         return lengths
@@ -414,10 +414,11 @@ class SegmentFiles:
         found to be removed."""
         if self._lacks_file:
             return False
-        # None: the directory was not used yet, or does not exist
-        held = self._segments_id
+        # the directory was not used yet, or does not exist
+        if self._segments_id is None:
+            return True
         # build the path as text, because joining paths takes three times as long as the system call
-        return held is None or held == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
+        return self._segments_id == file_id(f"{self._path}/{SEGMENT_DIRECTORY}")
 
     def close(self) -> None:
         """Close all descriptors; no other call may be running."""
@@ -473,9 +474,10 @@ class SegmentFiles:
         return read_all(fds.buffered, buffers, run.offset)
 
     def _is_direct_refusal(self, error: OSError, buffers: Sequence[memoryview]) -> bool:
-        """Return whether an I/O error means that O_DIRECT was refused. If the buffers are aligned,
-        stop using it. Alignment is checked only after a failure: checking before each transfer
-        would take longer.
+        """Return whether an I/O error means that O_DIRECT was refused, because the buffers are not
+        aligned, or by the file system. In the second case, stop using it.
+
+        Alignment is checked only after a failure: checking before each transfer would take longer.
         """
         if error.errno not in _NO_DIRECT:
             return False
@@ -539,7 +541,7 @@ class SegmentFiles:
             self._segments_id = file_id(self._segments_fd)
         return self._segments_fd
 
-    def _existing(self) -> list[int]:
+    def _existing_segments(self) -> list[int]:
         """Return the numbers of the segment files in the directory; none if it does not exist."""
         try:
             with self._lock:
@@ -632,8 +634,8 @@ def write_all(
 ) -> None:
     """Write all bytes of the buffers to a file, from byte ``offset`` of the file on.
 
-    :param unit: after a short write, continue after a multiple of this many bytes: 4096 for
-        O_DIRECT.
+    :param unit: a write that was cut short is continued after a multiple of this many bytes: 4096
+        for O_DIRECT.
     """
     rest = list(buffers)
     while rest:
@@ -672,7 +674,7 @@ def read_all(
     return True
 
 
-class Bounce:
+class BounceBuffer:
     """Aligned memory of fixed size, through which unaligned buffers are copied before they are
     written.
 
@@ -693,7 +695,7 @@ class Bounce:
         self._was_used = False
         """Whether bytes were copied to the memory before, so that a write may be using it."""
 
-    def aligned(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
+    def aligned_batches(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
         """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
@@ -715,7 +717,7 @@ class Bounce:
                 if is_at_page and whole_page_bytes and starts_aligned(rest):
                     count = min(whole_page_bytes, left_in_batch)
                     # the copied bytes before this buffer precede it in the batch
-                    batch += self._run(run_start, run_end)
+                    batch += self._copied_run(run_start, run_end)
                     run_start = run_end
                     batch.append(rest[:count])
                 else:
@@ -726,7 +728,7 @@ class Bounce:
                 rest = rest[count:]
                 is_full = count == left_in_batch
                 if is_full:
-                    batch += self._run(run_start, run_end)
+                    batch += self._copied_run(run_start, run_end)
                     yield batch
                     batch = []
                     length = 0
@@ -738,7 +740,7 @@ class Bounce:
             num_zeros = -length % PAGE_BYTES
             padded_end = run_end + num_zeros
             self._memory[run_end:padded_end] = bytes(num_zeros)
-            batch += self._run(run_start, padded_end)
+            batch += self._copied_run(run_start, padded_end)
             yield batch
 
     def _copy(self, piece: Buffer, start: int) -> None:
@@ -751,7 +753,7 @@ class Bounce:
         self._memory[start:end] = piece
         self._was_used = True
 
-    def _run(self, start: int, end: int) -> list[memoryview]:
+    def _copied_run(self, start: int, end: int) -> list[memoryview]:
         """Return a run of copied bytes, ``start`` to ``end`` of the memory, as a list of one
         buffer; an empty list if there are none."""
         if start == end:

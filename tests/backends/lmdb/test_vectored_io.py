@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from persistkv_lmdb.segments import (
-    Bounce,
+    BounceBuffer,
     after_bytes,
     first_bytes,
     read_all,
@@ -77,7 +77,9 @@ def test_bounce_any_stream_yields_aligned_buffers_with_same_bytes(
             written.extend(b"".join(buffers))
         lent.clear()
 
-    for buffers in Bounce(wait_for_writes, PAGE * batch).aligned(iter(chunks)):
+    for buffers in BounceBuffer(wait_for_writes, PAGE * batch).aligned_batches(
+        iter(chunks)
+    ):
         # at most as many bytes again are copied
         assert sum(map(len, buffers)) <= 2 * PAGE * batch
         assert all(
@@ -97,12 +99,12 @@ def test_bounce_divides_stream_into_batches(pages: int) -> None:
     stream = (
         memory[at : at + pages * PAGE] for at in range(0, 32 * PAGE, pages * PAGE)
     )
-    lists = list(Bounce(lambda: None, 8 * PAGE).aligned(stream))
+    lists = list(BounceBuffer(lambda: None, 8 * PAGE).aligned_batches(stream))
     assert [sum(map(len, buffers)) // PAGE for buffers in lists] == [8, 8, 8, 8]
 
 
 def test_bounce_aligned_pieces_are_not_copied(rows: memoryview) -> None:
-    (buffers,) = Bounce(lambda: None).aligned(
+    (buffers,) = BounceBuffer(lambda: None).aligned_batches(
         iter([rows[: 8 * PAGE], pattern(100), bytes(PAGE - 100), rows[8 * PAGE :]])
     )
     assert [buffer.obj is rows.obj for buffer in buffers] == [True, False, True]

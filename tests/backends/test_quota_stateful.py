@@ -243,7 +243,7 @@ def plant_decrement(patch: pytest.MonkeyPatch) -> None:
 
 def plant_outside(patch: pytest.MonkeyPatch) -> None:
     """Check quotas before the transaction of the commit only."""
-    patch.setattr(BatchCommit, "_fit_quotas", lambda self, commit: None)
+    patch.setattr(BatchCommit, "_enforce_quotas", lambda self, commit: None)
 
 
 def plant_order(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from collections.abc import (
 )
 from copy import copy
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from persistkv.errors import StoreError
 from persistkv.storage.blobs import (
@@ -30,6 +30,11 @@ from persistkv.storage.blobs import (
 from persistkv.storage.format.codec import Buffer
 
 T = TypeVar("T")
+
+_Fault: TypeAlias = Callable[[str], object]
+"""Function that gets the subject of a call; if it raises, the call fails."""
+_Condition: TypeAlias = Callable[[str], bool]
+"""Whether a fault concerns the calls with a subject."""
 
 METHODS = ("put", "read", "delete", "list")
 """Methods that can have faults."""
@@ -84,7 +89,8 @@ class MemoryBlobs(Blobs):
         count = 0
         for buffer in buffers:
             start = offset + count
-            part = data[start : start + buffer.nbytes]
+            end = start + buffer.nbytes
+            part = data[start:end]
             bytes_to_fill = buffer.cast("B")
             bytes_to_fill[: len(part)] = part
             count += len(part)
@@ -142,12 +148,12 @@ class FaultyBlobs(Blobs):
         self.inner = inner
         self.calls: list[tuple[str, str]] = []
         """All calls, failed ones included, in order: method and subject."""
-        self._before: dict[str, list[Callable[[str], object]]] = defaultdict(list)
-        """Method → faults to run before its effect; each gets the subject of the call."""
-        self._after: dict[str, list[Callable[[str], object]]] = defaultdict(list)
-        """Method → faults to run after its effect; each gets the subject of the call."""
+        self._before: dict[str, list[_Fault]] = defaultdict(list)
+        """By method, the faults to run before the effect of a call."""
+        self._after: dict[str, list[_Fault]] = defaultdict(list)
+        """By method, the faults to run after the effect of a call."""
         self._between: Callable[[], object] | None = None
-        """Called between the halves of a list; None: lists are read at once."""
+        """Called between the halves of a list (``split_lists``); None: lists are read at once."""
         self._postponed: list[Callable[[], object]] = []
         """Effects of postponed calls, in order."""
         self._lock = threading.Lock()
@@ -162,13 +168,13 @@ class FaultyBlobs(Blobs):
 
     # Faults
 
-    def before(self, method: str, call: Callable[[str], object]) -> None:
+    def before(self, method: str, call: _Fault) -> None:
         """Run ``call(subject)`` before each call of the method; if it raises, the call has no
         effect."""
         _check(method)
         self._before[method].append(call)
 
-    def after(self, method: str, call: Callable[[str], object]) -> None:
+    def after(self, method: str, call: _Fault) -> None:
         """Run ``call(subject)`` after the effect of each call; if it raises, the call fails."""
         _check(method)
         self._after[method].append(call)
@@ -180,14 +186,16 @@ class FaultyBlobs(Blobs):
         *,
         times: int | None = None,
         after: bool = False,
-        only: Callable[[str], bool] | None = None,
+        only: _Condition | None = None,
     ) -> None:
         """Let calls of a method fail.
 
-        :param error: each call raises a copy: its traceback references the buffers of the call.
+        :param error: each call raises a copy, because the traceback of an error references the
+            buffers of its call.
         :param times: number of calls that fail; None: all, until ``clear_faults``.
         :param after: whether the calls take effect before they fail: the reply is lost.
-        :param only: condition on the subject.
+        :param only: condition that the subject of a call fulfils if the call is to fail; None: all
+            calls.
         """
         is_due = _Countdown(times, only)
 
@@ -195,12 +203,14 @@ class FaultyBlobs(Blobs):
             if is_due(subject):
                 raise copy(error)
 
-        add = self.after if after else self.before
-        add(method, raise_if_due)
+        if after:
+            self.after(method, raise_if_due)
+        else:
+            self.before(method, raise_if_due)
 
     def delay(self, method: str, seconds: float, *, times: int | None = None) -> None:
         """Delay calls of a method before they take effect."""
-        is_due = _Countdown(times, None)
+        is_due = _Countdown(times, only=None)
 
         def sleep_if_due(subject: str) -> None:
             if is_due(subject):
@@ -213,12 +223,13 @@ class FaultyBlobs(Blobs):
         method: str,
         *,
         times: int | None = None,
-        only: Callable[[str], bool] | None = None,
+        only: _Condition | None = None,
     ) -> None:
         """Let ``put`` or ``delete`` raise ``UnavailableError``, and take effect in
         ``run_postponed``."""
         if method not in ("put", "delete"):
             raise ValueError(f"{method} has no effect that could be postponed")
+        # ``_change`` catches this error, and keeps the effect
         self.fail(method, _PostponedError(), times=times, only=only)
 
     def run_postponed(self) -> int:
@@ -226,8 +237,8 @@ class FaultyBlobs(Blobs):
         with self._lock:
             postponed = self._postponed
             self._postponed = []
-        for execute in postponed:
-            execute()
+        for effect in postponed:
+            effect()
         return len(postponed)
 
     def split_lists(self, between: Callable[[], object] = lambda: None) -> None:
@@ -255,7 +266,8 @@ class FaultyBlobs(Blobs):
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
         # a copy, because the caller may change the pieces after this call
         data = b"".join(pieces)
-        return self._change("put", name, partial(self.inner.put, name, [data]))
+        effect = partial(self.inner.put, name, [data])
+        return self._change("put", name, effect)
 
     def read(
         self,
@@ -270,8 +282,8 @@ class FaultyBlobs(Blobs):
         return count
 
     def delete(self, names: Sequence[str]) -> None:
-        names = tuple(names)
-        self._change("delete", " ".join(names), partial(self.inner.delete, names))
+        effect = partial(self.inner.delete, tuple(names))
+        self._change("delete", " ".join(names), effect)
 
     def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
         effect = partial(self.inner.erase, prefix, tuple(names))
@@ -293,13 +305,14 @@ class FaultyBlobs(Blobs):
         after: str,
         between: Callable[[], object],
     ) -> Iterator[BlobInfo]:
-        """Return a list of which one half is read before ``between``, the other half after it."""
-        before_call = self.inner.list(prefix, after)
-        first = [info for info in before_call if in_first_half(info.name)]
+        """Return a list of which one half is read before the call of ``between``, and the other
+        half after it."""
+        listed_before = self.inner.list(prefix, after)
+        first_half = [info for info in listed_before if in_first_half(info.name)]
         between()
-        after_call = self.inner.list(prefix, after)
-        second = [info for info in after_call if not in_first_half(info.name)]
-        return iter(sorted(first + second))
+        listed_after = self.inner.list(prefix, after)
+        second_half = [info for info in listed_after if not in_first_half(info.name)]
+        return iter(sorted(first_half + second_half))
 
     def close(self) -> None:
         self.inner.close()
@@ -333,18 +346,18 @@ class FaultyBlobs(Blobs):
         for fault in list(self._after[method]):
             fault(subject)
 
-    def _change(self, method: str, subject: str, execute: Callable[[], T]) -> T:
+    def _change(self, method: str, subject: str, effect: Callable[[], T]) -> T:
         """Make a call that changes the medium, with its faults.
 
-        :param execute: makes the call of the inner medium; kept if the call is postponed.
+        :param effect: makes the call of the inner medium; kept if the call is postponed.
         """
         try:
             self._begin(method, subject)
         except _PostponedError:
             with self._lock:
-                self._postponed.append(execute)
+                self._postponed.append(effect)
             raise UnavailableError(f"{method} of {subject}: no reply") from None
-        result = execute()
+        result = effect()
         self._end(method, subject)
         return result
 
@@ -359,9 +372,10 @@ class _PostponedError(Exception):
 
 
 class _Countdown:
-    """Condition of a fault: it is met by the first calls that ``only`` accepts. Thread-safe."""
+    """Condition of a fault: it is met by the first ``times`` calls whose subject ``only`` accepts.
+    Thread-safe."""
 
-    def __init__(self, times: int | None, only: Callable[[str], bool] | None) -> None:
+    def __init__(self, times: int | None, only: _Condition | None) -> None:
         """Parameters as for ``FaultyBlobs.fail``."""
         self._left = times
         """Number of further calls that meet the condition; None: all."""
@@ -369,7 +383,7 @@ class _Countdown:
         self._lock = threading.Lock()
 
     def __call__(self, subject: str) -> bool:
-        """Return whether this call has the fault, and count it."""
+        """Return whether the call with this subject has the fault; count it if it has."""
         if self._only is not None and not self._only(subject):
             return False
         with self._lock:

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from copy import copy
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from persistkv.storage.backend import Backend
 
 B = TypeVar("B", bound=Backend)
+
+_Faults: TypeAlias = dict[str, list[Callable[..., Any]]]
+"""Functions to call, by the name of the method whose calls they change."""
 
 
 class FaultyBackend(Backend, Generic[B]):
@@ -48,21 +51,22 @@ class FaultyBackend(Backend, Generic[B]):
         for name in dir(kind):
             is_public = not name.startswith("_")
             if is_public and name not in vars(FaultyBackend):
-                members[name] = _member(kind, name)
-        # a class of its own, so that abstract methods and class attributes are there, too
+                members[name] = _forwarding_member(kind, name)
+        # Make a subclass that has these members. ``__getattr__`` could not forward them: a class
+        # with abstract methods cannot be instantiated.
         class_name = f"Faulty{kind.__name__}"
         bases = (cls,)
         wrapper: type[FaultyBackend[B]] = type(class_name, bases, members)
         return wrapper(inner)
 
     def __init__(self, inner: B) -> None:
-        """Use ``of``, which creates the class with the backend's methods."""
+        """Not for users: call ``of``, which makes a subclass with the backend's methods."""
         self.inner = inner
         self.calls = []
-        self._before: dict[str, list[Callable[..., object]]] = defaultdict(list)
-        """Method → faults to run before it (``before``)."""
-        self._after: dict[str, list[Callable[..., Any]]] = defaultdict(list)
-        """Method → faults that get its result and return another one (``after``)."""
+        self._before: _Faults = defaultdict(list)
+        """Faults to run before a call of their method (``before``)."""
+        self._after: _Faults = defaultdict(list)
+        """Faults that get the result of a call, and return another one (``after``)."""
 
     def before(self, method: str, call: Callable[..., object]) -> None:
         """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not
@@ -87,12 +91,12 @@ class FaultyBackend(Backend, Generic[B]):
         # an iterator that ends after ``times`` errors: then calls reach the backend again
         errors = repeat(error) if times is None else repeat(error, times)
 
-        def raise_next(*_: object, **__: object) -> None:
+        def raise_next_error(*_: object, **__: object) -> None:
             next_error = next(errors, None)
             if next_error is not None:
                 raise copy(next_error)
 
-        self.before(method, raise_next)
+        self.before(method, raise_next_error)
 
     def clear_faults(self, method: str | None = None) -> None:
         """Remove all faults of a method; None: of all methods. Calls that are already running keep
@@ -110,24 +114,28 @@ class FaultyBackend(Backend, Generic[B]):
             raise ValueError(f"{kind.__name__} has no method {method!r}")
 
 
-def _member(kind: type[Backend], name: str) -> Callable[..., Any] | property:
-    """Return the member of a wrapper's class for a public attribute or method of the backend's."""
-    if not callable(getattr(kind, name)):
+def _forwarding_member(
+    backend_class: type[Backend],
+    name: str,
+) -> Callable[..., Any] | property:
+    """Return the method of a wrapper's class that calls the backend's method of this name; if the
+    name is that of an attribute, a property that returns the backend's value."""
+    if not callable(getattr(backend_class, name)):
         return property(attrgetter(f"inner.{name}"))
 
     def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
         """Record the call, run the faults before it, forward it, and let the faults after it
         replace its result."""
         self.calls.append(name)
-        # copies: other threads may add or remove faults during the call
-        before = list(self._before[name])
-        after = list(self._after[name])
-        for fault in before:
+        # copy the lists, because other threads may add or remove faults during the call
+        faults_before = list(self._before[name])
+        faults_after = list(self._after[name])
+        for fault in faults_before:
             fault(*arguments, **named)
         method = getattr(self.inner, name)
         result = method(*arguments, **named)
-        for change in after:
-            result = change(result, *arguments, **named)
+        for replace_result in faults_after:
+            result = replace_result(result, *arguments, **named)
         return result
 
     return call

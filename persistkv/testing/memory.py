@@ -51,6 +51,7 @@ class MemoryBackend(SharedBackend):
         *,
         read_only: bool,
     ) -> Blobs:
+        """Return a new, empty medium. It has no options, so any option is an error."""
         if options:
             raise ConfigurationError(
                 "memory options", " ".join(options), "those of shared stores"

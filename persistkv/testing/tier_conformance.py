@@ -66,11 +66,10 @@ class TierRig:
     ) -> int:
         """Submit a job with a new id; return the id."""
         job_id = next(self._job_ids)
-        block_ids = np.array(rows, np.int64)
         job = JobMetadata(
             job_id=job_id,
             keys=list(keys),
-            block_ids=block_ids,
+            block_ids=np.array(rows, np.int64),
             is_promotion=is_promotion,
             req_context=req,
         )
@@ -140,7 +139,11 @@ class TierRig:
         """Store blocks, end the request, and wait until lookups find them."""
         job_id = self.store(keys, block_ids, req)
         self.run(job_id)
-        # a tier may keep blocks of a running request to itself
+        self.finish(req, keys)
+
+    def finish(self, req: ReqContext, keys: Sequence[OffloadKey]) -> None:
+        """End a request, and wait until lookups find its blocks."""
+        # a tier need not show the blocks of a running request
         self.tier.on_request_finished(req)
         self.wait_held(keys, req)
 
@@ -181,10 +184,11 @@ class SecondaryTierConformance(ABC):
     @pytest.fixture
     def rig(self) -> Iterator[TierRig]:
         """An open tier with rows of random bytes."""
+        shape = (NUM_ROWS, STRIDE)
         rng = np.random.default_rng(11)
-        content = rng.integers(0, 256, NUM_ROWS * STRIDE, dtype=np.uint8)
+        content = rng.integers(0, 256, shape, dtype=np.uint8)
         memory = bytearray(content.tobytes())
-        view = memoryview(memory).cast("B", (NUM_ROWS, STRIDE))
+        view = memoryview(memory).cast("B", shape)
         config = OffloadingConfig(
             identity={"weights": "w"},
             block_size=16,
@@ -192,8 +196,9 @@ class SecondaryTierConformance(ABC):
             num_blocks=NUM_ROWS,
         )
         tier = self.open_tier(config, view)
+        # writable, because ``memory`` is: tests change rows, and see those that loads fill
         rows = np.frombuffer(memory, dtype=np.uint8)
-        yield TierRig(tier, rows.reshape(NUM_ROWS, STRIDE))
+        yield TierRig(tier, rows.reshape(shape))
         tier.drain_jobs(TIMEOUT_S)
         tier.shutdown()
         tier.shutdown()  # idempotent
@@ -240,9 +245,9 @@ class SecondaryTierConformance(ABC):
         keys = self.keys_of(request_of)
         stored = rig.rows[: len(keys)].copy()
         job_id = rig.store(keys, range(len(keys)), request_of)
-        assert rig.run(job_id) == JobResult(job_id, success=True, failed_keys=[])
-        rig.tier.on_request_finished(request_of)
-        rig.wait_held(keys, request_of)
+        stored_all = JobResult(job_id, success=True, failed_keys=[])
+        assert rig.run(job_id) == stored_all
+        rig.finish(request_of, keys)
 
         rig.rows[:] = _UNTOUCHED
         first_row = 20
@@ -254,10 +259,11 @@ class SecondaryTierConformance(ABC):
 
         for source, key in enumerate(keys):
             row = first_row + source
-            rig.check_loaded(key, row, stored, source)
+            rig.check_loaded(key, row=row, stored=stored, source=source)
             for offset, size in ranges_of(key):
                 rig.rows[row, offset : offset + size] = _UNTOUCHED
-        # what remains was outside the ranges of the blocks' groups
+        # The loop has overwritten the loaded blocks. All other bytes must be as they were before
+        # the load.
         assert (rig.rows == _UNTOUCHED).all()
 
     def test_store_rows_overwritten_after_result_keeps_stored_bytes(
@@ -271,14 +277,13 @@ class SecondaryTierConformance(ABC):
         stored = rig.rows[:3].copy()
         store_id = rig.store(keys, sources, request_of)
         rig.run(store_id)
-        # the result means that the rows are no longer in use
+        # the tier has returned a result, so it must no longer read the rows
         rig.rows[:3] = 0
-        rig.tier.on_request_finished(request_of)
-        rig.wait_held(keys, request_of)
+        rig.finish(request_of, keys)
         load_id = rig.load(keys, targets, request_of)
         rig.run(load_id)
         for key, target, source in zip(keys, targets, sources, strict=True):
-            rig.check_loaded(key, target, stored, source)
+            rig.check_loaded(key, row=target, stored=stored, source=source)
 
     def test_get_finished_jobs_returns_one_result_per_job(
         self,
@@ -287,7 +292,7 @@ class SecondaryTierConformance(ABC):
     ) -> None:
         keys = self.keys_of(request_of)
         first = rig.store(keys[:4], range(4), request_of)
-        # blocks that are held, or being stored
+        # these two name blocks that are held already, or are being stored
         same = rig.store(keys[:4], range(4), request_of)
         overlapping = rig.store(keys[2:6], range(2, 6), request_of)
         empty_store = rig.store([], [], request_of)
@@ -321,7 +326,8 @@ class SecondaryTierConformance(ABC):
     def test_store_request_without_description_succeeds(self, rig: TierRig) -> None:
         context = ReqContext("plain")
         rig.tier.on_new_request(context)
-        keys = [make_offload_key(b"plain" * 5, group) for group in range(2)]
+        block_hash = b"plain" * 5
+        keys = [make_offload_key(block_hash, group) for group in (0, 1)]
         rig.store_until_held(keys, [0, 1], context)
 
     def test_touch_absent_blocks_does_not_raise(

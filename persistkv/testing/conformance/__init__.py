@@ -48,7 +48,6 @@ from persistkv.testing.conformance.suite import (
     NamespaceRig,
     RawKind,
     RawStore,
-    check_totals,
     other_process,
     read_pack,
     sample_identity,
@@ -101,7 +100,7 @@ class BackendConformance(BackendSuite):
         again.check_holds(pack)
         assert again.manifests() == [manifest.manifest]
         assert again.manifest_keys(["r1"]) == [manifest.keys]
-        again.check_added(cursor)
+        again.check_nothing_added(cursor)
         stats_again = again.check_totals()
         assert _content(stats_again) == _content(stats)
         again.close()
@@ -142,13 +141,14 @@ class BackendConformance(BackendSuite):
         writer = self.open_rig(url)
         reader = self.open_rig(url, read_only=True)
         pack = writer.pack(1)
-        before = reader.changes(None)
-        assert before.reset
-        assert list(before.added) == []
+        # the writer has opened the namespace, and has stored nothing in it
+        nothing = reader.changes(None)
+        assert nothing.reset
+        assert list(nothing.added) == []
         assert reader.tables_of([pack.pack_id]) == []
         assert list(reader.backend.namespaces()) == []
         writer.commit(pack)
-        reader.check_added(before.cursor, pack)
+        reader.check_added(nothing.cursor, pack)
         reader.check_read(pack)
         reader.close()
         writer.close()
@@ -226,7 +226,6 @@ class BackendConformance(BackendSuite):
         rig.commit(pack)
         rig.check_holds(pack)
         assert rig.tables_of([_UNKNOWN_PACK, pack.pack_id]) == [pack.table]
-        rig.check_read(pack)
 
     def test_commit_unknown_namespace_raises(self, backend: Backend) -> None:
         unknown = sample_identity(9).digest
@@ -239,7 +238,7 @@ class BackendConformance(BackendSuite):
         pack_of_other = sample_pack(other, 1)
         with pytest.raises(StoreError):
             rig.commit(pack_of_other)
-        rig.check_holds()
+        rig.check_holds()  # nothing
 
     def test_commit_existing_pack_id_keeps_first_pack(self, rig: NamespaceRig) -> None:
         self.need_plain(rig)
@@ -251,8 +250,7 @@ class BackendConformance(BackendSuite):
         cursor = rig.commit(first, second).cursor
         rig.commit(second)
         rig.check_holds(first)
-        rig.check_added(cursor)
-        assert rig.check_totals().packs == 1
+        rig.check_nothing_added(cursor)
 
     def test_commit_failing_stream_changes_nothing(self, rig: NamespaceRig) -> None:
         held = rig.pack(1)
@@ -261,9 +259,19 @@ class BackendConformance(BackendSuite):
         stats = rig.backend.stats()
         # the stream of ``torn`` fails after some frames have been written
         block_bytes = 1 << 18
-        source = _FailingSource([sample_blocks(3, 40, block_bytes)])
-        segment = Segment(0, block_bytes, sample_keys(3, 40), source)
-        torn = PackWriter(rig.namespace, RawCodec(), [segment], seal=rig.backend.seal)
+        blocks = sample_blocks(seed=3, count=40, block_bytes=block_bytes)
+        segment = Segment(
+            group=0,
+            block_bytes=block_bytes,
+            keys=sample_keys(seed=3, count=40),
+            source=_FailingSource([blocks]),
+        )
+        torn = PackWriter(
+            rig.namespace,
+            RawCodec(),
+            [segment],
+            seal=rig.backend.seal,
+        )
         batch = CommitBatch(
             packs=[good, torn],
             manifests=[sample_manifest("r1")],
@@ -275,7 +283,7 @@ class BackendConformance(BackendSuite):
         rig.check_holds(held)
         assert rig.read(good) is None
         assert rig.manifest_ids() == set()
-        rig.check_added(cursor)
+        rig.check_nothing_added(cursor)
         stats_after = rig.check_totals()
         assert _content(stats_after) == _content(stats)
         # the pack that could be read is not lost: it can be committed
@@ -301,6 +309,7 @@ class BackendConformance(BackendSuite):
         assert small_rig.manifest_ids() == set()
         small_rig.check_totals()
 
+        # the cursor of the first commit is still current, because nothing was changed after it
         fits = small_rig.pack(3)
         result = small_rig.commit(fits, seen=cursor)
         assert not result.stale
@@ -325,9 +334,13 @@ class BackendConformance(BackendSuite):
 
     def test_eviction_respects_order_and_pins(self, small_rig: NamespaceRig) -> None:
         # 300 kB each: the store holds about a dozen
-        pinned, used, idle, *new = small_rig.packs(33, blocks=3, block_bytes=100_000)
-        manifest = sample_manifest("r", packs=[pinned.pack_id])
-        batch = CommitBatch([pinned, used, idle], [manifest], pins=[("r", True)])
+        packs = small_rig.packs(33, blocks=3, block_bytes=100_000)
+        pinned, used, idle, *new = packs
+        batch = CommitBatch(
+            packs=[pinned, used, idle],
+            manifests=[sample_manifest("r", packs=[pinned.pack_id])],
+            pins=[("r", True)],
+        )
         small_rig.commit_batch(batch)
         use = CommitBatch(touches=[used.pack_id])
         small_rig.commit_batch(use)
@@ -385,19 +398,22 @@ class BackendConformance(BackendSuite):
         pack = rig.pack(1)
         with_pack = sample_manifest("a", packs=[pack.pack_id])
         without_packs = sample_manifest("b")
-        manifests = [with_pack, without_packs]
         # requests are deleted although they are pinned
-        pins = [("a", True), ("b", True)]
-        rig.commit_batch(CommitBatch([pack], manifests, pins=pins))
+        pinned = CommitBatch(
+            packs=[pack],
+            manifests=[with_pack, without_packs],
+            pins=[("a", True), ("b", True)],
+        )
+        rig.commit_batch(pinned)
         # an unknown id is ignored
-        batch = CommitBatch(manifest_deletions=["a", "absent"])
-        result = rig.commit_batch(batch)
+        deletion = CommitBatch(manifest_deletions=["a", "absent"])
+        result = rig.commit_batch(deletion)
         assert not result.evicted
         rig.check_read(pack)
         assert rig.manifest_ids() == {"b"}
         assert rig.manifest_keys(["a"]) == [None]
         assert rig.check_totals().requests == 1
-        # a later version of the request is not covered by the deletion
+        # a request that was deleted can be stored again under the same id
         rig.commit(manifests=[with_pack])
         assert rig.manifest_ids() == {"a", "b"}
         rig.commit_batch(CommitBatch(manifest_deletions=["b", "a"]))
@@ -422,9 +438,13 @@ class BackendConformance(BackendSuite):
         first = rig.pack(1)
         second = rig.pack(2)
         cursor = rig.commit(first, seen=seen).cursor
-        manifests = [sample_manifest("r1")]
         # ``seen`` is from before the commit of ``first``
-        batch = CommitBatch([second], manifests, deletions=[first.pack_id], seen=seen)
+        batch = CommitBatch(
+            packs=[second],
+            manifests=[sample_manifest("r1")],
+            deletions=[first.pack_id],
+            seen=seen,
+        )
         result = rig.commit_batch(batch)
         assert result.stale
         rig.check_added(result.cursor, first)
@@ -445,6 +465,7 @@ class BackendConformance(BackendSuite):
         needed, kept, pack = rig.packs(3)
         cursor = rig.commit(needed, kept).cursor
         rig.commit(deletions=[needed.pack_id])
+        # ``cursor`` is from before the deletion, which removed one of the two needed packs
         needs = [kept.pack_id, needed.pack_id]
         result = rig.commit(pack, seen=cursor, needs=needs)
         assert result.stale
@@ -459,10 +480,11 @@ class BackendConformance(BackendSuite):
         needed, of_others, pack, last = rig.packs(4)
         cursor = rig.commit(needed).cursor
         rig.commit(of_others)
+        # ``cursor`` is from before the last commit, but the pack that the batch needs is still
+        # held: a driver may commit the batch nevertheless (interleaved), or refuse it (stale)
         needs = [needed.pack_id]
         result = rig.commit(pack, seen=cursor, needs=needs)
-        # a driver may refuse such a batch, or interleave it
-        assert [result.interleaved, result.stale].count(True) == 1
+        assert result.interleaved != result.stale
         expected = {of_others.pack_id}
         if not result.stale:
             expected.add(pack.pack_id)
@@ -493,10 +515,18 @@ class BackendConformance(BackendSuite):
         added = {table.pack_id for table in changes.added}
         assert added == {second.pack_id, third.pack_id}
         assert changes.removed == _removed(first)
-        rig.check_added(changes.cursor)
+        rig.check_nothing_added(changes.cursor)
 
     @pytest.mark.parametrize(
-        "cursor", [b"", b"x", bytes(15), b"\xff" * 16, bytes(15) + b"\1", b"\xff" * 64]
+        "cursor",
+        [
+            b"",
+            b"x",
+            bytes(15),
+            b"\xff" * 16,
+            bytes(15) + b"\1",
+            b"\xff" * 64,
+        ],
     )
     def test_changes_unknown_cursor_resets(
         self,
@@ -505,8 +535,8 @@ class BackendConformance(BackendSuite):
     ) -> None:
         pack, other = rig.packs(2)
         rig.commit(pack)
+        # a reset: the changes are the whole content of the namespace
         changes = rig.changes(cursor)
-        # the whole content, and no later changes
         assert changes.reset
         assert list(changes.added) == [pack.table]
         assert rig.commit(other, seen=cursor).stale
@@ -520,9 +550,9 @@ class BackendConformance(BackendSuite):
         rewritten, deleted, good = rig.packs(3)
         cursor = rig.changes(None).cursor
         rig.commit(rewritten, deleted, good)
-        # a byte near the end of the row
+        # damage a byte near the end of each row
         for pack in (rewritten, deleted):
-            raw.flip(RawKind.TABLE, rig.namespace, pack.pack_id, -30)
+            raw.flip(RawKind.TABLE, rig.namespace, pack.pack_id, offset=-30)
         rig.check_holds(good)
         rig.check_added(cursor, good)
 
@@ -532,7 +562,6 @@ class BackendConformance(BackendSuite):
         rig.commit(again, deletions=[deleted.pack_id])
         rig.check_holds(good, again)
         assert rig.read(deleted) is None
-        assert rig.check_totals().packs == 2
 
     # offsets around the bounds of pages, and of the pieces in which media store payloads
     @pytest.mark.parametrize(
@@ -601,7 +630,10 @@ class BackendConformance(BackendSuite):
         payload = payload_of(pack)
         size = len(payload)
         hit = _span(pack.pack_id, 0, size)
-        misses_before = [_span(_UNKNOWN_PACK, 0, 10), _span(deleted.pack_id, 0, 10)]
+        misses_before = [
+            _span(_UNKNOWN_PACK, 0, 10),
+            _span(deleted.pack_id, 0, 10),
+        ]
         # each of these spans ends after the payload
         misses_after = [
             _span(pack.pack_id, 1, size),
@@ -641,8 +673,8 @@ class BackendConformance(BackendSuite):
         ids = ["r0", "r1", "r2"]
         rig.commit(manifests=[bad_head, bad_keys, intact])
         # head and keys are separate rows: each is lost alone
-        raw.flip(RawKind.MANIFEST, rig.namespace, b"r0", -1)
-        raw.flip(RawKind.MANIFEST_KEYS, rig.namespace, b"r1", -1)
+        raw.flip(RawKind.MANIFEST, rig.namespace, b"r0", offset=-1)
+        raw.flip(RawKind.MANIFEST_KEYS, rig.namespace, b"r1", offset=-1)
         assert rig.manifest_ids() == {"r1", "r2"}
         assert rig.manifest_keys(ids) == [bad_head.keys, None, intact.keys]
 
@@ -671,7 +703,6 @@ class BackendConformance(BackendSuite):
         assert backend.note(ours, "a1") == b"second"
         assert backend.note(ours, "b2") == b"other"
         assert backend.note(theirs, "a1") is None
-        check_totals(backend)
 
     def test_publish_status_adds_replaces_and_removes_row(
         self,
@@ -728,7 +759,8 @@ class BackendConformance(BackendSuite):
         with other_process(_commit_all, self.driver, url, numbers) as returned:
             acknowledged = [_receive(returned) for _ in range(12)]
         rig = self.open_rig(url)
-        # each batch has one request: check all stored batches, and two that may be incomplete
+        # Batches are committed in order, and each has one request. So the number of requests is
+        # that of the stored batches. The two after them must not be stored in part.
         num_batches = rig.backend.stats().requests + 2
         for number in range(num_batches):
             batch = _batch(rig.backend, number)
@@ -739,8 +771,8 @@ class BackendConformance(BackendSuite):
                 assert all(held)
         assert max(acknowledged) < rig.backend.stats().requests
         rig.check_totals()
-        # the store accepts another batch
-        another = _batch(rig.backend, 5_000_000)
+        # the store accepts another batch, with a number that the process has not used
+        another = _batch(rig.backend, number=numbers.stop)
         rig.commit_batch(another)
         rig.close()
 
@@ -751,9 +783,9 @@ def _span(pack_id: bytes, offset: int, *lengths: int) -> ReadSpan:
     return ReadSpan(pack_id, offset, buffers)
 
 
-def _removed(*packs: NewPack) -> dict[bytes, bytes]:
-    """Return what ``Changes.removed`` has for these packs."""
-    return {pack.pack_id: pack.table.keys.fingerprints for pack in packs}
+def _removed(pack: NewPack) -> dict[bytes, bytes]:
+    """Return ``Changes.removed`` of changes that remove this pack only."""
+    return {pack.pack_id: pack.table.keys.fingerprints}
 
 
 def _evicted_by(result: CommitResult) -> list[bytes]:
@@ -781,7 +813,8 @@ def _batch(backend: Backend, number: int) -> CommitBatch:
 def _held(rig: NamespaceRig, batch: CommitBatch) -> list[bool]:
     """Return, for each pack and manifest of a batch, whether it is stored with the same content."""
     held = []
-    # by keys: if the store has a key, two packs of the same blocks have different ids
+    # Find packs by their keys. The batch was made again, and if the store has a key, the ids of two
+    # packs of the same blocks differ.
     by_keys = {table.keys: table for table in rig.tables().values()}
     for pack in batch.packs:
         table = by_keys.get(pack.keys)

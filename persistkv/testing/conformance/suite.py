@@ -82,9 +82,13 @@ def other_process(
     ours, theirs = context.Pipe()
     environment = dict(os.environ)
     target_arguments = (*arguments, theirs)
-    call = (environment, target, target_arguments)
-    process = context.Process(target=_call_with_environment, args=call, daemon=True)
+    process = context.Process(
+        target=_call_with_environment,
+        args=(environment, target, target_arguments),
+        daemon=True,
+    )
     process.start()
+    # only the other process holds its end now: if it ends, reads of ours raise EOFError
     theirs.close()
     try:
         yield ours
@@ -99,8 +103,8 @@ def _call_with_environment(
     target: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
-    """Call ``target`` with the environment of the test: the server that forks this process may
-    have been started with another one."""
+    """Call ``target`` with the environment of the test, instead of that of the server that forks
+    this process: an earlier test may have started the server."""
     os.environ.update(environment)
     target(*arguments)
 
@@ -237,7 +241,8 @@ class NamespaceRig:
         """Return different packs, with the seeds from 0 on."""
         packs = []
         for seed in range(count):
-            packs.append(self.pack(seed, blocks=blocks, block_bytes=block_bytes))
+            pack = self.pack(seed, blocks=blocks, block_bytes=block_bytes)
+            packs.append(pack)
         return packs
 
     def commit(
@@ -249,7 +254,13 @@ class NamespaceRig:
         needs: Sequence[bytes] | None = None,
     ) -> CommitResult:
         """Commit a batch; parameters as the fields of ``CommitBatch``."""
-        batch = CommitBatch(packs, manifests, deletions, seen=seen, needs=needs)
+        batch = CommitBatch(
+            packs=packs,
+            manifests=manifests,
+            deletions=deletions,
+            seen=seen,
+            needs=needs,
+        )
         return self.commit_batch(batch)
 
     def commit_batch(self, batch: CommitBatch) -> CommitResult:
@@ -268,7 +279,8 @@ class NamespaceRig:
 
     def check_holds(self, *packs: NewPack) -> None:
         """Assert that the namespace holds these packs, with their bytes, and no others."""
-        assert self.tables() == {pack.pack_id: pack.table for pack in packs}
+        expected = {pack.pack_id: pack.table for pack in packs}
+        assert self.tables() == expected
         for pack in packs:
             self.check_read(pack)
 
@@ -280,6 +292,10 @@ class NamespaceRig:
         """Assert that these packs were added after a cursor, in this order, and no others."""
         added = [pack.table for pack in packs]
         assert list(self.changes(cursor).added) == added
+
+    def check_nothing_added(self, cursor: bytes) -> None:
+        """Assert that no pack was added after a cursor."""
+        assert list(self.changes(cursor).added) == []
 
     def tables(self) -> dict[bytes, PackTable]:
         """Return the tables of all packs, by pack id."""
@@ -324,7 +340,8 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
     if not filled:
         return None
     if backend.seal.encrypts:
-        # take the table as it is stored: each time that a pack is written, another key seals it
+        # Read the table again: each time that a pack is written, another key seals it, and
+        # ``table`` may be from another write than the stored pack.
         stored_tables = backend.tables(namespace, [table.pack_id])
         if not stored_tables:
             return None
@@ -335,7 +352,8 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
 
 def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
     """Return the tables of all packs of a namespace, by pack id."""
-    return {table.pack_id: table for table in backend.changes(namespace, None).added}
+    content = backend.changes(namespace, None)
+    return {table.pack_id: table for table in content.added}
 
 
 def check_totals(backend: Backend) -> BackendStats:

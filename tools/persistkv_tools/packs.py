@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import enum
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -31,6 +31,7 @@ BATCH_BYTES = 8 << 20  # 8 MiB
 """Most bytes of one read. With 2 MiB, a verify of packs of 4 MiB took a fifth longer."""
 OnBytes = Callable[[int], None]
 """Called with the number of bytes after each read or write; may sleep to limit the pace."""
+T = TypeVar("T")
 
 
 class Problem(enum.StrEnum):
@@ -85,28 +86,18 @@ class Piece(NamedTuple):
     is_last: bool
     """Whether these are the last frames of the pack."""
 
-    @classmethod
-    def whole(cls, table: PackTable) -> Piece:
-        """Return all frames of a pack."""
-        return cls(
-            table=table,
-            frames=table.frames,
-            first_frame=0,
-            first_block=0,
-            start=0,
-            length=table.payload_length,
-            is_last=True,
-        )
-
 
 def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
-    """Cut a pack into pieces of at most ``most_bytes``; a larger frame is a piece of its own. A
-    pack without frames is one empty piece."""
+    """Cut a pack into pieces of at most ``most_bytes``; a larger frame is a piece of its own."""
+    runs = list(split_by_bytes(table.frames, _padded_bytes, most_bytes))
+    # a pack without frames is one empty piece, because its id is checked with its first piece
+    if not runs:
+        runs.append([])
     first_frame = 0
     first_block = 0
     start = 0
-    for frames in _frame_runs(table, most_bytes):
-        length = sum(align(frame.stored_length) for frame in frames)
+    for frames in runs:
+        length = sum(map(_padded_bytes, frames))
         next_frame = first_frame + len(frames)
         yield Piece(
             table=table,
@@ -122,19 +113,29 @@ def pieces(table: PackTable, most_bytes: int) -> Iterator[Piece]:
         start += length
 
 
-def _frame_runs(table: PackTable, most_bytes: int) -> Iterator[list[Frame]]:
-    """Yield the frames of a pack in runs of at most ``most_bytes``; a larger frame is a run of its
-    own. Yield an empty run if the pack has no frames."""
-    run: list[Frame] = []
-    length = 0
-    for frame in table.frames:
-        if run and length + frame.stored_length > most_bytes:
-            yield run
-            run = []
-            length = 0
-        run.append(frame)
-        length += align(frame.stored_length)
-    yield run
+def _padded_bytes(frame: Frame) -> int:
+    """Return the bytes of a frame in the payload, padding included."""
+    return align(frame.stored_length)
+
+
+def split_by_bytes(
+    items: Iterable[T],
+    bytes_of: Callable[[T], int],
+    most_bytes: float,
+) -> Iterator[list[T]]:
+    """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
+    part: list[T] = []
+    part_bytes = 0
+    for item in items:
+        num_bytes = bytes_of(item)
+        if part and part_bytes + num_bytes > most_bytes:
+            yield part
+            part = []
+            part_bytes = 0
+        part.append(item)
+        part_bytes += num_bytes
+    if part:
+        yield part
 
 
 def check_piece(piece: Piece, payload: memoryview, seal: Seal) -> Iterator[Defect]:
@@ -162,14 +163,15 @@ def check_piece(piece: Piece, payload: memoryview, seal: Seal) -> Iterator[Defec
         begin = frame.offset - piece.start
         end = begin + frame.stored_length
         stored = payload[begin:end]
+        placed = PlacedFrame(number, frame, frame_keys)
         try:
-            frame_seal.open(PlacedFrame(number, frame, frame_keys), [stored])
+            frame_seal.open(placed, [stored])
         except CorruptPackError as error:
             problem = Problem.PAYLOAD
             yield _defect(table, problem, str(error), frame.group, frame.offset)
         else:
             yield from _check_decoding(table, frame, stored)
-        padded_end = begin + align(frame.stored_length)
+        padded_end = begin + _padded_bytes(frame)
         padding = bytes(payload[end:padded_end])
         if padding.strip(b"\0"):
             offset = frame.offset + frame.stored_length
@@ -193,6 +195,7 @@ def _check_decoding(
     try:
         decode_frame(table.codec, frame, stored, raw)
     except CorruptPackError as error:
+        # this release does not know the codec, so the frame may be intact
         if error.field == "codec":
             raise UnknownCodecError(error.problem) from None
         problem = Problem.DECODE
@@ -206,7 +209,7 @@ def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | N
     :raises CorruptPackError: its bytes do not verify or decode.
     :raises StoreError: the medium failed.
     """
-    # the seal of the pack also checks the frame's keys and number, which a placed frame has
+    # take the frame with its keys and number, which the seal of the pack checks, too
     placed = next(islice(table.placed_frames(), number, None))
     frame = placed.frame
     stored = memoryview(bytearray(frame.stored_length))
@@ -228,8 +231,8 @@ def check_pack(
     """Read a pack and return its defects.
 
     :param on_bytes: called after each read, with its bytes.
-    :param keep: the whole payload is appended to it, with decrypted frames. Its bytes must not be
-        used if there are defects.
+    :param keep: the payload is appended to it, with decrypted frames; None: the payload is not
+        kept. It must not be used if there are defects.
     :raises UnknownCodecError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """

@@ -37,7 +37,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.mounts import existing_parent
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, number
-from persistkv_tools.packs import OnBytes, Piece, check_piece
+from persistkv_tools.packs import OnBytes, check_piece, pieces
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
@@ -70,7 +70,13 @@ _COLUMNS = render.columns(
 )
 
 
-def bench(url: str, *, size: str, rounds: int, json: bool) -> None:
+def bench(
+    url: str,
+    *,
+    size: str,
+    rounds: int,
+    json: bool,
+) -> None:
     """Compare a store with plain reads and writes of the same bytes on this disk or bucket.
 
     The measurement uses a temporary store next to the named one, which may be absent and is not
@@ -130,20 +136,23 @@ def verdict(ratio: float | None) -> str:
 
 
 def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
-    """Return the median of a measurement and that of plain transfers."""
+    """Return the medians of an operation and of plain transfers of the same bytes.
+
+    :param name: ``store`` or ``load``.
+    """
     seconds = round(statistics.median(times[name]), 6)
-    limit = None
+    plain_seconds = None
     ratio = None
     plain_times = times[f"plain {name}"]
     if plain_times:
-        limit = round(statistics.median(plain_times), 6)
-        ratio = round(limit / seconds, 3)
+        plain_seconds = round(statistics.median(plain_times), 6)
+        ratio = round(plain_seconds / seconds, 3)
     speed = round(job_bytes / seconds)
     return Figure(
         name=name,
         seconds=seconds,
         bytes_per_s=speed,
-        limit_seconds=limit,
+        limit_seconds=plain_seconds,
         ratio=ratio,
         verdict=verdict(ratio),
     )
@@ -175,33 +184,40 @@ def _scratch(url: str) -> Iterator[str]:
             BACKENDS.get(parsed.scheme).erase(StoreUrl.parse(scratch))
 
 
-def _measure(url: str, job_bytes: int, rounds: int, on_bytes: OnBytes) -> _Times:
-    """Return the seconds of each operation in each round; none of the plain medium if it cannot be
-    used directly. Raise OSError if the plain file failed."""
+def _measure(
+    url: str,
+    job_bytes: int,
+    rounds: int,
+    on_bytes: OnBytes,
+) -> _Times:
+    """Return the seconds of each operation in each round. They include operations of the plain
+    medium, unless it cannot be used directly. Raise OSError if the plain file failed."""
     # memory of an mmap is aligned to pages, as O_DIRECT requires
     source = memoryview(mmap.mmap(-1, job_bytes))
     target = memoryview(mmap.mmap(-1, job_bytes))
-    source[:] = np.random.default_rng(0).bytes(job_bytes)
-    rows = np.frombuffer(source, dtype=np.uint8).reshape(-1, _BLOCK_BYTES)
+    source[:] = np.random.default_rng(seed=0).bytes(job_bytes)
+    content = np.frombuffer(source, dtype=np.uint8)
+    rows = content.reshape(-1, _BLOCK_BYTES)
     times: _Times = defaultdict(list)
     identity = Identity.of({"benchmark": job_bytes})
     with closing(open_backend(url)) as backend, _plain_medium(url) as plain:
         namespace = backend.open_namespace(identity).id
         for number in range(rounds + 1):
             pack = _new_pack(backend, namespace, rows)
-            steps: dict[str, Callable[[], object]] = {
-                "store": partial(backend.commit, namespace, CommitBatch([pack])),
+            batch = CommitBatch([pack])
+            operations: dict[str, Callable[[], object]] = {
+                "store": partial(backend.commit, namespace, batch),
                 "load": partial(_load, backend, pack, target),
             }
             if plain is not None:
-                steps["plain store"] = partial(plain.write, [source])
-                steps["plain load"] = partial(plain.read, [target])
+                operations["plain store"] = partial(plain.write, [source])
+                operations["plain load"] = partial(plain.read, [target])
             # interleave the operations, so that other work of the disk slows all of them
-            for name, step in steps.items():
+            for name, operation in operations.items():
                 begin = time.perf_counter()
-                step()
+                operation()
                 seconds = time.perf_counter() - begin
-                if number:  # the first round warms up
+                if number > 0:  # the first round warms up
                     times[name].append(seconds)
             on_bytes(job_bytes)
     return times
@@ -211,7 +227,12 @@ def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter
     """Return a pack of these blocks under new keys, because a store would not write blocks that it
     holds."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
-    segment = Segment(0, _BLOCK_BYTES, keys, StagedBlocks([rows]))
+    segment = Segment(
+        group=0,
+        block_bytes=_BLOCK_BYTES,
+        keys=keys,
+        source=StagedBlocks([rows]),
+    )
     return PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
 
 
@@ -220,7 +241,8 @@ def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:
     span = ReadSpan(pack.pack_id, 0, [target])
     if backend.read(pack.namespace, [span]) != [True]:
         raise StoreError("a stored pack is gone: the capacity in the URL is too small")
-    defects = check_piece(Piece.whole(pack.table), target, backend.seal)
+    (whole_pack,) = pieces(pack.table, most_bytes=len(target))
+    defects = check_piece(whole_pack, target, backend.seal)
     if any(defects):
         raise StoreError("a stored pack was read with wrong bytes")
 

@@ -25,7 +25,7 @@ from functools import partial
 from itertools import chain, groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -57,6 +57,7 @@ from persistkv_tools.packs import (
     check_pack,
     check_piece,
     pieces,
+    split_by_bytes,
 )
 
 _STATE_VERSION = 2
@@ -69,7 +70,6 @@ _MANIFESTS_AT_ONCE = 512  # requests whose keys are in memory together
 _Fingerprints = npt.NDArray[np.uint64]
 _Batch = list[Piece]
 """Pieces of packs of one namespace that are read together."""
-T = TypeVar("T")
 
 
 class _Read(NamedTuple):
@@ -173,7 +173,10 @@ def read_catalogues(backend: Backend) -> list[NamespacePacks]:
         return [NamespacePacks(backend, name) for name in names]
 
 
-def count_rows(backend: Backend, spaces: list[NamespacePacks]) -> list[Defect] | None:
+def count_rows(
+    backend: Backend,
+    spaces: list[NamespacePacks],
+) -> list[Defect] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if
     others kept writing."""
     for _ in range(_ATTEMPTS):
@@ -195,27 +198,29 @@ def _count_rows_once(
     tenants = backend.tenants()
     num_requests = 0
     num_packs = 0
-    rows_changed = len(list(backend.namespaces())) != len(spaces)
+    num_namespaces = len(list(backend.namespaces()))
+    rows_changed = num_namespaces != len(spaces)
     for space in spaces:
         num_requests += len(request_ids(backend, space.namespace))
         if space.refresh():
             rows_changed = True
         num_packs += len(space.tables)
-    totals = attrgetter("packs", "requests", "stored_bytes")
-    if rows_changed or totals(stats) != totals(backend.stats()):
+    compared_totals = attrgetter("packs", "requests", "stored_bytes")
+    totals_now = compared_totals(backend.stats())
+    if rows_changed or totals_now != compared_totals(stats):
         return None
     if tenants != backend.tenants():
         return None
-    unread_packs = stats.packs - num_packs
-    unread_requests = stats.requests - num_requests
+    excess_packs = stats.packs - num_packs
+    excess_requests = stats.requests - num_requests
     return [
-        *_unread(Problem.PACK_ROWS, "packs", unread_packs),
-        *_unread(Problem.MANIFEST_ROWS, "requests", unread_requests),
-        *_unread_tenants(spaces, tenants),
+        *_wrong_total(Problem.PACK_ROWS, "packs", excess_packs),
+        *_wrong_total(Problem.MANIFEST_ROWS, "requests", excess_requests),
+        *_wrong_tenant_totals(spaces, tenants),
     ]
 
 
-def _unread_tenants(
+def _wrong_tenant_totals(
     spaces: list[NamespacePacks],
     recorded: list[TenantTotals],
 ) -> Iterator[Defect]:
@@ -233,7 +238,8 @@ def _unread_tenants(
         nothing = TenantTotals(tenant)
         counted = recorded_of.get(tenant, nothing)
         found = readable_of.get(tenant, nothing)
-        if (counted.packs, counted.stored_bytes) == (found.packs, found.stored_bytes):
+        excess_packs = counted.packs - found.packs
+        if not excess_packs and counted.stored_bytes == found.stored_bytes:
             continue
         detail = (
             f"the totals of the tenant {tenant} count {counted.packs} packs of "
@@ -241,12 +247,16 @@ def _unread_tenants(
             f"read"
         )
         # count at least one defect, because only the bytes may differ
-        num_packs = max(1, abs(counted.packs - found.packs))
-        yield Defect(problem=Problem.TENANT_TOTALS, detail=detail, count=num_packs)
+        num_defects = max(1, abs(excess_packs))
+        yield Defect(
+            problem=Problem.TENANT_TOTALS,
+            detail=detail,
+            count=num_defects,
+        )
 
 
-def _unread(problem: Problem, noun: str, excess: int) -> Iterator[Defect]:
-    """Yield a finding if the totals count other rows than can be read.
+def _wrong_total(problem: Problem, noun: str, excess: int) -> Iterator[Defect]:
+    """Yield a finding if a total of the store counts other rows than can be read.
 
     :param noun: what the rows are, in the plural.
     :param excess: number that the totals count, less the number that can be read.
@@ -282,25 +292,6 @@ def packs_left(
     return left
 
 
-def _cut(
-    items: Iterable[T],
-    size_of: Callable[[T], int],
-    most_bytes: float,
-) -> Iterator[list[T]]:
-    """Divide items into lists of at most ``most_bytes``; a larger item is alone in its list."""
-    part: list[T] = []
-    size = 0
-    for item in items:
-        if part and size + size_of(item) > most_bytes:
-            yield part
-            part = []
-            size = 0
-        part.append(item)
-        size += size_of(item)
-    if part:
-        yield part
-
-
 def _portions(
     packs: Iterable[PackToRead],
     most_bytes: float,
@@ -309,7 +300,7 @@ def _portions(
     ``most_bytes``; a larger pack is a portion of its own."""
     payload_bytes = attrgetter("table.payload_length")
     for _, of_namespace in groupby(packs, key=attrgetter("space")):
-        yield from _cut(of_namespace, payload_bytes, most_bytes)
+        yield from split_by_bytes(of_namespace, payload_bytes, most_bytes)
 
 
 class Verifier:
@@ -370,7 +361,7 @@ class Verifier:
             if table is not None:
                 parts.extend(pieces(table, self._batch_bytes))
         reads: list[_Read] = []
-        for batch in _cut(parts, attrgetter("length"), self._batch_bytes):
+        for batch in split_by_bytes(parts, attrgetter("length"), self._batch_bytes):
             result: Callable[[], list[bool]] = partial(self._check_batch, batch)
             if self._pool is not None:
                 result = self._pool.submit(self._check_batch, batch).result
@@ -398,6 +389,7 @@ class Verifier:
         :param space: packs of the portion's namespace.
         """
         tally = Tally()
+        # ids of the packs with a piece that is not good
         suspects: set[bytes] = set()
         for read in self._reads:
             for piece, is_good in zip(read.batch, read.result(), strict=True):
@@ -459,8 +451,11 @@ class Verifier:
         *,
         is_suspect: bool,
     ) -> None:
-        """Count a pack whose pieces were read. If one of them was not good, the pack is a suspect:
-        it is checked again first, and its findings are added to the tally."""
+        """Count a pack whose pieces were read.
+
+        :param is_suspect: whether a piece was not good. If so, check the pack again, and add the
+            findings of this check to the tally.
+        """
         try:
             if is_suspect:
                 tally.findings += self._confirmed(space, table, tally)
@@ -521,7 +516,7 @@ def check_manifests(
     for space in spaces:
         names = request_ids(backend, space.namespace)
         num_checked += len(names)
-        suspects = _suspects(backend, space, names, on_bytes)
+        suspects = _suspect_requests(backend, space, names, on_bytes)
         # Keys and packs were not read at the same time: other processes may have written, evicted
         # or replaced some in between. So only requests that fail all rechecks are findings.
         for _ in range(_RECHECKS):
@@ -530,12 +525,12 @@ def check_manifests(
             space.refresh()
             existing = set(request_ids(backend, space.namespace))
             suspect_names = [name for name in suspects if name in existing]
-            suspects = _suspects(backend, space, suspect_names, on_bytes)
+            suspects = _suspect_requests(backend, space, suspect_names, on_bytes)
         findings += suspects.values()
     return num_checked, findings
 
 
-def _suspects(
+def _suspect_requests(
     backend: Backend,
     space: NamespacePacks,
     names: list[str],
@@ -549,8 +544,10 @@ def _suspects(
     held = HeldKeys(table.keys for table in space.tables.values())
     requests = keys_of(backend, space.namespace, names)
     for batch in batched(requests, _MANIFESTS_AT_ONCE):
-        counts = held.missing([keys or () for _, keys in batch])
-        for (name, keys), num_missing in zip(batch, counts, strict=True):
+        # a request with unreadable keys (None) counts as one without keys
+        readable_keys = [keys or () for _, keys in batch]
+        missing = held.missing(readable_keys)
+        for (name, keys), num_missing in zip(batch, missing, strict=True):
             is_readable = keys is not None
             if num_missing or not is_readable:
                 defect = _request_defect(
@@ -593,8 +590,8 @@ class HeldKeys:
 
     def missing(self, requests: Sequence[ManifestKeys]) -> list[int]:
         """Return, for each request, the number of its keys that no pack holds."""
-        # Usually all keys of all requests are held, which one search shows. Sorted keys are found
-        # five times as fast.
+        # Usually all keys of all requests are held, which one search shows. It is five times as
+        # fast if the keys that it looks for are sorted.
         prints = np.sort(_fingerprints(chain.from_iterable(requests)))
         if not self._absent(prints).any():
             return [0] * len(requests)
@@ -609,6 +606,7 @@ class HeldKeys:
         num_held = len(self._held)
         if not num_held:
             return np.ones(len(prints), dtype=bool)
+        # the first held fingerprint that is not smaller is the same one, or there is none
         places = np.searchsorted(self._held, prints)
         # compare a fingerprint that is larger than all held ones with the last one, which differs
         places = np.minimum(places, num_held - 1)

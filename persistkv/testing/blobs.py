@@ -208,7 +208,13 @@ class FaultyBlobs(Blobs):
         else:
             self.before(method, raise_if_due)
 
-    def delay(self, method: str, seconds: float, *, times: int | None = None) -> None:
+    def delay(
+        self,
+        method: str,
+        seconds: float,
+        *,
+        times: int | None = None,
+    ) -> None:
         """Delay calls of a method before they take effect."""
         is_due = _Countdown(times, only=None)
 
@@ -285,7 +291,11 @@ class FaultyBlobs(Blobs):
         effect = partial(self.inner.delete, tuple(names))
         self._change("delete", " ".join(names), effect)
 
-    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+    def erase(
+        self,
+        prefix: str,
+        names: Collection[str],
+    ) -> Sequence[str]:
         effect = partial(self.inner.erase, prefix, tuple(names))
         return self._change("delete", " ".join(names), effect)
 
@@ -346,7 +356,12 @@ class FaultyBlobs(Blobs):
         for fault in list(self._after[method]):
             fault(subject)
 
-    def _change(self, method: str, subject: str, effect: Callable[[], T]) -> T:
+    def _change(
+        self,
+        method: str,
+        subject: str,
+        effect: Callable[[], T],
+    ) -> T:
         """Make a call that changes the medium, with its faults.
 
         :param effect: makes the call of the inner medium; kept if the call is postponed.

@@ -81,7 +81,12 @@ class FaultyBackend(Backend, Generic[B]):
         self._check(method)
         self._after[method].append(call)
 
-    def fail(self, method: str, error: BaseException, times: int | None = None) -> None:
+    def fail(
+        self,
+        method: str,
+        error: BaseException,
+        times: int | None = None,
+    ) -> None:
         """Make calls of the method raise an error instead of reaching the backend.
 
         :param error: each call raises a copy, because the traceback of an error references the

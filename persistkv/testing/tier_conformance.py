@@ -33,7 +33,11 @@ class TierRig:
     """A secondary tier under test, and the primary tier's rows that it uses, shape (rows, bytes of
     a row)."""
 
-    def __init__(self, tier: SecondaryTierManager, rows: npt.NDArray[np.uint8]) -> None:
+    def __init__(
+        self,
+        tier: SecondaryTierManager,
+        rows: npt.NDArray[np.uint8],
+    ) -> None:
         self.tier = tier
         self.rows = rows
         self._job_ids = itertools.count()
@@ -148,7 +152,11 @@ class TierRig:
         self.wait_held(keys, req)
 
 
-def block_bytes(rows: npt.NDArray[np.uint8], key: OffloadKey, row: int) -> bytes:
+def block_bytes(
+    rows: npt.NDArray[np.uint8],
+    key: OffloadKey,
+    row: int,
+) -> bytes:
     """Return the bytes of the key's block in row number ``row``."""
     parts = []
     for offset, size in ranges_of(key):
@@ -259,7 +267,12 @@ class SecondaryTierConformance(ABC):
 
         for source, key in enumerate(keys):
             row = first_row + source
-            rig.check_loaded(key, row=row, stored=stored, source=source)
+            rig.check_loaded(
+                key,
+                row=row,
+                stored=stored,
+                source=source,
+            )
             for offset, size in ranges_of(key):
                 rig.rows[row, offset : offset + size] = _UNTOUCHED
         # The loop has overwritten the loaded blocks. All other bytes must be as they were before
@@ -283,7 +296,12 @@ class SecondaryTierConformance(ABC):
         load_id = rig.load(keys, targets, request_of)
         rig.run(load_id)
         for key, target, source in zip(keys, targets, sources, strict=True):
-            rig.check_loaded(key, row=target, stored=stored, source=source)
+            rig.check_loaded(
+                key,
+                row=target,
+                stored=stored,
+                source=source,
+            )
 
     def test_get_finished_jobs_returns_one_result_per_job(
         self,
@@ -320,8 +338,18 @@ class SecondaryTierConformance(ABC):
         assert result.success
         assert list(result.failed_keys) == [absent]
         # the blocks before and after the absent one are loaded
-        rig.check_loaded(first, row=10, stored=stored, source=0)
-        rig.check_loaded(second, row=12, stored=stored, source=1)
+        rig.check_loaded(
+            first,
+            row=10,
+            stored=stored,
+            source=0,
+        )
+        rig.check_loaded(
+            second,
+            row=12,
+            stored=stored,
+            source=1,
+        )
 
     def test_store_request_without_description_succeeds(self, rig: TierRig) -> None:
         context = ReqContext("plain")

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import traceback
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from persistkv.errors import (
     printable,
 )
 from persistkv_tools import completion, render
-from persistkv_tools.command import Command, summary
+from persistkv_tools.command import Command, filled_behind, summary
 from persistkv_tools.manual import manual
 
 _BAD_INPUT = 2
@@ -64,7 +63,11 @@ COMMANDS: dict[str, str] = {
 runs."""
 
 
-def main(arguments: Sequence[str] | None = None, *, may_retry: bool = False) -> None:
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    may_retry: bool = False,
+) -> None:
     """Run the command line; always raises SystemExit, with an exit code from the list of this
     module.
 
@@ -114,6 +117,7 @@ def _run(arguments: list[str]) -> None:
     name = arguments[0] if arguments else ""
     command = _load(name) if name in COMMANDS else None
     if completion.VARIABLE in os.environ:
+        # without an argument, complete an empty word: all commands begin with it
         words = completion.completions(arguments or [""], list(COMMANDS), command)
         lines = [f"{printable(word)}\n" for word in words]
         render.print_exact("".join(lines))
@@ -192,11 +196,7 @@ def _summaries() -> str:
     for name in COMMANDS:
         sentence = summary(_load(name).function)
         text = " ".join(sentence.split())
-        begin = f"  {name:<14}"
-        filled = textwrap.fill(
-            text, width, initial_indent=begin, subsequent_indent=" " * len(begin)
-        )
-        lines.append(filled)
+        lines.append(filled_behind(f"  {name:<14}", text, width))
     return "\n".join(lines)
 
 

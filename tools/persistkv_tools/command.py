@@ -101,14 +101,17 @@ def usage_of(name: str, command: Command) -> str:
 
 def summary(function: Callable[..., None]) -> str:
     """Return the first sentence of a command's help."""
-    return re.split(r"(?<=\.)\s", getdoc(function) or "", maxsplit=1)[0]
+    help_text = getdoc(function) or ""
+    # a sentence ends with a full stop before a space or line break
+    return re.split(r"(?<=\.)\s", help_text, maxsplit=1)[0]
 
 
 def looks_like_store(word: str) -> bool:
     """Return whether an argument is the URL, the path or the name of a store, and no id of a
     request."""
+    is_url = "://" in word
     is_path = word in (".", "..") or word.startswith(("/", "~", "./", "../"))
-    return "://" in word or is_path or word in named_stores()
+    return is_url or is_path or word in named_stores()
 
 
 def store_of(words: Sequence[str]) -> str | None:
@@ -121,7 +124,10 @@ def store_of(words: Sequence[str]) -> str | None:
     return None if default is None else resolved(default)
 
 
-def number(least: int, most: int | None = None) -> Callable[[str], int]:
+def number(
+    least: int,
+    most: int | None = None,
+) -> Callable[[str], int]:
     """Return a type of options: whole numbers of at least ``least``, and at most ``most`` unless it
     is None."""
 
@@ -208,16 +214,34 @@ def add_shared(parser: ArgumentParser, *names: str) -> None:
         parser.add_argument(name, **_SHARED[name])
 
 
-def ensure_consent(what: str, ways: str, *, yes: bool, json: bool) -> None:
+def ensure_consent(
+    what: str,
+    ways: str,
+    *,
+    yes: bool,
+    json: bool,
+) -> None:
     """Raise an error if the user has not consented (``yes``) and cannot be asked. Does not ask.
 
     :param what: command that needs consent, for the error.
     :param ways: options that give consent, for the error.
     """
-    if not (yes or (sys.stdin.isatty() and not json)):
+    can_ask = sys.stdin.isatty() and not json
+    if not (yes or can_ask):
         raise MissingOptionError(
             what, f"{ways}: it cannot ask without a terminal, or with --json"
         )
+
+
+def filled_behind(name: str, text: str, width: int) -> str:
+    """Return a text in lines of at most ``width`` characters: the first line begins with the name,
+    and the others are indented as far."""
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=name,
+        subsequent_indent=" " * len(name),
+    )
 
 
 def _usage(positional: Positional) -> str:
@@ -243,15 +267,8 @@ def _description(
         paragraphs.append(textwrap.fill(words, width))
     helps = []
     for positional in positionals:
-        # the first line begins with the argument's name, and the others are indented as far
         name = f"  {positional.metavar:<12}"
-        filled = textwrap.fill(
-            positional.help,
-            width,
-            initial_indent=name,
-            subsequent_indent=" " * len(name),
-        )
-        helps.append(filled)
+        helps.append(filled_behind(name, positional.help, width))
     return "\n\n".join([*paragraphs, "\n".join(helps)])
 
 
@@ -288,18 +305,18 @@ def _with_default_store(
     """Return the words with each store's name or relative path replaced by its URL or absolute
     path. If fewer stores are given than the command takes, the store of the environment comes
     first."""
-    stores = sum(positional.is_store for positional in positionals)
-    given: list[str] = []
-    for word in words[:stores]:
+    num_stores = sum(positional.is_store for positional in positionals)
+    stores: list[str] = []
+    for word in words[:num_stores]:
         # stores come first: the first word that is none, such as an id, ends them
         if not looks_like_store(word):
             break
-        given.append(resolved(word))
-    others = words[len(given) :]
+        stores.append(resolved(word))
+    others = words[len(stores) :]
     default = os.environ.get(STORE_VARIABLE)
-    if default and len(given) < stores:
-        given.insert(0, resolved(default))
-    return [*given, *others]
+    if default and len(stores) < num_stores:
+        stores.insert(0, resolved(default))
+    return [*stores, *others]
 
 
 def _checked(positional: Positional, word: str) -> str:
@@ -317,7 +334,8 @@ def _needed(positional: Positional) -> str:
 
 
 def _expected_store(word: str) -> str:
-    """Return the words that are expected instead of one that is no store, for an error."""
+    """Return what is expected instead of a word that names no store, for an error."""
+    # in other programs, this word means standard input or output
     if word == "-":
         return (
             "a store: a file:// directory is the form to pack and send, e.g. with tar"

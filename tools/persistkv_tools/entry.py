@@ -153,9 +153,8 @@ def _end(code: int) -> NoReturn:
     if number in _DAMAGE:
         sys.stderr.write(
             f"persistkv: {number.name} ended the command: the store's files are damaged, or "
-            f"were truncated while"
-            " they were read; the next engine checks the store, renames damaged files and "
-            "starts with an empty store\n"
+            "were truncated while they were read; the next engine checks the store, renames "
+            "damaged files and starts with an empty store\n"
         )
         sys.exit(_STORE_FAILED)
     # End by the same signal, so that a shell sees how the command ended. SIGKILL has no handler

@@ -86,7 +86,12 @@ class Throttle:
         It bounds the use of disk and processor at any speed. A sleep for it takes at most a second.
     """
 
-    def __init__(self, bytes_per_s: int | None = None, *, share: float = 1.0) -> None:
+    def __init__(
+        self,
+        bytes_per_s: int | None = None,
+        *,
+        share: float = 1.0,
+    ) -> None:
         self._rate = bytes_per_s
         self._share = share
         self._resumed = time.monotonic()

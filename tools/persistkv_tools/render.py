@@ -109,7 +109,10 @@ def format_model(name: str) -> str:
     return name or "-"
 
 
-def or_dash(value: N | None, format_value: Callable[[N], str]) -> str:
+def or_dash(
+    value: N | None,
+    format_value: Callable[[N], str],
+) -> str:
     """Return a value as text; ``-`` if it is unknown."""
     return "-" if value is None else format_value(value)
 
@@ -208,7 +211,10 @@ def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
     return made
 
 
-def cells(columns: Columns, records: Iterable[object]) -> list[list[str]]:
+def cells(
+    columns: Columns,
+    records: Iterable[object],
+) -> list[list[str]]:
     """Return the texts of a table: for each record, one for each column."""
     rows = []
     for record in records:
@@ -225,7 +231,10 @@ def pairs(columns: Columns, record: object) -> dict[str, str]:
     return texts
 
 
-def _cell(record: object, column: str | Callable[[Any], str]) -> str:
+def _cell(
+    record: object,
+    column: str | Callable[[Any], str],
+) -> str:
     """Return the text of a cell of a table.
 
     :param column: function that returns the text; or a field, formatted according to the end of
@@ -342,7 +351,11 @@ def table(
     return drawn
 
 
-def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
+def show_pairs(
+    rows: dict[str, str],
+    *,
+    title: str | None = None,
+) -> None:
     """Print a table of two columns: the names and the values of ``rows``."""
     if title is not None:
         say(title)
@@ -351,7 +364,11 @@ def show_pairs(rows: dict[str, str], *, title: str | None = None) -> None:
 
 def pair_table(rows: dict[str, str]) -> Table:
     """Return a table of two columns: the names and the values of ``rows``."""
-    drawn = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
+    drawn = Table(
+        show_header=False,
+        box=box.SIMPLE,
+        pad_edge=False,
+    )
     drawn.add_column(no_wrap=True)
     drawn.add_column(overflow="fold")
     for name, value in rows.items():

@@ -390,7 +390,12 @@ class BackendConformance(BackendSuite):
         assert rig.check_totals().packs == 1
 
         # the same id can be stored again, with other bytes
-        again = rig.pack(2, blocks=30, block_bytes=70_000, content=5)
+        again = rig.pack(
+            2,
+            blocks=30,
+            block_bytes=70_000,
+            content=5,
+        )
         rig.commit(again)
         rig.check_read(again)
 

@@ -646,7 +646,11 @@ class BlobsConformance:
         assert all(count >= 0 for count in blobs.requests().values())
 
 
-def _names(blobs: Blobs, prefix: str = "", after: str = "") -> list[str]:
+def _names(
+    blobs: Blobs,
+    prefix: str = "",
+    after: str = "",
+) -> list[str]:
     """Return the names of the blobs that a list shows."""
     return [info.name for info in blobs.list(prefix, after)]
 

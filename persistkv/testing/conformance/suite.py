@@ -55,10 +55,22 @@ class RawStore(ABC):
         """Return the stored bytes of one item; ``RawKind`` defines its name."""
 
     @abstractmethod
-    def put(self, kind: RawKind, namespace: bytes, name: bytes, data: bytes) -> None:
+    def put(
+        self,
+        kind: RawKind,
+        namespace: bytes,
+        name: bytes,
+        data: bytes,
+    ) -> None:
         """Replace the stored bytes of one item by ``data``, which has the same length."""
 
-    def flip(self, kind: RawKind, namespace: bytes, name: bytes, offset: int) -> None:
+    def flip(
+        self,
+        kind: RawKind,
+        namespace: bytes,
+        name: bytes,
+        offset: int,
+    ) -> None:
         """Invert one stored byte of an item; a negative offset counts from the end."""
         stored = self.get(kind, namespace, name)
         data = bytearray(stored)

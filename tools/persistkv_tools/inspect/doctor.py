@@ -98,7 +98,8 @@ def doctor(url: str | None, *, json: bool) -> None:
         render.print_json({"url": url, "findings": findings})
     else:
         _print(findings)
-    if any(finding.level in (Level.WARNING, Level.PROBLEM) for finding in findings):
+    levels = {finding.level for finding in findings}
+    if levels & {Level.WARNING, Level.PROBLEM}:
         raise SystemExit(1)
 
 
@@ -202,14 +203,15 @@ def _shared_memory(directory: Path) -> Iterator[Check]:
 
 def _leftovers(directory: Path) -> Check:
     """Check that no killed engine has left the file of its primary tier."""
-    leftovers = [path for path in sorted(directory.glob(REGIONS)) if _is_leftover(path)]
+    regions = sorted(directory.glob(REGIONS))
+    leftovers = [path for path in regions if _is_leftover(path)]
     found = "none"
     if leftovers:
-        regions = render.count(len(leftovers), "region")
+        count = render.count(len(leftovers), "region")
         num_bytes = sum(path.stat().st_size for path in leftovers)
         names = " ".join(map(str, leftovers))
         size = render.format_size(num_bytes)
-        found = f"{regions} of killed engines, {size}: {names}"
+        found = f"{count} of killed engines, {size}: {names}"
     todo = "the next engine removes them, or delete them by hand"
     return _passed("leftover regions", not leftovers, found, todo)
 
@@ -312,7 +314,7 @@ def _store(url: str) -> Iterator[Check]:
     location = Path(parsed.location)
     # False for a bucket, which is no place on this machine
     if location.is_dir():
-        yield _space(location, stats.disk_bytes, stats.capacity)
+        yield _disk_space(location, stats.disk_bytes, stats.capacity)
         # these checks are about LMDB and segment files, which a shared directory does not have
         if not is_remote:
             yield _pid_namespace()
@@ -425,15 +427,15 @@ def _pid_namespace() -> Check:
     return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
-def _space(location: Path, held: int, capacity: int | None) -> Check:
+def _disk_space(location: Path, store_bytes: int, capacity: int | None) -> Check:
     """Check whether the disk has room for a store that grows up to its capacity.
 
-    :param held: bytes that the store takes now.
+    :param store_bytes: bytes that the store takes on disk now.
     :param capacity: in bytes; None: unlimited.
     """
     disk = shutil.disk_usage(location)
     # negative: the store is above its capacity, and will shrink
-    growth_bytes = 0 if capacity is None else capacity - held
+    growth_bytes = 0 if capacity is None else capacity - store_bytes
     fits = growth_bytes <= disk.free
     found = f"{render.format_size(disk.free)} free"
     if not fits:

@@ -119,7 +119,12 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="SIZE",
         help="Only requests with fewer raw bytes, e.g. 1GiB.",
     )
-    parser.add_argument("--limit", metavar="N", type=number(0), help=_LIMIT_HELP)
+    parser.add_argument(
+        "--limit",
+        metavar="N",
+        type=number(0),
+        help=_LIMIT_HELP,
+    )
     parser.add_argument(
         "--offset", metavar="N", type=number(0), default=0, help="Requests to skip."
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import time
 from argparse import ArgumentParser
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -36,7 +37,7 @@ from persistkv_tools.options import opened
 
 _PERIODS = 48  # intervals of a chart, whose columns can still be distinguished
 _MOST = 10  # rows of a table
-_NODES = 60  # rows of the prefix tree: two screens
+_LONG_TABLE = 60  # rows of the prefix tree and of the table of tenants: two screens
 _STYLE = """
 :root { color-scheme: light dark; --back: #ffffff; --panel: #f5f7fa; --text: #1c2733;
   --dim: #5b6b7b; --line: #d5dce4;
@@ -139,11 +140,11 @@ class Period(msgspec.Struct):
 
     def add(self, request: RequestManifest, num_found: int) -> None:
         """Count a request of which earlier requests had ``num_found`` blocks."""
-        num_added = request.blocks - num_found
         self.requests += 1
         self.blocks += request.blocks
         self.found_blocks += num_found
         if request.blocks:
+            num_added = request.blocks - num_found
             self.added_bytes += request.raw_bytes * num_added // request.blocks
 
 
@@ -174,7 +175,13 @@ def report(url: str, *, output: Path, json: bool) -> None:
     page = report_page(data).encode()
     options.write_file(output, page)
     if json:
-        render.print_json({"url": url, "file": str(output), "bytes": len(page)})
+        render.print_json(
+            {
+                "url": url,
+                "file": str(output),
+                "bytes": len(page),
+            }
+        )
     else:
         render.say(f"{output}: {render.format_size(len(page))}")
 
@@ -203,7 +210,7 @@ def report_data(url: str, backend: Backend) -> ReportData:
     tree = None
     # the tree is that of the largest request's namespace, and highlights the path of this request
     if largest:
-        tree = prefix_tree(backend, largest[0], _NODES)
+        tree = prefix_tree(backend, largest[0], node_limit=_LONG_TABLE)
     return ReportData(
         url=url,
         made=time.time(),
@@ -219,13 +226,11 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
     """Return the intervals of the time charts; ``found`` is sorted by creation time."""
     if not found:
         return []
-    first = found[0].manifest.created
-    last = found[-1].manifest.created
-    length = max((last - first) / _PERIODS, 1.0)
-    periods = []
-    # add one interval, because the last request is at the end of the last full one
-    for number in range(int((last - first) / length) + 1):
-        periods.append(Period(first + number * length))
+    periods = _empty_periods(
+        first=found[0].manifest.created,
+        last=found[-1].manifest.created,
+    )
+    starts = [period.start for period in periods]
     # keep keys by namespace id, because equal keys mean equal tokens only within one namespace
     keys_seen: dict[bytes, set[bytes]] = {}
     for request in found:
@@ -238,12 +243,19 @@ def _periods(backend: Backend, found: list[FoundRequest]) -> list[Period]:
         request_keys = all_keys(keys)
         num_found = sum(key in seen for key in request_keys)
         seen.update(request_keys)
-        number = int((request.manifest.created - first) / length)
-        # rounding errors might put the last request beyond the last interval
-        period = periods[min(number, len(periods) - 1)]
-        period.add(request.manifest, num_found)
+        # the last interval that starts before the request, or with it
+        number = bisect_right(starts, request.manifest.created) - 1
+        periods[number].add(request.manifest, num_found)
     _sum_up(periods)
     return periods
+
+
+def _empty_periods(first: float, last: float) -> list[Period]:
+    """Return intervals of equal length that cover the time from ``first`` to ``last``."""
+    length = max((last - first) / _PERIODS, 1.0)
+    # add one interval, because the last request is at the end of the last full one
+    count = int((last - first) / length) + 1
+    return [Period(first + number * length) for number in range(count)]
 
 
 def _sum_up(periods: Iterable[Period]) -> None:
@@ -296,7 +308,8 @@ def _parts(data: ReportData) -> Iterator[str]:
     )
     if has_tenants(data.totals):
         note = "The most stored bytes first. A tenant above its quota evicts its own content."
-        yield _section("Tenants", note, _records(TENANTS, data.totals.tenants[:_NODES]))
+        tenants = _records(TENANTS, data.totals.tenants[:_LONG_TABLE])
+        yield _section("Tenants", note, tenants)
     note = f"Restored instead of computed: {savings.summary(data.totals.savings)}."
     yield from _listed("Savings", note, savings.COLUMNS, data.totals.savings)
     yield from _listed("Largest requests", "By raw size.", _LARGEST, data.largest)
@@ -405,7 +418,10 @@ def _tree(tree: PrefixTree, request: RequestView) -> str:
     )
 
 
-def _walk(nodes: Iterable[TreeNode], level: int = 0) -> Iterator[tuple[int, TreeNode]]:
+def _walk(
+    nodes: Iterable[TreeNode],
+    level: int = 0,
+) -> Iterator[tuple[int, TreeNode]]:
     """Yield (level, node) of all nodes, each before its children."""
     for node in nodes:
         yield level, node
@@ -430,7 +446,8 @@ def _groups(totals: StoreTotals) -> str:
             length = 0.0
             if group.codec_ratio:
                 length = group.codec_ratio / best_ratio
-            rows.append(_bar(name, f"{ratio} ({raw} in {stored})", end=length))
+            text = f"{ratio} ({raw} in {stored})"
+            rows.append(_bar(name, text, end=length))
     return _table(("namespace and group", "ratio", ""), rows)
 
 

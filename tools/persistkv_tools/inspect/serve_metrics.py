@@ -97,7 +97,13 @@ _REQUESTS = (
 _REQUEST_LABELS = (*_ENGINE_LABELS, "reason")
 
 
-def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
+def serve_metrics(
+    url: str,
+    *,
+    listen: str,
+    once: bool,
+    json: bool,
+) -> None:
     """Export a store's totals, and the status of its engines, to Prometheus. Ctrl-C ends it.
 
     It can be started before the store exists; persistkv_up is 0 until then.
@@ -128,7 +134,13 @@ def serve_metrics(url: str, *, listen: str, once: bool, json: bool) -> None:
             render.print_exact(generate_latest(registry).decode())
 
 
-def _serve(url: str, listen: str, registry: CollectorRegistry, *, json: bool) -> None:
+def _serve(
+    url: str,
+    listen: str,
+    registry: CollectorRegistry,
+    *,
+    json: bool,
+) -> None:
     """Serve the metrics at an address until Ctrl-C; print the address first.
 
     :raises ConfigurationError: the address is invalid or in use.
@@ -154,7 +166,7 @@ def _address(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _MAX_PORT:
         raise ConfigurationError("--listen", listen, "HOST:PORT, e.g. 127.0.0.1:9464")
-    # an IPv6 address is in brackets
+    # an IPv6 address is in brackets, as in [::1]:9464
     return host.strip("[]"), int(port)
 
 
@@ -163,7 +175,11 @@ def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
     samples: list[dict[str, object]] = []
     for metric in metrics:
         for found in metric.samples:
-            sample = {"name": found.name, "labels": found.labels, "value": found.value}
+            sample = {
+                "name": found.name,
+                "labels": found.labels,
+                "value": found.value,
+            }
             samples.append(sample)
     return samples
 
@@ -223,8 +239,8 @@ class StoreCollector:
         self._backend: Backend | None = None
         """The open store; None: the next scrape opens it."""
         self._savings = RecentSavings()
-        self._failure = ""
-        """Error of the last read, as logged; empty: it succeeded."""
+        self._failure: str | None = None
+        """Error of the last read, as logged; None: it succeeded, or nothing was read yet."""
         self._failed_at = -math.inf
         """When the last read failed, on the monotonic clock; minus infinity: none has failed."""
 
@@ -247,7 +263,8 @@ class StoreCollector:
         ]
 
     def _read_unless_failed(self) -> _Scrape | None:
-        """Read the store, which is opened first if it is not open; None: it cannot be read."""
+        """Read the store, which is opened first if it is not open; return None if it cannot be
+        read."""
         began = time.monotonic()
         with self._lock:
             # Give up if the read of another scrape failed while this one waited for the lock. If
@@ -265,12 +282,12 @@ class StoreCollector:
                     savings=self._savings.by_namespace(self._backend),
                 )
             except StoreError as error:
-                self._report(str(error))
+                self._log_if_changed(failure=str(error))
                 self._failed_at = time.monotonic()
                 # the next scrape opens the store again
                 self.close()
                 return None
-            self._report("")
+            self._log_if_changed(failure=None)
             return content
 
     def _totals(self, stats: BackendStats) -> list[Metric]:
@@ -292,16 +309,17 @@ class StoreCollector:
         gauge.add_metric([self._store], value)
         return gauge
 
-    def _report(self, failure: str) -> None:
+    def _log_if_changed(self, failure: str | None) -> None:
         """Log the first failure of a read, and the first success after it.
 
-        :param failure: the error; empty: the read succeeded.
+        :param failure: the error; None: the read succeeded.
         """
-        if failure != self._failure:
-            if failure:
-                logger.warning("%s cannot be read: %s", self._store, failure)
-            else:
-                logger.warning("%s can be read again", self._store)
+        if failure == self._failure:
+            return
+        if failure is None:
+            logger.warning("%s can be read again", self._store)
+        else:
+            logger.warning("%s cannot be read: %s", self._store, failure)
         self._failure = failure
 
     def _tenants(self, rows: list[TenantTotals]) -> list[Metric]:

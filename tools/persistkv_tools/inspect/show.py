@@ -293,10 +293,14 @@ def _hits(number: int) -> str:
     return f"{number:,} (later requests with the whole context that restored tokens)"
 
 
-def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
+def _rich_tree(
+    top: TreeNode,
+    title: str,
+    shorts: Mapping[str, str],
+) -> Tree:
     """Return the prefix tree as the terminal shows it.
 
-    :param shorts: of the namespace's requests: id → short id.
+    :param shorts: short ids of the namespace's requests by id.
     """
     drawn = Tree(render.plain(title))
     # nodes that were drawn without their children, which are still to be drawn
@@ -306,24 +310,29 @@ def _rich_tree(top: TreeNode, title: str, shorts: Mapping[str, str]) -> Tree:
         for child in node.children:
             style = "bold" if child.chosen else ""
             line = render.plain(_node_line(child, shorts), style)
-            to_grow.append((branch.add(line), child))
+            child_branch = branch.add(line)
+            to_grow.append((child_branch, child))
         if node.hidden:
-            branch.add(
-                render.plain(f"{node.hidden:,} more, not drawn (see --nodes)", "dim")
-            )
+            hidden = f"{node.hidden:,} more, not drawn (see --nodes)"
+            branch.add(render.plain(hidden, "dim"))
     return drawn
 
 
 def _node_line(node: TreeNode, shorts: Mapping[str, str]) -> str:
-    """Return the text of a node. As in a Python range, its blocks exclude the second number."""
+    """Return the text of a node. As in a Python range, its blocks exclude the second number.
+
+    :param shorts: short ids of requests by id.
+    """
     line = f"{node.key} blocks {node.start:,} to {node.end:,}"
     if node.requests > 1:
         line += f", {render.count(node.requests, 'request')}"
     if node.names:
         names = [shorts.get(name, name) for name in node.names]
         line += f"; ends here: {', '.join(names)}"
-    if node.ends > len(node.names):
-        line += f" and {node.ends - len(node.names):,} more"
+    # only the first of the requests that end here are in ``names``
+    num_unnamed = node.ends - len(node.names)
+    if num_unnamed:
+        line += f" and {num_unnamed:,} more"
     return line
 
 
@@ -356,8 +365,8 @@ def show_context(
         groups.append(_group_view(group, group_keys, places, key_limit))
     all_keys = chain.from_iterable(keys_by_group)
     num_shared = sum(key in sharers for key in all_keys)
-    # A later request with the same context counts as a hit of the oldest copy alone. So the hits of
-    # the oldest copy, which is the first one, are those of all copies.
+    # Engines count each later request with the same context as a hit of the oldest copy, and not of
+    # the others. So the hits of the oldest copy, which is the first one, are those of all copies.
     copies = found.copies(backend)
     (oldest_use,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest_use is None else oldest_use.hits
@@ -450,13 +459,14 @@ def _group_view(
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        pack = None
-        offset = None
+        view = KeyView(depth, key.hex()[:_KEY_DIGITS], pack=None, offset=None)
         if place is not None:
-            pack = place.table.pack_id.hex()
-            offset = place.frame.offset
-        digits = key.hex()[:_KEY_DIGITS]
-        views.append(KeyView(depth, digits, pack, offset))
+            view = msgspec.structs.replace(
+                view,
+                pack=place.table.pack_id.hex(),
+                offset=place.frame.offset,
+            )
+        views.append(view)
     num_missing = len(keys) - len(frames)
     raw_bytes = sum(frame.block_bytes for frame in frames)
     # a frame holds several blocks, and each of them counts with the mean size
@@ -535,11 +545,13 @@ def prefix_tree(
     )
     nodes_left = node_limit
     # nodes whose children are still to be made, each with the chains that begin with its path
-    to_grow: deque[tuple[TreeNode, Sequence[_Chain]]] = deque([(top, chains)])
+    to_grow: deque[tuple[TreeNode, Sequence[_Chain]]] = deque()
+    to_grow.append((top, chains))
     while to_grow:
         parent, below = to_grow.popleft()
         branches = _branches(below, parent.end, chosen)
-        shown = branches[: min(nodes_left, _BRANCHES)]
+        most_children = min(nodes_left, _BRANCHES)
+        shown = branches[:most_children]
         nodes_left -= len(shown)
         parent.hidden = len(branches) - len(shown)
         for branch in shown:
@@ -565,7 +577,10 @@ def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Ch
     chains: list[_Chain] = []
     names = request_ids(backend, namespace)
     for name, keys in keys_of(backend, namespace, names):
-        if keys is not None and len(keys) > group and len(keys[group]):
+        # None: the keys are damaged, or the request was deleted meanwhile
+        if keys is None or group >= len(keys):
+            continue
+        if len(keys[group]) > 0:
             chains.append(_Chain(keys[group].unpack(), name))
     chains.sort()
     return chains

@@ -189,11 +189,11 @@ def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
 
     :param header: header of the column with the upper bounds of the bins.
     """
-    largest = max(found.requests for found in bins)
-    # HEADER=ATTRIBUTE or ATTRIBUTE of a bin; the named functions compute the cells instead
+    most_requests = max(found.requests for found in bins)
+    # ``requests`` and ``raw_bytes`` are fields of a bin; the functions below return the other cells
     columns = render.columns(
         f"{header}=bound requests raw=raw_bytes share",
         bound=lambda found: found.below or "(more)",
-        share=lambda found: render.bar(found.requests, largest),
+        share=lambda found: render.bar(found.requests, most_requests),
     )
     render.show_table(columns, bins, title=title, left="share")

@@ -101,7 +101,13 @@ _WIDE = 150  # columns of a terminal that fit one table
 _NARROW = 80  # columns: below, tables with an engine in each row do not fit
 
 
-def top(url: str, *, interval: str, count: int | None, json: bool) -> None:
+def top(
+    url: str,
+    *,
+    interval: str,
+    count: int | None,
+    json: bool,
+) -> None:
     """Show the activity of a store's engines: hits, bytes read and written, queues, evictions,
     breaker. Ctrl-C ends it.
 
@@ -148,7 +154,12 @@ def _add_options(parser: ArgumentParser) -> None:
         default="2s",
         help="Time between updates, e.g. 2s.",
     )
-    parser.add_argument("--count", metavar="N", type=number(1), help=_COUNT_HELP)
+    parser.add_argument(
+        "--count",
+        metavar="N",
+        type=number(1),
+        help=_COUNT_HELP,
+    )
 
 
 COMMAND = Command(top, (URL,), _add_options)

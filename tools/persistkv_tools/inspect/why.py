@@ -333,10 +333,8 @@ def _print(comparison: ComparisonView) -> None:
             left=f"{our_column},{their_column}",
         )
     if comparison.not_compared:
-        render.say(
-            f"not compared, because only loading the model shows them: "
-            f"{', '.join(comparison.not_compared)}"
-        )
+        names = ", ".join(comparison.not_compared)
+        render.say(f"not compared, because only loading the model shows them: {names}")
 
 
 def _is_namespace_id(name: str) -> bool:
@@ -353,7 +351,7 @@ def compare_namespaces(ours: Namespace, theirs: Namespace) -> ComparisonView:
     """Compare all identity fields of two namespaces."""
     differences = ours.identity.diff(theirs.identity)
     views = [DifferenceView(*difference) for difference in differences]
-    num_compared = _count(theirs.identity)
+    num_compared = _count_fields(theirs.identity)
     return ComparisonView(
         ours=ours.id.hex(),
         theirs=theirs.id.hex(),
@@ -378,21 +376,20 @@ def compare_model(directory: Path, theirs: Namespace) -> ComparisonView:
     # compare only the model's part of this field, because the engine chooses the other parts
     if dtype is not None and isinstance(stored.get("dtype"), dict):
         ours["dtype"] = {"model": dtype}
-    ours["config"] = _common(config, stored.get("config", {}))
+    ours["config"] = _common(config, stored.get("config"))
     our_identity = Identity.of(ours)
     # leave out fields of the namespace that the model's files do not show
     their_identity = Identity.of(_common(stored, ours))
-    differences = []
-    for found in our_identity.diff(their_identity):
-        differences.append(DifferenceView(*found))
+    differences = our_identity.diff(their_identity)
+    views = [DifferenceView(*difference) for difference in differences]
     not_compared = [name for name in stored if name not in ours]
     return ComparisonView(
         ours=str(directory),
         theirs=theirs.id.hex(),
-        matches=not differences,
-        compared=_count(our_identity),
+        matches=not views,
+        compared=_count_fields(our_identity),
         not_compared=sorted(not_compared),
-        differences=differences,
+        differences=views,
     )
 
 
@@ -421,7 +418,7 @@ def _model_dtype(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _count(identity: Identity) -> int:
+def _count_fields(identity: Identity) -> int:
     """Return the number of fields of an identity, nested ones included: all that differ from an
     empty identity."""
     differences = Identity({}).diff(identity)
@@ -429,9 +426,12 @@ def _count(identity: Identity) -> int:
     return sum(difference.field != "" for difference in differences)
 
 
-def _common(values: Mapping[str, Any], others: Any) -> dict[str, Any]:
+def _common(
+    values: Mapping[str, Any],
+    others: Any,
+) -> dict[str, Any]:
     """Return the values whose names occur in ``others``, too; nested mappings are compared level by
-    level."""
+    level. If ``others`` is no mapping, no name occurs in it."""
     found: dict[str, Any] = {}
     if not isinstance(others, Mapping):
         return found

@@ -162,6 +162,7 @@ class _Usage:
         return with_uses(self._backend, self.namespace.id, manifests, needed=needed)
 
     def payload_bytes(self) -> int:
+        """Return the payload bytes of all packs of the namespace."""
         return sum(table.payload_length for table in self.held_packs.tables.values())
 
     def user_counts(self) -> Counter[bytes]:
@@ -172,6 +173,7 @@ class _Usage:
         return users
 
     def used_by(self, requests: Iterable[str]) -> set[bytes]:
+        """Return the ids of the packs that hold a block of one of these requests."""
         used: set[bytes] = set()
         for name in requests:
             used |= self.packs_of[name]
@@ -210,10 +212,14 @@ class _Usage:
     def plan(self, *, orphans: bool, shared_packs: bool) -> None:
         """Set the packs and requests to delete, and ``private_blocks_left``, according to the
         chosen requests."""
+        others = self.manifests.keys() - self.chosen
         used_by_chosen = self.used_by(self.chosen)
-        used_by_others = self.used_by(self.manifests.keys() - self.chosen)
+        used_by_others = self.used_by(others)
         self.packs_to_delete = used_by_chosen - used_by_others
-        private_blocks = self._private_blocks(used_by_chosen & used_by_others)
+        # A pack that others use, too, may hold blocks that only chosen requests name. They can be
+        # deleted only with the whole pack.
+        shared = used_by_chosen & used_by_others
+        private_blocks = self._private_blocks(shared)
         if shared_packs:
             self.packs_to_delete.update(private_blocks.keys())
         else:
@@ -242,8 +248,8 @@ class _Usage:
         # maps each key of the shared packs to its pack's id
         pack_of: dict[bytes, bytes] = {}
         for pack in shared:
-            for key in self.held_packs.tables[pack].keys.unpack():
-                pack_of[key] = pack
+            keys_in_pack = self.held_packs.tables[pack].keys.unpack()
+            pack_of.update(dict.fromkeys(keys_in_pack, pack))
         named_by_chosen: set[bytes] = set()
         named_by_others: set[bytes] = set()
         users = self._users_of(shared)
@@ -291,11 +297,11 @@ class _Chosen(NamedTuple):
         """Take the request out of the choice."""
         self.usage.chosen.remove(self.request)
 
-    def freed_bytes(self, users_left: Counter[bytes]) -> int:
-        """Return the payload bytes of the packs that are deleted with this request.
+    def simulate_deletion(self, users_left: Counter[bytes]) -> int:
+        """Return the payload bytes of the packs that the deletion of this request frees.
 
         :param users_left: by pack id, the number of requests that use the pack; this request is
-            subtracted.
+            subtracted from it.
         """
         packs = self.usage.packs_of[self.request]
         users_left.subtract(packs)
@@ -380,12 +386,16 @@ class Prune:
         named = {(found.namespace.id, found.manifest.id) for found in rules.requests}
         self._usages = _usages(backend, namespaces, named)
         self._choose(rules, named)
-        self.plan = PrunePlan([], PrunedTotals(), 0)
+        self.plan = PrunePlan(
+            requests=[],
+            goes=PrunedTotals(),
+            private_blocks_left=0,
+        )
         for usage in self._usages:
             # the packs of a namespace without chosen requests are read only to find orphans
             if usage.chosen or rules.orphans:
-                self._plan(usage, rules)
-        self._sort_and_shorten()
+                self._plan_namespace(usage, rules)
+        self._finish_views()
         self.quarantined = Quarantine()
         if rules.quarantined:
             stats = backend.stats()
@@ -416,7 +426,11 @@ class Prune:
             self.done.freed_bytes = backend.release_free()
         return self.done
 
-    def _choose(self, rules: PruneRules, named: set[tuple[bytes, str]]) -> None:
+    def _choose(
+        self,
+        rules: PruneRules,
+        named: set[tuple[bytes, str]],
+    ) -> None:
         """Choose the requests to delete: those that the selection takes or that are named, without
         those that the other rules keep.
 
@@ -431,7 +445,7 @@ class Prune:
         if rules.keep_last or rules.keep_daily:
             self._keep_newest(rules.keep_last, rules.keep_daily)
         if rules.keep_bytes is not None:
-            self._shrink_to(rules.keep_bytes)
+            self._limit_choice(rules.keep_bytes)
 
     def _oldest_first(self) -> list[_Chosen]:
         """Return the chosen requests of all namespaces, the oldest first."""
@@ -459,7 +473,7 @@ class Prune:
             if number < last or is_kept_for_its_day:
                 chosen.keep()
 
-    def _shrink_to(self, stored_bytes: int) -> None:
+    def _limit_choice(self, stored_bytes: int) -> None:
         """Reduce the choice to the oldest requests: as many as must be deleted until the packs take
         at most ``stored_bytes``."""
         # compare the store's totals first: if all packs fit, no catalogue need be read
@@ -475,9 +489,9 @@ class Prune:
                 chosen.keep()
                 continue
             users_left = users[chosen.usage.namespace.id]
-            remaining_bytes -= chosen.freed_bytes(users_left)
+            remaining_bytes -= chosen.simulate_deletion(users_left)
 
-    def _plan(self, usage: _Usage, rules: PruneRules) -> None:
+    def _plan_namespace(self, usage: _Usage, rules: PruneRules) -> None:
         """Add the packs and requests to delete from one namespace to the plan."""
         usage.plan(orphans=rules.orphans, shared_packs=rules.shared_packs)
         self.plan.private_blocks_left += usage.private_blocks_left
@@ -489,17 +503,18 @@ class Prune:
             view = RequestView.of(usage.namespace.id, manifest, use, ttl_s)
             self.plan.requests.append(view)
 
-    def _sort_and_shorten(self) -> None:
+    def _finish_views(self) -> None:
         """Sort the requests of the plan by age, and set their short ids."""
         # make short ids unique among all requests, because other commands search all of them
         all_ids: list[str] = []
         for usage in self._usages:
             all_ids.extend(usage.manifests)
         shorts = short_ids(all_ids)
-        views = self.plan.requests
-        views.sort(key=_age_order)
-        for place, view in enumerate(views):
-            views[place] = msgspec.structs.replace(view, short_id=shorts[view.id])
+        finished = []
+        for view in sorted(self.plan.requests, key=_age_order):
+            short_id = shorts[view.id]
+            finished.append(msgspec.structs.replace(view, short_id=short_id))
+        self.plan.requests = finished
 
     def _run_namespace(self, backend: Backend, usage: _Usage) -> None:
         """Delete the chosen packs and requests of one namespace, in commits of a few each, and
@@ -526,7 +541,7 @@ class Prune:
         begin = time.monotonic()
         try:
             result = backend.commit(usage.namespace.id, batch)
-        # a deletion takes room too, and a smaller one takes less
+        # the commit of a deletion takes room, too, and that of half of it takes less
         except StoreFullError:
             halves = _halves(batch)
             if not halves:

@@ -49,7 +49,7 @@ def label(
     Example: persistkv label lmdb:///var/cache/kv 0c4de6a0 user=anna project=moon --remove draft
     """
     selecting_labels = label
-    # ids have no "=", labels to set do
+    # the words are ids of requests, and labels to set, which contain a "="
     requests = [word for word in words if "=" not in word]
     labels_to_set = parse_labels(word for word in words if "=" in word)
     names_to_remove = remove or []
@@ -61,7 +61,9 @@ def label(
             labels = relabel(store.writable(), found, labels_to_set, names_to_remove)
             changed.append((found, labels))
     if json:
-        rows = [{**_name(found), "labels": labels} for found, labels in changed]
+        rows = []
+        for found, labels in changed:
+            rows.append({**_json_ids(found), "labels": labels})
         render.print_json({"url": url, "requests": rows})
     else:
         _print_labels(changed)
@@ -74,7 +76,10 @@ def _print_labels(changed: Iterable[tuple[FoundRequest, Mapping[str, str]]]) -> 
         render.say(f"{_text(found)}: {text}")
 
 
-def _check_changes(to_set: Mapping[str, str], to_remove: Sequence[str]) -> None:
+def _check_changes(
+    to_set: Mapping[str, str],
+    to_remove: Sequence[str],
+) -> None:
     """Raise an error if there is nothing to change, or if one label is both set and removed."""
     if not (to_set or to_remove):
         raise MissingOptionError("label", "NAME=VALUE or --remove NAME")
@@ -147,9 +152,9 @@ def _pin(
     pinned: bool,
 ) -> None:
     """Pin or unpin the chosen requests."""
-    what = "pin" if pinned else "unpin"
+    command = "pin" if pinned else "unpin"
     with open_store(url, read_only=False) as store:
-        chosen = _chosen(store, what, requests, label, namespace)
+        chosen = _chosen(store, command, requests, label, namespace)
         # collect the changes by namespace, because a commit changes one namespace
         pins: dict[bytes, list[tuple[str, bool]]] = {}
         for found in chosen:
@@ -158,28 +163,34 @@ def _pin(
         for space, changes in pins.items():
             store.writable().commit(space, CommitBatch(pins=changes))
     if json:
-        rows = [_name(found) for found in chosen]
-        render.print_json({"url": url, "pinned": pinned, "requests": rows})
+        rows = [_json_ids(found) for found in chosen]
+        render.print_json(
+            {
+                "url": url,
+                "pinned": pinned,
+                "requests": rows,
+            }
+        )
         return
     for found in chosen:
-        render.say(f"{what}ned {_text(found)}")
+        render.say(f"{command}ned {_text(found)}")
 
 
 def _chosen(
     store: StoreHandle,
-    what: str,
+    command: str,
     requests: Sequence[str],
     labels: list[str] | None,
     namespace: str | None,
 ) -> list[FoundRequest]:
     """Return the requests with these ids, or with these labels.
 
-    :param what: name of the command, for errors.
+    :param command: name of the command, for errors.
     :raises NotFoundError: an id matches no request, or several; or no request has the labels.
     """
     # raise an error if neither or both are given
     if bool(requests) == bool(labels):
-        raise MissingOptionError(what, "either REQUEST ... or --label NAME[=VALUE]")
+        raise MissingOptionError(command, "either REQUEST ... or --label NAME[=VALUE]")
     selection = Selection.parse(labels)
     found = chosen_requests(store.backend, requests, selection, namespace)
     if not found:
@@ -187,7 +198,7 @@ def _chosen(
     return found
 
 
-def _name(found: FoundRequest) -> dict[str, object]:
+def _json_ids(found: FoundRequest) -> dict[str, object]:
     return {"id": found.manifest.id, "namespace": found.namespace.id.hex()}
 
 

@@ -105,7 +105,11 @@ def prune(
         outcome = _run_if_consented(store, pruning, dry_run=dry_run, yes=yes)
 
     if json:
-        report = {"url": url, "dry_run": dry_run, **_json_report(pruning, outcome)}
+        report = {
+            "url": url,
+            "dry_run": dry_run,
+            **_json_report(pruning, outcome),
+        }
         render.print_json(report)
     else:
         _print_outcome(pruning, outcome, keep_bytes)

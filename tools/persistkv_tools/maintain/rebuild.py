@@ -87,7 +87,12 @@ def _report(url: str, found: Rebuilt | None, seconds: float) -> RebuildReport:
     :param found: what the driver found; None: the catalogue is intact.
     """
     if found is None:
-        return RebuildReport(url=url, rebuilt=False, intact=True, seconds=seconds)
+        return RebuildReport(
+            url=url,
+            rebuilt=False,
+            intact=True,
+            seconds=seconds,
+        )
     return render.view_of(
         RebuildReport,
         found,
@@ -96,6 +101,7 @@ def _report(url: str, found: Rebuilt | None, seconds: float) -> RebuildReport:
         intact=False,
         seconds=seconds,
         skipped=dict(found.skipped),
+        # 0: no pack was found, so no catalogue with a capacity was written
         capacity=found.capacity or None,
     )
 

@@ -52,7 +52,13 @@ def rotate_key(
         backend.rotate_key(new_key)
     old_id = "" if old_key is None else old_key.id
     if json:
-        render.print_json({"url": url, "before": old_id, "after": new_key.id})
+        render.print_json(
+            {
+                "url": url,
+                "before": old_id,
+                "after": new_key.id,
+            }
+        )
     else:
         render.say(f"the key {new_key.id} has replaced {old_id}")
 

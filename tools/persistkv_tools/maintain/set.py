@@ -60,7 +60,14 @@ _VALUES = Positional(
 )
 
 
-def set_(url: str, values: list[str], *, dry_run: bool, yes: bool, json: bool) -> None:
+def set_(
+    url: str,
+    values: list[str],
+    *,
+    dry_run: bool,
+    yes: bool,
+    json: bool,
+) -> None:
     """Show or change a store's capacity, ttl, and quotas of tenants. Engines may use the store
     meanwhile.
 
@@ -134,6 +141,7 @@ def _changed(policy: Policy, values: list[str]) -> Policy:
         elif name == "ttl":
             policy = replace(policy, ttl_s=_parse_ttl(value))
         elif name == "placement":
+            # the present placement is accepted, and changes nothing
             _check_placement(policy, value)
         else:
             raise ConfigurationError(
@@ -156,14 +164,18 @@ def _check_placement(policy: Policy, value: str) -> None:
         raise ConfigurationError("placement", value, expected)
 
 
-def _changed_quotas(quotas: Mapping[str, int], text: str) -> dict[str, int]:
+def _changed_quotas(
+    quotas: Mapping[str, int],
+    text: str,
+) -> dict[str, int]:
     """Return quotas with the one of a text ``quota.TENANT=SIZE``, or without it for ``none``."""
     # the name of a tenant may contain a "="
     name, _, value = text.rpartition("=")
     tenant = name.removeprefix(_QUOTA)
     changed = dict(quotas)
     if value == _NONE:
-        check_quota(tenant, 1)  # checks the name of the tenant; 1 is a valid size
+        # check only the name of the tenant: 1 is a valid size
+        check_quota(tenant, 1)
         changed.pop(tenant, None)
         return changed
     try:
@@ -244,7 +256,7 @@ def _expiring(backend: Backend, policy: Policy) -> int:
 def _print(
     before: Policy,
     after: Policy,
-    found: Consequences,
+    consequences: Consequences,
     *,
     is_local: bool,
 ) -> None:
@@ -255,7 +267,7 @@ def _print(
         "capacity": _change(sizes),
         "ttl": _change(ttls),
         "placement": before.placement or "-",
-        "on disk": render.format_size(found.disk_bytes),
+        "on disk": render.format_size(consequences.disk_bytes),
     }
     for tenant in sorted({*before.quotas, *after.quotas}):
         old_quota = before.quotas.get(tenant)
@@ -263,35 +275,36 @@ def _print(
         quotas = [_size(old_quota), _size(new_quota)]
         rows[f"{_QUOTA}{tenant}"] = _change(quotas)
     render.show_pairs(rows)
-    _say_evictions(found, is_local=is_local)
-    if found.expiring_requests:
-        of = render.count(found.requests, "request")
+    _print_evictions(consequences, is_local=is_local)
+    if consequences.expiring_requests:
+        all_requests = render.count(consequences.requests, "request")
         render.say(
-            f"{found.expiring_requests:,} of {of} will expire: they were stored longer ago "
-            "than the new ttl"
+            f"{consequences.expiring_requests:,} of {all_requests} will expire: they were stored "
+            "longer ago than the new ttl"
         )
-    if found.missing_disk_bytes:
-        size = render.format_size(found.missing_disk_bytes)
+    if consequences.missing_disk_bytes:
+        size = render.format_size(consequences.missing_disk_bytes)
         render.say(f"this capacity needs {size} more than the disk has free")
 
 
-def _say_evictions(found: Consequences, *, is_local: bool) -> None:
+def _print_evictions(consequences: Consequences, *, is_local: bool) -> None:
     """Print the evictions for a new capacity and new quotas, and their time."""
     when = "at once"
     when_by_quota = "at once"
     if not is_local:
         when = "by the next commit of an engine, or by persistkv prune --keep-size"
         when_by_quota = "by an engine within a minute"
-    if found.evicted_bytes:
-        size = render.format_size(found.evicted_bytes)
+    if consequences.evicted_bytes:
+        size = render.format_size(consequences.evicted_bytes)
         render.say(f"about {size} will be evicted {when}, least recently used first")
-    for tenant, num_bytes in found.quota_bytes.items():
+    for tenant, num_bytes in consequences.quota_bytes.items():
         size = render.format_size(num_bytes)
         render.say(
             f"{size} of the tenant {tenant} will be evicted {when_by_quota}, least recently "
             "used first, except what is pinned"
         )
-    if not is_local and (found.evicted_bytes or found.quota_bytes):
+    has_evictions = consequences.evicted_bytes or consequences.quota_bytes
+    if has_evictions and not is_local:
         render.say("its bytes are freed an hour later, or by the daily sweep")
 
 

@@ -378,7 +378,7 @@ def check_store(
         portion_bytes=pace.portion_bytes,
         batch_bytes=pace.batch_bytes,
     )
-    with closing(verifier), _prompt_threads():
+    with closing(verifier), _fast_thread_switches():
         # start the reading threads first: they read packs while this one counts rows and reads
         # requests
         verifier.begin()
@@ -430,28 +430,34 @@ def _begin_state(url: str, sample: float, resume: Path | None) -> VerifyState:
 
 
 @contextmanager
-def _prompt_threads() -> Iterator[None]:
+def _fast_thread_switches() -> Iterator[None]:
     """Let reading threads wait less for the GIL than the default of up to 5 ms after each read, and
     exclude present objects, such as pack tables, from garbage collection.
     """
-    before = sys.getswitchinterval()
+    usual_interval = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        sys.setswitchinterval(before)
+        sys.setswitchinterval(usual_interval)
 
 
 def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
-    """Read all packs; save the state every few seconds, and at the end, also after an error."""
-    saved = time.monotonic()
+    """Read all packs; save the state every few seconds, and at the end, also after an error.
+
+    :param state: progress of the verifier.
+    :param resume: file to save the state in; None: it is not saved.
+    """
+    saved_at = time.monotonic()
     try:
+        # each iteration reads one portion, and updates ``state``
         for _ in verifier.packs():
-            if resume is not None and time.monotonic() - saved > _SAVE_S:
+            unsaved_s = time.monotonic() - saved_at
+            if resume is not None and unsaved_s > _SAVE_S:
                 state.save(resume)
-                saved = time.monotonic()
+                saved_at = time.monotonic()
     finally:
         if resume is not None:
             state.save(resume)
@@ -565,19 +571,28 @@ def _plan_namespace(
     name = space.namespace.hex()
     for pack_id in packs_to_delete:
         table = space.tables[pack_id]
-        blocks = len(table.keys)
-        payload_bytes = table.payload_length
-        plan.packs.append(PlannedPack(name, pack_id.hex(), blocks, payload_bytes))
-        plan.blocks += blocks
-        plan.stored_bytes += payload_bytes
+        planned_pack = PlannedPack(
+            namespace=name,
+            pack=pack_id.hex(),
+            blocks=len(table.keys),
+            stored_bytes=table.payload_length,
+        )
+        plan.packs.append(planned_pack)
+        plan.blocks += planned_pack.blocks
+        plan.stored_bytes += planned_pack.stored_bytes
     # prepare the commits of the repair, whose manifests show the blocks that each request keeps
     for heads, batch in _shortenings(backend, space, packs_to_delete):
-        kept = {write.manifest.id: write.manifest.blocks for write in batch.manifests}
+        shortened_heads = [write.manifest for write in batch.manifests]
+        blocks_kept = {head.id: head.blocks for head in shortened_heads}
         for head in heads:
             # the batch leaves out requests that keep no block
-            kept_blocks = kept.get(head.id, 0)
-            planned = PlannedRequest(name, head.id, head.blocks, kept_blocks)
-            plan.requests.append(planned)
+            planned_request = PlannedRequest(
+                namespace=name,
+                request=head.id,
+                blocks=head.blocks,
+                kept_blocks=blocks_kept.get(head.id, 0),
+            )
+            plan.requests.append(planned_request)
 
 
 def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -> None:
@@ -594,17 +609,18 @@ def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -
     for space in read_catalogues(backend):
         for namespace, pack in sorted(bad):
             if namespace == space.namespace.hex():
-                _delete(backend, space, bytes.fromhex(pack), done)
+                _delete_if_bad(backend, space, bytes.fromhex(pack), done)
 
 
-def _delete(
+def _delete_if_bad(
     backend: Backend,
     space: NamespacePacks,
     pack_id: bytes,
     done: Repaired,
 ) -> None:
-    """Delete a bad pack and shorten the requests that name it, unless it is good or gone meanwhile.
-    Repeated while other processes write between the reading and the commits."""
+    """Delete a pack that was found bad, and shorten the requests that name it, unless it is good or
+    gone meanwhile. All steps are repeated if other processes write between the reading and the
+    commits."""
     for _ in range(_ATTEMPTS):
         space.refresh()
         table = space.tables.get(pack_id)
@@ -617,6 +633,7 @@ def _delete(
             continue
         deletion = CommitBatch(bad=[pack_id], seen=shortening.cursor)
         result = backend.commit(space.namespace, deletion)
+        # another process has written: the pack may have been replaced by a good one
         if result.stale:
             continue
         done.packs.append(pack_id)
@@ -659,6 +676,7 @@ def _shorten_requests(
                 return None
             cursor = result.cursor
         done.shortened |= shorter
+        # the other requests keep no block
         named = {(name, head.id) for head in heads}
         to_delete |= named - shorter
     return _Shortening(cursor, to_delete)
@@ -674,7 +692,8 @@ def _shortenings(
     no block, and has no cursor.
     """
     manifests = backend.catalogue(space.namespace).manifests_naming(bad)
-    good = [table for table in space.tables.values() if table.pack_id not in bad]
+    all_tables = space.tables.values()
+    good = [table for table in all_tables if table.pack_id not in bad]
     for heads in batched(manifests, SHORTENED_AT_ONCE):
         requests = read_requests(backend, space.namespace, heads)
         request_keys: set[bytes] = set()
@@ -682,14 +701,18 @@ def _shortenings(
             request_keys.update(all_keys(request.keys))
         # to save memory, keep only the good packs that hold blocks of these requests
         tables = _tables_with(good, request_keys)
-        num_groups = max((len(request.keys) for request in requests), default=0)
+        group_counts = [len(request.keys) for request in requests]
+        num_groups = max(group_counts, default=0)
         # shortened manifests record their sizes, which follow from the block size of each group
         block_bytes = _block_bytes(tables, num_groups)
         pack_of = _packs_of_keys(tables)
         yield heads, shortening_batch(requests, pack_of, block_bytes, seen=None)
 
 
-def _tables_with(tables: Iterable[PackTable], keys: set[bytes]) -> list[PackTable]:
+def _tables_with(
+    tables: Iterable[PackTable],
+    keys: set[bytes],
+) -> list[PackTable]:
     """Return the tables that have at least one of the keys."""
     found: list[PackTable] = []
     for table in tables:

@@ -226,7 +226,7 @@ class CopyPlan:
         holds."""
         comparison = _compared(source, target)
         lacking_packs = comparison.lacking_packs
-        # orphans are searched among the packs that the target lacks, if it lacks any
+        # only packs that the target lacks are copied, so other orphans need not be found
         finds_orphans = everything and bool(lacking_packs)
         packs_of_missing: set[bytes] = set()
         packs_of_requests: set[bytes] = set()
@@ -234,8 +234,7 @@ class CopyPlan:
             is_held = manifest.id in comparison.held_requests
             if is_held:
                 self._counted.requests_held += 1
-                # read the keys of a held request only to find orphans: they tell which packs are
-                # none
+                # the keys of a held request show only which packs are no orphans
                 if not finds_orphans:
                     continue
             keys = source.keys(manifest.id)

@@ -36,7 +36,12 @@ _LEAST_CATALOGUE_BYTES = 1 << 20
 _MIB = 1 << 20
 
 
-def store_bytes(payload_bytes: int, packs: int, requests: int, keys: int) -> int:
+def store_bytes(
+    payload_bytes: int,
+    packs: int,
+    requests: int,
+    keys: int,
+) -> int:
     """Return an upper bound of the bytes that content takes in a store.
 
     :param keys: number of keys in packs and in requests.
@@ -81,6 +86,7 @@ class TargetRoom(NamedTuple):
         # Both values are upper bounds. ``used_on_disk`` may be far too high: a killed writer leaves
         # files longer than their content, until the next commit.
         upper_bound = min(used_on_disk, content_bytes + _EMPTY_BYTES)
+        # the payload alone takes this
         lower_bound = stats.stored_bytes + _EMPTY_BYTES
         return cls(stats.capacity, max(upper_bound, lower_bound))
 
@@ -94,8 +100,9 @@ class TargetRoom(NamedTuple):
 
 
 def _catalogue_reserve(capacity: int) -> int:
-    """Return the bytes that a store of this capacity keeps free for its catalogue: space to grow,
-    and pages that cannot be reused yet; in a small store, the rest of its least catalogue."""
+    """Return the bytes that a store of this capacity keeps free for its catalogue. They are the
+    larger of two values: space to grow with pages that cannot be reused yet, and what an empty
+    store lacks of the smallest catalogue."""
     growth_of_small = min(capacity // _LARGEST_CATALOGUE_SHARE, _SMALL_CATALOGUE_BYTES)
     growth_of_large = capacity // _LEAST_CATALOGUE_SHARE
     growth = max(growth_of_small, growth_of_large)

@@ -29,7 +29,12 @@ from persistkv_tools.transfer.plan import Copied, CopyPlan, Source
 from persistkv_tools.transfer.room import TargetRoom
 
 
-def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Copied:
+def run_plan(
+    plan: CopyPlan,
+    target: Backend,
+    url: str,
+    on_bytes: OnBytes,
+) -> Copied:
     """Copy the content of a plan, requests oldest first. Other processes may write meanwhile.
 
     :param url: URL of the target, for errors.
@@ -48,7 +53,7 @@ def run_plan(plan: CopyPlan, target: Backend, url: str, on_bytes: OnBytes) -> Co
         _write_source(plan, source, writer)
     # check at the end, because writes to a later namespace may evict packs of an earlier one
     for writer in writers:
-        writer.check()
+        writer.record_losses()
     return copied
 
 
@@ -90,7 +95,7 @@ class _NamespaceWriter:
         """Packs that the target holds, and those that wait for the next commit."""
         self._waiting: list[PackCopy] = []
         """Packs for the next commit."""
-        self._offered: set[bytes] = set()
+        self._read_packs: set[bytes] = set()
         """Ids of the source's packs that were read, so that none is read twice."""
         self._written_requests: list[str] = []
         """Ids of the requests that were written."""
@@ -106,10 +111,12 @@ class _NamespaceWriter:
         Packs that wait already are committed first if they would be too large together with it.
         """
         table = self._source.packs.tables[pack]
-        if pack in self._offered or self._packs.hold_all(table.keys.unpack()):
+        if pack in self._read_packs:
+            return
+        if self._packs.hold_all(table.keys.unpack()):
             return
         # never read a pack twice: one that the target evicts again would be copied for ever
-        self._offered.add(pack)
+        self._read_packs.add(pack)
         payload = self._source.read(table, self._on_bytes)
         if payload is None:
             self._copied.damaged_packs += 1
@@ -133,7 +140,8 @@ class _NamespaceWriter:
         if keys is not None:
             for pack in self._source.packs.in_order(keys):
                 self.add_pack(pack)
-        # some blocks are missing if a pack is damaged, or was evicted by source or target meanwhile
+        # Some blocks are missing if a pack is damaged, or was evicted by source or target
+        # meanwhile. The request would name blocks that nobody can load.
         if keys is None or not self._packs.hold_all(all_keys(keys)):
             self._copied.incomplete.append(manifest.id)
             return
@@ -145,7 +153,7 @@ class _NamespaceWriter:
         if self._waiting:
             self._commit([])
 
-    def check(self) -> None:
+    def record_losses(self) -> None:
         """Record which of the written requests and packs the target no longer holds."""
         self._packs.refresh()
         held = self._present()
@@ -170,9 +178,9 @@ class _NamespaceWriter:
                 result = self._backend.commit(self._namespace, batch)
             except QuotaExceededError as error:
                 # this attempt has written nothing: repeat it without the tenant's content
-                batch = self._without(error.tenant, batch)
+                batch = self._without_tenant(batch, error.tenant)
                 continue
-            self._count(batch, result)
+            self._count_written(batch, result)
             # Remove the packs that were added in advance: the commit may have evicted some at once.
             # The refresh below adds those that the target holds.
             for pack in batch.packs:
@@ -180,9 +188,9 @@ class _NamespaceWriter:
             break
         self._packs.refresh()
 
-    def _without(self, tenant: str, batch: CommitBatch) -> CommitBatch:
-        """Return a batch without the content of a tenant, which its quota refuses; count this
-        content."""
+    def _without_tenant(self, batch: CommitBatch, tenant: str) -> CommitBatch:
+        """Return the batch without the content of a tenant, whose quota it exceeds; count this
+        content as not copied."""
         packs = []
         for pack in batch.packs:
             if pack.tenant != tenant:
@@ -198,13 +206,14 @@ class _NamespaceWriter:
             self._copied.incomplete.append(write.manifest.id)
         return CommitBatch(packs, manifests)
 
-    def _count(self, batch: CommitBatch, result: CommitResult) -> None:
+    def _count_written(self, batch: CommitBatch, result: CommitResult) -> None:
         """Count the content that a commit has written."""
         self._copied.packs += len(batch.packs)
         self._copied.evicted_packs += len(result.evicted)
         for pack in batch.packs:
             self._copied.stored_bytes += pack.table.payload_length
-            # record a key and no id, because another pack with the same blocks may replace this one
+            # ``record_losses`` looks for this key. The id of the pack would not do, because another
+            # pack with the same blocks may replace this one.
             first_key = pack.keys.unpack()[0]
             self._written_keys.append(first_key)
         for write in batch.manifests:

@@ -58,8 +58,8 @@ class FilterReusedOffloadingManager(OffloadingManager):
         counted: at most one is counted per request and block."""
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Count the lookup for the blocks of ``_blocks_to_count``, and return the answer of
-        ``backing``."""
+        """Count the lookup, and return the answer of ``backing``. The first lookup of a request
+        with a description counts for all of its blocks (``_blocks_to_count``)."""
         num_lookups = self._num_lookups
         for block in self._blocks_to_count(key, req_context):
             # remove the block and add it again, so that the least recently counted are first

@@ -83,7 +83,7 @@ def test_region_heads_split_over_two_workers_gives_same_rows_as_one(
             )
             memory = KVMemory((pages,), (region.create_cell_view(),), 1)
             stores = CPUCopyEngine(memory, Direction.STORE)
-            assert stores.run(
+            assert stores.copy_now(
                 1, [PageCopies(0, part * head_bytes, np.arange(blocks), order.numpy())]
             ).success
             del memory, stores

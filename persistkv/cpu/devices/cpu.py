@@ -60,7 +60,7 @@ class CPUCopyEngine(CopyEngine):
         """Buffer of ``_copy_buffered``; None: not allocated yet."""
 
     def submit(self, job_id: int, copies: Sequence[PageCopies]) -> bool:
-        future = self._thread.submit(self.run, job_id, copies)
+        future = self._thread.submit(self.copy_now, job_id, copies)
         self._jobs.append((job_id, future))
         return True
 
@@ -85,7 +85,7 @@ class CPUCopyEngine(CopyEngine):
         self._jobs.clear()
         super().shutdown()
 
-    def run(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
+    def copy_now(self, job_id: int, copies: Sequence[PageCopies]) -> TransferResult:
         """Copy on the caller's thread, and return when the copies have ended.
 
         If the engine polls without a pause, the thread of ``submit`` may wait a thousand times as

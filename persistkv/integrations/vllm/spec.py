@@ -154,7 +154,7 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         if engine is None:
             return False
         copies = plan_copies(blocks, chunks, engine.memory)
-        ended = engine.run(job_id, copies)
+        ended = engine.copy_now(job_id, copies)
         result = TransferResult(job_id, ended.success, ended.num_bytes, ended.seconds)
         self._results.append(result)
         return True

@@ -100,7 +100,7 @@ def test_submit_many_pages_makes_one_torch_call() -> None:
         engine = CPUCopyEngine(memory, direction)
         for order in (blocks, np.arange(1000)):
             with Recorded():  # type: ignore[no-untyped-call]
-                assert engine.run(1, [PageCopies(0, 16, blocks, order)]).success
+                assert engine.copy_now(1, [PageCopies(0, 16, blocks, order)]).success
     assert copies == ["aten.index.Tensor_out"] * 2 + ["aten.index_put_.default"] * 2
 
 
@@ -108,7 +108,9 @@ def test_run_copies_on_thread_of_caller() -> None:
     memory = make_memory()
     engine = CPUCopyEngine(memory, Direction.STORE)
     threads = threading.active_count()
-    result = engine.run(7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))])
+    result = engine.copy_now(
+        7, [PageCopies(0, PAGE, np.array([4, 2]), np.array([0, 9]))]
+    )
     assert (result.job_id, result.success, result.num_bytes) == (7, True, 2 * PAGE)
     assert torch.equal(
         memory.rows[0].reshape(-1, PAGE)[[0, 9]], memory.pages[0][[4, 2]]

@@ -178,7 +178,7 @@ class CPUOffloadingManager(OffloadingManager):
         req_context: ReqContext,
     ) -> PrepareStoreOutput | None:
         """Allocate rows for the blocks that are not held; held blocks in ``keys`` are not evicted
-        for them.
+        for them. Return None, and change nothing, if there are too few rows to evict.
 
         A block from before the last ``reset_cache`` that a job still uses is left out, although it
         is a miss for ``lookup``; it can be stored once that job has ended.

@@ -274,8 +274,8 @@ class ARCCachePolicy(CachePolicy):
         return victims
 
     def _evict_one(self, *, recent: bool) -> list[Victim]:
-        """Evict a block of one of the lists, and make its key a ghost; return no block if none can
-        be evicted."""
+        """Evict a recent block, or a frequent one unless ``recent``, and make its key a ghost;
+        return no block if none can be evicted."""
         blocks = self._frequent
         ghosts = self._frequent_ghosts
         if recent:

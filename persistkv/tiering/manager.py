@@ -938,7 +938,8 @@ class TieringOffloadingManager(OffloadingManager):
 
     def reset_cache(self, weights_changed: bool = True) -> None:
         """Forget all blocks, waiting cascades and promotions. Jobs in flight continue to use their
-        rows, but no request waits for them."""
+        rows, but no request waits for them. Secondary tiers forget their blocks only if
+        ``weights_changed``."""
         for request in self._requests.values():
             self._release_held(request, request.held)
             request.received.clear()
@@ -972,8 +973,8 @@ class TieringOffloadingManager(OffloadingManager):
 
 
 def _depth_of(key: OffloadKey, description: RequestDescription | None) -> int:
-    """Return the number of a request's blocks before the block with this key; 0 if that is
-    unknown, as if the request began with the block."""
+    """Return the number of a request's blocks before the block with this key; 0 if the description
+    does not contain it or is None, as if the request began with the block."""
     depth = None if description is None else description.depth(key)
     return depth or 0
 

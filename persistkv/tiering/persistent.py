@@ -454,6 +454,7 @@ class PersistentTier(SecondaryTierManager):
     ) -> None:
         """Count a request by the reason for the use of its blocks, and report it to the host.
 
+        :param decision: what was decided for the request; None: nothing was, as for a refused one.
         :param load_s: seconds that the load took, or was expected to take if it was declined;
             infinite: no load was to be expected.
         """

@@ -290,7 +290,7 @@ class Bucket:
 
     def _delete_batch(self, keys: Sequence[str]) -> RequestRefusedError | None:
         """Delete objects with one request, or with a request for each if the server refuses that.
-        Return the last refusal if some objects are refused.
+        Return the last refusal; None: no object is refused.
 
         :raises RequestRefusedError: none of them is deleted, or probably none.
         """
@@ -349,7 +349,7 @@ class Bucket:
         return self._run_with_retries(partial(self._transport.setting, name))
 
     def _delete_each(self, keys: Sequence[str]) -> RequestRefusedError | None:
-        """Delete objects with a request for each; return the last refusal if some are refused.
+        """Delete objects with a request for each; return the last refusal, None: none is refused.
 
         :raises RequestRefusedError: 8 in a row are refused, so probably there is no permission for
             any. The rest is not tried.

@@ -504,7 +504,7 @@ class OffloadingConnectorScheduler:
         if not matched:
             return 0
         waiting = lookups.waiting
-        # for ``num_promoted_tokens``
+        # ``num_promoted_tokens`` counts these blocks
         request.promoted |= waiting
         if waiting:
             # The search also looked up blocks that the match does not need, and these may be the

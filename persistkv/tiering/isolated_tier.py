@@ -57,7 +57,7 @@ class IsolatedTier:
         """Return the tier's answer; False if it is unusable or raises."""
         if not self.is_usable:
             return False
-        # Without ``attempt``: this is the manager's hottest call, once per block and tier.
+        # ``attempt`` would be slower: this is the manager's hottest call, once per block and tier.
         try:
             return self.tier.lookup(key, req_context)
         except Exception as error:

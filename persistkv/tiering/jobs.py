@@ -113,7 +113,7 @@ class JobsInFlight:
         late = []
         for job in self._jobs.values():
             if now >= job.give_up_at and not job.is_reset:
-                # so that a later call does not return the job again
+                # a later call must not return the job again
                 job.give_up_at = math.inf
                 late.append(job)
         return late

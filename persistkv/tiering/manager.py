@@ -587,7 +587,7 @@ class TieringOffloadingManager(OffloadingManager):
         """End writes to the primary tier. If they succeeded, cascade the written blocks to all
         secondary tiers."""
         ended = self.primary_tier.end_writes(keys, success)
-        # a block that was orphaned by a ``reset_cache`` during its write became a miss
+        # Cascade no orphaned block: it became a miss by a ``reset_cache`` during its write.
         if success:
             for tier in self._tiers:
                 self._cascade(tier, ended.written, req_context)
@@ -915,7 +915,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._expire_holds()
         if self._prewarming is not None:
             self._prewarm(self._prewarming)
-        # at the end of the step, so that all of its lookups share one job per tier and request
+        # promotions wait for the end of the step: all of its lookups share a job per tier and
+        # request
         if self._promotions.queued:
             self._submit_promotions()
 

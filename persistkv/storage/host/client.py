@@ -496,10 +496,14 @@ class StoreClient:
 
     @_exclusive
     def loaded_elsewhere(self, keys: Sequence[bytes]) -> None:
-        """Report that another tier loads blocks, so that the store does not count them as computed
-        by the engine; no keys: unknown blocks, so that it counts none as computed. Keys that are
-        reported while the store is not open are not kept: once it is open, it counts the blocks of
-        all keys as loaded elsewhere (``_opened``)."""
+        """Report that another tier loads blocks, so that the store does not take them for blocks
+        that the engine computes.
+
+        Reports are not kept while the store is not open. A store that opens later is told that any
+        block may have been loaded elsewhere (``_opened``).
+
+        :param keys: keys of the loaded blocks; empty: unknown, it may be any block.
+        """
         self._others_load = True
         # Only a store that wants all store jobs compares blocks with those that the engine
         # computes. Any other store need not know which blocks were computed.

@@ -14,7 +14,7 @@ _MOST_TOUCHED = 65_536  # bound on keys with a use that is not sent yet
 
 
 class HostedKeys:
-    """Which keys are stored, which of them were used, and which have changed.
+    """What the engine knows about the keys of its host: which are stored, used, and changed.
 
     ``forget`` clears it when the host ends: another host reads the store again.
     """

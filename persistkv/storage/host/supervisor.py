@@ -156,10 +156,8 @@ class ProcessHost(Host):
         for end in (ours, theirs):
             # with a small buffer, a sender would soon have to queue messages in its own memory
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        environment = dict(os.environ)
         # the host computes nothing with these libraries, whose threads would only take memory
-        environment["OMP_NUM_THREADS"] = "1"
-        environment["OPENBLAS_NUM_THREADS"] = "1"
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         # close the engine's copy of the host's end, so that the exit of the host ends the
         # connection
         with theirs:

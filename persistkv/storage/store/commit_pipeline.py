@@ -173,7 +173,8 @@ class Staging:
         return _joined_segments(pack.segments)
 
     def release(self, segments: Iterable[Segment]) -> None:
-        """Forget these blocks, if they are staged, because their transaction has ended."""
+        """Count these blocks as staged no longer, because their transaction has ended. Blocks that
+        are not staged are ignored."""
         for segment in segments:
             for key in segment.keys:
                 pack = self._pack_of.pop(key, None)

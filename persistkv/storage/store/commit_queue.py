@@ -134,7 +134,7 @@ class CommitQueue:
         """For each pack that is written from rows, a future that ends with its transaction."""
         self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
         """Key of a block in flight → future of its pack."""
-        self.losses: Counter[str] = Counter()
+        self.times_forgotten: Counter[str] = Counter()
         """Tenant → how often its content was dropped because it was forgotten. A job whose tenant's
         number has grown since it was accepted is not stored again."""
         self.uses: dict[bytes, None] = {}
@@ -186,7 +186,7 @@ class CommitQueue:
         to drop."""
         # ``Store.finish`` compares this number: a job that waits for one of these packs must not
         # store its blocks again.
-        self.losses.update(tenants)
+        self.times_forgotten.update(tenants)
         taken: list[PackWriter] = []
         for writer in self.take_direct():
             if writer.tenant in tenants:
@@ -201,7 +201,7 @@ class CommitQueue:
         return taken
 
     def end_pack(self, writer: PackWriter, *, is_durable: bool) -> None:
-        """Forget a pack, because it is durable or dropped: its rows or copies are free."""
+        """End the wait for a pack that is durable or was dropped: its rows or copies are free."""
         write = self._writes.pop(writer, None)
         if write is None:  # written from staged copies
             self.staging.release(writer.segments)

@@ -310,8 +310,15 @@ def _frames(
         if num_unwanted == len(rows):
             continue
         whole = num_unwanted == 0
-        direct = whole and not frame.encoded
-        yield FrameRead(number, frame, keys, pack, rows, whole, direct)
+        yield FrameRead(
+            number,
+            frame,
+            keys,
+            pack,
+            rows,
+            whole=whole,
+            direct=whole and not frame.encoded,
+        )
 
 
 def _bounded_parts(

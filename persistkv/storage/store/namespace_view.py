@@ -885,14 +885,22 @@ def make_manifest(
         restored_tokens=end.restored_tokens,
         tenant=end.tenant,
     )
-    # Take the first blocks of all groups, then the second ones, and so on: this yields the packs in
-    # the order of the context.
-    by_depth = chain.from_iterable(zip_longest(*kept))
-    packs: dict[bytes, None] = {}
+    packs = _packs_in_order(kept, pack_of)
+    return ManifestWrite(manifest, keys, packs), whole
+
+
+def _packs_in_order(
+    group_keys: Sequence[Sequence[bytes]],
+    pack_of: Mapping[bytes, bytes],
+) -> list[bytes]:
+    """Return the ids of the packs that hold the keys of a context, from its beginning on."""
+    packs: dict[bytes, None] = {}  # an ordered set
+    # the first blocks of all groups, then the second ones, and so on
+    by_depth = chain.from_iterable(zip_longest(*group_keys))
     for key in by_depth:
         if key is not None:  # None pads a group that has fewer blocks
             packs[pack_of[key]] = None
-    return ManifestWrite(manifest, keys, list(packs)), whole
+    return list(packs)
 
 
 class NamedRequest(NamedTuple):

@@ -83,9 +83,9 @@ class StoredJob:
     True: the pack is durable. The rows are free when all are done, or now if there are none."""
     lost: list[bytes] = field(default_factory=list)
     """Keys whose blocks were dropped because memory was short; complete if ``writes`` is empty."""
-    losses: int = 0
-    """``CommitQueue.losses`` of the tenant when the job was accepted. If the number is larger now,
-    the tenant was forgotten since."""
+    times_forgotten: int = 0
+    """``CommitQueue.times_forgotten`` of the tenant when the job was accepted. If the number is
+    larger now, the tenant was forgotten since."""
 
 
 class Store:
@@ -265,7 +265,7 @@ class Store:
             if job.borrowed.isdisjoint(missing):
                 return missing
             # the content of a forgotten tenant must not be stored again
-            is_forgotten = self.queue.losses[job.tenant] != job.losses
+            is_forgotten = self.queue.times_forgotten[job.tenant] != job.times_forgotten
             if is_forgotten or self._is_ending:
                 return missing
             # An earlier job has failed to store the borrowed keys: the rows of this job have the
@@ -325,8 +325,15 @@ class Store:
             in_flight = self.queue.in_flight(blocks.keys)
             writes = set(in_flight.values())
         self._announce()
-        losses = self.queue.losses[tenant]
-        return StoredJob(tenant, request, blocks, borrowed, writes, lost, losses)
+        return StoredJob(
+            tenant,
+            request,
+            blocks,
+            borrowed=borrowed,
+            writes=writes,
+            lost=lost,
+            times_forgotten=self.queue.times_forgotten[tenant],
+        )
 
     async def _held_keys(self, keys: Sequence[bytes]) -> set[bytes]:
         """Return the keys that the store holds, and record uses of their packs. If the medium

@@ -63,7 +63,10 @@ def main(
     """
     for fd in (engine_pidfd, socket_fd):
         os.set_inheritable(fd, False)
-    _reset_inherited()
+    # replace what the engine has set for itself, and what this process has inherited
+    _reset_signals()
+    _reset_limits()
+    _reset_scheduling()
     rows = map_rows(region_fds, region_bytes)
     engine = socket.socket(fileno=socket_fd)
     own_pidfd = os.pidfd_open(os.getpid())
@@ -135,14 +138,9 @@ class _HostProcess(Lifecycle):
                 return
 
 
-def _reset_inherited() -> None:
-    """Reset the signal dispositions, limits and CPU affinity inherited from the engine, and set a
-    scheduling class.
-
-    With SCHED_BATCH, a message that wakes this process does not preempt the engine. On two busy
-    cores, the engine's scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th
-    percentile; benchmarks.busy_scheduler).
-    """
+def _reset_signals() -> None:
+    """Give signals that the engine ignored their default actions again, then ignore those that must
+    not end or stop this process."""
     ignored_by_python = {signal.SIGPIPE, signal.SIGXFSZ}
     for number in signal.valid_signals() - ignored_by_python:
         # the engine ignored this signal, and this process has inherited that
@@ -150,6 +148,10 @@ def _reset_inherited() -> None:
             signal.signal(number, signal.SIG_DFL)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+
+
+def _reset_limits() -> None:
+    """Raise soft limits to the hard ones, and allow no core dump."""
     # raise soft limits that were set for the engine, such as a limit of its CPU time
     for limit in _RAISED_LIMITS:
         _, hard_limit = resource.getrlimit(limit)
@@ -157,6 +159,15 @@ def _reset_inherited() -> None:
     # write no core dumps, because the rows are large
     _, hard_limit = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))
+
+
+def _reset_scheduling() -> None:
+    """Use all CPUs that are allowed, with the scheduling class SCHED_BATCH.
+
+    With SCHED_BATCH, a message that wakes this process does not preempt the engine. On two busy
+    cores, the engine's scheduler took 6 ms to send a job without it, and 0.2 ms with it (99th
+    percentile; benchmarks.busy_scheduler).
+    """
     try:
         # name all CPUs; the kernel omits those that are not allowed
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))

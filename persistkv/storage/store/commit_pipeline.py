@@ -275,7 +275,7 @@ def divide(
             size = 0
         packs.append(writer)
         size += writer.raw_length
-    # The ends follow all packs, because a manifest may name only packs that are committed.
+    # commit the ends last, because a manifest may name only packs that are committed
     if packs or ends:
         transactions.append(Transaction(packs, ends))
     return transactions

@@ -210,7 +210,7 @@ class CommitQueue:
             for segment in writer.segments:
                 for key in segment.keys:
                     self._in_flight.pop(key, None)
-            # before ``resolve``, after which the caller may reuse the rows
+            # release before ``resolve``, after which the caller may reuse the rows
             writer.release()
             resolve(write, is_durable)
         self._freed.set()

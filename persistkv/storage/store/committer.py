@@ -85,7 +85,7 @@ class Committer:
             self.has_work.clear()
             seconds = self.seconds_to_work()
             if seconds > 0:
-                # a timer, because ``asyncio.timeout`` is several times as expensive
+                # use a timer, because ``asyncio.timeout`` is several times as expensive
                 timer = loop.call_later(seconds, self.has_work.set)
                 await self.has_work.wait()
                 timer.cancel()
@@ -129,17 +129,17 @@ class Committer:
             if view.index.replacing:
                 view.index.replace_some()
                 await asyncio.sleep(0)  # let other tasks run between two slices
-            # before the commit, because a damaged block must not count as held
+            # repair before the commit, because a damaged block must not count as held
             if view.needs_repair:
                 await self.repair()
-            # new verdicts about the namespace of another engine release
+            # there are new verdicts about the namespace of another engine release
             if self._canary.needs_update:
                 await self._forgetting(self._canary.update())
             is_upkeep_due = time.monotonic() >= self._upkeep_at()
             is_queue_due = self._queue.seconds_to_due() == 0
             if self._flushes or is_upkeep_due or is_queue_due:
                 await self._commit()
-            # the refresh last, because accepted blocks need not wait for it
+            # refresh last, so that accepted blocks do not wait for it
             if time.monotonic() >= self._refresh_at:
                 self._refresh_at = time.monotonic() + self._refresh_s
                 await view.refresh_or_log()
@@ -222,10 +222,10 @@ class Committer:
         try:
             done = await self._commit_current(transaction, uses)
         except StoreError as error:
-            # a copy without the traceback, which references the rows of blocks
+            # keep a copy without the traceback, which references the rows of blocks
             failure: StoreError = copy(error)
         except (OSError, MemoryError) as error:
-            # not from the backend: this process lacks memory or descriptors
+            # the backend did not raise this: this process lacks memory or descriptors
             failure = StoreError(describe_shortage(error))
         else:
             await self._apply_result(transaction, done)

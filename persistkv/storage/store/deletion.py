@@ -274,7 +274,7 @@ class Deleter:
             keys finds the packs.
         """
         if self._view.needs_repair:
-            # undecided: the store may hold packs that the index lacks
+            # some packs are undecided: the store may hold them although the index lacks them
             return True
         packs = await self._view.packs_with(keys)
         held = {pack.pack_id for pack in packs}

@@ -212,7 +212,7 @@ def plan_reads(
             if fits_rows:
                 reads.append(read)
             else:
-                # of another layout: its blocks count as misses
+                # the frame is of another layout: its blocks count as misses
                 missing.update(dict.fromkeys(read.wanted))
     if remote:
         parts = _remote_parts(reads, part_bytes, scratch_bytes, is_timed=is_timed)
@@ -407,7 +407,7 @@ class PartRead:
         except Exception as error:
             was_abandoned = self._rows is None
             if not was_abandoned:
-                # as text: the exception keeps references to the rows
+                # log the error as text: the exception keeps references to the rows
                 why = str(error) if isinstance(error, StoreError) else repr(error)
                 logger.warning(
                     "reading %d frames failed (%s): their blocks are misses",
@@ -516,11 +516,11 @@ class PartRead:
         read = self._part[number]
         frame = read.frame
         if not in_rows:
-            # cut off the padding, which was read behind the frame
+            # cut off the padding that was read behind the frame
             stored = [stored[0][: frame.stored_length]]
         try:
-            # before the lock is taken, because a shared store may read its keys again, and no I/O
-            # may happen under the lock
+            # get the seal before the lock is taken, because a shared store may read its keys again,
+            # and no I/O may happen under the lock
             seal = self._seal_of(read.pack)
             with self._lock:
                 rows = self._usable_rows()
@@ -566,7 +566,7 @@ class PartRead:
         :param is_late: whether they are unread because the deadline has passed.
         """
         outcome = self._outcome
-        # with the lock, so that a thread which writes a frame into rows finishes it first
+        # take the lock, so that a thread which writes a frame into rows finishes it first
         with self._lock:
             self._rows = None
             if self._unread:

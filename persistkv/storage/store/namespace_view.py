@@ -257,8 +257,8 @@ class NamespaceView:
         logged_at = self._failures_logged_at.get(kind, -math.inf)
         if now - logged_at >= _FAILURE_LOG_S:
             self._failures_logged_at[kind] = now
-            # as text: a log record with the error would keep its traceback, and so the memory of
-            # blocks, alive
+            # log the error as text: a log record with it would keep its traceback, and so the
+            # memory of blocks, alive
             logger.warning("%s (%s): new blocks are dropped", kind, str(error))
 
     async def refresh(self) -> None:

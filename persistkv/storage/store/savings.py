@@ -186,7 +186,7 @@ class SavingsRecorder:
         self._total.prefill_s += prefill_s
         if restored_tokens:
             self._add_restored(restored_tokens, labels)
-        # counted last: a write that runs during this call may not include all of its numbers
+        # count it last: a write that runs during this call may not include all of its numbers
         self._num_added += 1
 
     def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
@@ -203,7 +203,8 @@ class SavingsRecorder:
     def write(self) -> None:
         """Write the counts since the last call; a failure is logged, and the next call writes
         it. Blocks; ``add`` may run in another thread meanwhile."""
-        # read before the totals are encoded: they include at least these calls; later ones stay due
+        # Read the number before the totals are encoded: they include at least these calls. Later
+        # calls stay due.
         num_added = self._num_added
         is_all_written = num_added == self._num_written
         if is_all_written or not self._backend.capabilities.writable:

@@ -226,7 +226,7 @@ class Jobs:
         Repeated, because blocks of a failed transaction can be stored again from the rows of
         another job.
         """
-        # wait for stores only: loads change nothing
+        # wait for store jobs only, because loads change nothing
         while self.counts[JobState.WRITING] or not self._store.queue.is_empty:
             await self._store.flush()
             await self._wait_until_none(_WRITING)

@@ -87,7 +87,7 @@ class CallsCheck:
         yield self._try("list", method="list", call=self._list)
         if not self.answers:
             return
-        # with the remedy of ``list``: S3 refuses reads of absent objects to users who may not list
+        # give the remedy of ``list``: S3 refuses reads of absent objects to users who may not list
         yield self._try("missing object", method="list", call=self._read_missing)
         if not self.answers or not self._writes:
             return
@@ -188,7 +188,7 @@ class CallsCheck:
         deleted = self._try("delete", method="delete", call=self._delete)
         if deleted.level is not Level.PROBLEM:
             return deleted
-        # only a warning: engines work without deletions until no room is left
+        # make it a warning, because engines work without deletions until no room is left
         found = f"{deleted.found}; this check leaves {self._name}"
         return Check("delete", Level.WARNING, found, deleted.todo)
 

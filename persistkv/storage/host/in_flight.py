@@ -146,7 +146,7 @@ class InFlight:
         # unpack first, because it may raise: the job then stays in flight until the host is dead
         failed = None if answer.failed is None else answer.failed.unpack()
         job = self._jobs.pop(answer.job_id, None)
-        # only a malformed host answers a job that it does not have
+        # only a defective host answers a job that it does not have
         if job is None:
             return
         if failed is None:

@@ -173,8 +173,8 @@ class ProcessHost(Host):
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=inherited,
-                    # a group of its own, so that ``killpg`` of the engine's group does not reach
-                    # the host
+                    # use a group of its own, so that ``killpg`` of the engine's group does not
+                    # reach the host
                     process_group=0,
                     env=environment,
                 )

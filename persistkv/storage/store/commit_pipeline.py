@@ -101,7 +101,8 @@ class Staging:
             blocks = segment.source.gather(0, len(segment.keys))
             copy = replace(segment, source=StagedBlocks([blocks]))
             copies.append(copy)
-        # after the copies: if memory is short for a copy, no pack without blocks is left waiting
+        # make the pack after the copies: if memory is short for a copy, no empty pack is left
+        # waiting
         pack = StagedPack(tenant, request, time.monotonic(), closed=own_pack)
         if not own_pack:
             pack = self._open.setdefault((tenant, request), pack)

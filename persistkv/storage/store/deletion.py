@@ -60,7 +60,7 @@ class Deleter:
         self._make_writer = make_writer
         self._memory = ScatteredBlocks(view.block_bytes)
         """Buffers for the blocks that are kept, while they are read."""
-        # with its own counters, because these blocks are not loaded for the engine
+        # give it counters of its own, because these blocks are not loaded for the engine
         self._loader = Loader(
             view,
             self._memory,
@@ -251,7 +251,8 @@ class Deleter:
             result = await self._view.commit(batch)
             if result.stale:
                 return False
-            # not with the cursor: a refresh also removes the deleted packs from the index
+            # Do not follow the cursor: the refresh that takes place instead also removes the
+            # deleted packs from the index.
             await self._view.apply_own_commit(batch.packs, result, follows_cursor=False)
         return True
 

@@ -458,7 +458,7 @@ class PartRead:
         # for each span: the numbers of its frames in the part
         numbers_of_spans: list[range] = []
         start = 0
-        # without gaps: only frames that follow each other directly form a span
+        # allow no gaps: only frames that follow each other directly form a span
         for run in _runs(self._part, most_gap_bytes=0):
             stop = start + len(run)
             span = _span(run, buffers[start:stop], padding)

@@ -555,7 +555,7 @@ class NamespaceView:
         unreadable = [pack_id for pack_id in unchanged if pack_id not in readable]
         # the store may still hold the packs, so ``close`` must not save the index without them
         self._repair_work.index_lacks = True
-        # empty fingerprints, because they are not known: the index searches all its slots
+        # pass empty fingerprints, because they are not known: the index searches all its slots
         self._remove_packs(dict.fromkeys(unreadable, b""))
 
     def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
@@ -715,7 +715,7 @@ class NamespaceView:
             deletion = replace(batch, bad=bad, seen=self.cursor)
             result = await self.commit(deletion)
         except TenantForgottenError:
-            # not a failure of the store: the caller drops the blocks of the tenant
+            # this is no failure of the store: the caller drops the blocks of the tenant
             raise
         except StoreError as error:
             self.log_failure(error)

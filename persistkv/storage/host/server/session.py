@@ -84,8 +84,8 @@ class Session:
             self._jobs.run(),
             self._publisher.run(),
             self._status.run(),
-            # a function instead of a method, whose task would refer to the session: in that cycle,
-            # a closed session would keep the rows mapped
+            # use a function instead of a method, whose task would refer to the session: in that
+            # cycle, a closed session would keep the rows mapped
             _record_savings(store.savings, store.view),
         )
         self._running = [tasks.create_task(run) for run in endless]

@@ -125,7 +125,12 @@ class BlockingStore:
         working = self.store.committer.work()
         await asyncio.gather(flushing, working)
 
-    def add_savings(self, identity: Identity, source: str, part: Savings) -> None:
+    def add_savings(
+        self,
+        identity: Identity,
+        source: str,
+        part: Savings,
+    ) -> None:
         """Record savings; see ``persistkv.storage.store.savings.add_savings``."""
         add = partial(add_savings, self.view.backend, identity, source, part)
         self._wait(self.view.call(add))

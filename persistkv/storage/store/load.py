@@ -62,7 +62,12 @@ Take = Callable[[int], memoryview]
 """Returns page-aligned scratch memory of a number of bytes."""
 
 
-def part_bytes(num_bytes: int, threads: int, *, remote: bool) -> int:
+def part_bytes(
+    num_bytes: int,
+    threads: int,
+    *,
+    remote: bool,
+) -> int:
     """Return the bound, in stored bytes, of the parts of a load job of ``num_bytes`` raw bytes for
     these threads."""
     if remote:

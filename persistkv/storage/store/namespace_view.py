@@ -808,7 +808,11 @@ def _most_keys(backend: Backend, layout: RowLayout) -> int | None:
     return capacity // min(group.block_bytes for group in layout.groups)
 
 
-def _changes(backend: Backend, namespace: bytes, cursor: bytes | None) -> Changes:
+def _changes(
+    backend: Backend,
+    namespace: bytes,
+    cursor: bytes | None,
+) -> Changes:
     """Call ``Backend.changes``, and read all tables of added packs into memory."""
     changes = backend.changes(namespace, cursor)
     # a list, so that the tables are read now, on the thread of the call

@@ -292,7 +292,11 @@ def _final_sources(
     return sources
 
 
-def _ensure_sum(backend: Backend, sum_name: str, sources: Sequence[str]) -> bool:
+def _ensure_sum(
+    backend: Backend,
+    sum_name: str,
+    sources: Sequence[str],
+) -> bool:
     """Write the sum of the sources into a note, unless it exists. Return whether it exists now;
     False: the sum is not known, so the sources must stay."""
     # An existing sum includes all sources of its day: it was written before the first of them was

@@ -287,7 +287,12 @@ class Store:
             group = self.rows.layout.groups[get_offload_group_idx(key)]
             self.counters.dropped_bytes += group.block_bytes
 
-    async def _accept(self, tenant: str, request: str, blocks: Blocks) -> StoredJob:
+    async def _accept(
+        self,
+        tenant: str,
+        request: str,
+        blocks: Blocks,
+    ) -> StoredJob:
         """Skip the blocks that need not be written, and queue packs of the others for the next
         commit. If memory or descriptors are short, blocks that are not queued yet are dropped.
 

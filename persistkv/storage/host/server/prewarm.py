@@ -60,7 +60,11 @@ class _UsedRequest(NamedTuple):
     tenant: str
 
 
-def _uses(backend: Backend, namespace: bytes, choice: Choice) -> Iterator[_UsedRequest]:
+def _uses(
+    backend: Backend,
+    namespace: bytes,
+    choice: Choice,
+) -> Iterator[_UsedRequest]:
     """Yield each request that ``choice`` includes, with its last use."""
     manifests = backend.catalogue(namespace).manifests()
     heads = filter(choice.includes, manifests)

@@ -22,7 +22,12 @@ class StatusPublisher:
     """Publishes the status row of one engine periodically. A failure is logged; the next row is
     written as usual."""
 
-    def __init__(self, store: Store, jobs: Jobs, engine_pid: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        jobs: Jobs,
+        engine_pid: int,
+    ) -> None:
         self._store = store
         self._jobs = jobs
         self._engine_pid = engine_pid

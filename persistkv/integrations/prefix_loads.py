@@ -142,9 +142,8 @@ class PrefixLoads:
                 self._probe_timer.reset()
 
     def _end_late(self) -> None:
-        """Report the loads that hang to ``LoadTimes``, each once, without waiting for their ends:
-        from then on the store counts as stalled, until a probe or another load has brought
-        bytes."""
+        """Report the loads that hang to ``LoadTimes``, each once, as if they had ended: from then
+        on the store counts as stalled, until a probe or another load has brought bytes."""
         now = self._clock()
         for number, load in self._running.items():
             if load.is_reported or now < load.late_at:

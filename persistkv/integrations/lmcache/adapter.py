@@ -171,7 +171,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ended = self._store_tasks.take()
         results: dict[int, Any] = {}
         for task, is_stored in ended.items():
-            # a task without keys may end before its size is known
+            # a task without parts may end before ``submit_store_task`` has noted its bytes
             num_bytes = self._store_bytes.pop(task, 0)
             results[task] = L2StoreResult(all(is_stored), num_bytes)
         # announce the new keys now, not with the announcer's next tick

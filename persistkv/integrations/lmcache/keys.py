@@ -62,6 +62,7 @@ class ObjectLayout(NamedTuple):
         dtypes: Iterable[Any],
         num_bytes: int,
     ) -> ObjectLayout:
+        """Return the layout of arrays with torch's shapes and dtypes, as plain values."""
         plain_shapes: list[Shape] = []
         for shape in shapes:
             lengths = map(int, shape)

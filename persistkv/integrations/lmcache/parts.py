@@ -23,6 +23,7 @@ class Part(ABC):
 
     def __init__(self, place: Place) -> None:
         self.place = place
+        """Model and layout of the keys' objects, which determine the store."""
         self.positions: list[int] = []
         """Position of each key in the task."""
         self.keys: list[bytes] = []

@@ -90,8 +90,9 @@ class TaskQueue:
             self._calls[number] = _Call(task, part.positions)
 
     def fail(self, task: int) -> None:
-        """End a part without success."""
-        # record a call that has ended already, so that LMCache is woken as after any other part
+        """End a part of a task without success."""
+        # Record a call of no keys that has ended already, so that LMCache is woken as after any
+        # other part. The keys of the part keep False, the result that each key has at first.
         number = self._completions.new_number()
         call = _Call(task, positions=[])
         ended = Completion(number, results=[])
@@ -114,8 +115,8 @@ class TaskQueue:
             return self._done.pop(task, None)
 
     def _collect(self) -> None:
-        """Add the results of ended calls to their tasks. A task is done when its last call has
-        ended."""
+        """Add the results of ended calls to their tasks. Each part of a task is one call, so the
+        task is done when no part is left."""
         # LMCache polls the event descriptor, and clears it. Do not clear it here: then LMCache
         # would miss the end of a part that it has not seen yet.
         for ended in self._completions.take(clear=False):

@@ -219,7 +219,8 @@ class PoolStore:
         return stored
 
     def _call(self, keys: PageKeys, call: StoreCall) -> list[bool]:
-        """Make a call for these keys; return all False if the store is not open, or fails."""
+        """Make a call of the store with its own keys of these pages; return all False if the store
+        is not open, or fails."""
         misses = [False] * len(keys)
         store = self._opener.get()
         if store is None or not keys:
@@ -235,7 +236,8 @@ class PoolStore:
             return misses
 
     def _encode(self, keys: PageKeys) -> list[bytes]:
-        """Return the keys of the tenant's pages."""
+        """Return the store's keys of pages: SGLang's keys, followed by the tenant's name unless it
+        is the default tenant."""
         suffix = b""
         tenant = self._options.tenant
         if tenant != DEFAULT_TENANT:

@@ -280,7 +280,7 @@ class Request:
         needed = scheduler.needed_device_blocks(self.req_id, num_matched)
         groups = self._paged_cache.groups
         for group, table, positions in zip(groups, self.tables, needed, strict=True):
-            # blocks before the sliding window are not restored
+            # blocks before the sliding window are not restored: None takes their places
             num_skipped = positions.start - len(table)
             table += [None] * num_skipped
             allocated = self._allocate(group.pool, len(positions))
@@ -306,6 +306,7 @@ class Request:
         num_tokens = longest_match(groups, block_size, start=0, limit=limit)
         for group, table in self._groups():
             needed = group.blocks.device_blocks(num_tokens)
+            # blocks before the sliding window are not needed: None takes their places
             table += [None] * needed.start
             # acquire every needed block: the match has just found all of them on the device
             for position in needed:

@@ -98,6 +98,7 @@ class Tiers:
         """By request id, the function to call when the device blocks of the ended request are no
         longer read. A request is here from its begin to this call."""
         self.running: dict[str, int] = {}
+        """By id of each running request, the most device blocks of each group that it may use."""
         self._known: dict[str, None] = {}
         """Ids of the requests that ``persisted`` can be asked about, oldest first: as many as
         persistent tiers remember the results of."""

@@ -215,8 +215,8 @@ def _are_heads_first(offloading: Any) -> bool:
     layout = getattr(offloading, "kv_cache_layout", None)
     if layout is None:
         return False
-    # Dimensions with one element do not affect the order of the bytes. The rows here have one
-    # block, and may have one layer.
+    # leave out dimensions with one element, which do not affect the order of the bytes: the rows
+    # have one block (``_direct_layout``), and some models have one layer
     order = str(layout).replace("B", "")
     num_layers = sum(len(group.layer_names) for group in offloading.groups)
     if num_layers == 1:

@@ -199,8 +199,8 @@ class WaitingChunks:
         return 1 + num_following
 
     def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
-        """Return the keys of at most ``most`` chunks in a row that a tier holds, from the first one
-        on. The caller knows that the tier holds the first one."""
+        """Return the keys of the chunks in a row that a tier holds, from the first one on, and not
+        more than ``most`` of them. The caller knows that the tier holds the first one."""
         keys = [self.key_at(0)]
         for chunk in self._following[: most - 1]:
             key = self._key_of(chunk)
@@ -285,7 +285,8 @@ class StoreLoads:
         return self._chooser.choose([run], start)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
-        """Return the sizes of the chunks of all KV cache groups: the decision applies to all."""
+        """Return the sizes of the chunks of all KV cache groups that vLLM offloads. A load brings
+        the chunks of all of them, although a decision is taken at a chunk of one group."""
         sizes = []
         for group in self._used_groups:
             chunk_tokens = self._group_tokens[group]
@@ -296,9 +297,10 @@ class StoreLoads:
 
 
 def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> bool:
-    """Return whether another tier is expected to load so many bytes faster."""
+    """Return whether ``other`` is expected to load so many bytes faster than ``tier``."""
     other_s = other.expected_load_s(num_bytes)
     own_s = tier.expected_load_s(num_bytes)
+    # None: the tier loads whatever it takes (``load_policy`` "always"), so times do not decide
     if other_s is None or own_s is None:
         return False
     return other_s < own_s

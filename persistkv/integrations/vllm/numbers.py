@@ -125,12 +125,14 @@ def _vectors(
     """Return where the vectors of one group are in a row; None if a worker's part of the row
     contains anything else, such as padding.
 
-    A worker's part is an array of numbers, whose dimensions ``kv_cache_layout`` names from the
-    outermost to the innermost (``_LAYOUTS``). Each dimension of the result is a pair, as in
-    ``VectorLayout``: a count, and the bytes from one element to the next.
+    A row has a part for each worker. A part is an array of numbers, whose dimensions
+    ``kv_cache_layout`` names from the outermost to the innermost (``_LAYOUTS``). In
+    ``VectorLayout``, each dimension is a pair: a count, and the bytes from one element to the next.
 
-    :param workers: dimension of the workers' parts: their count, and the bytes from one to the
-        next.
+    :param number_bytes: bytes of one number.
+    :param workers: the workers' parts as such a dimension: their count, and the bytes from one part
+        to the next.
+    :param device: vLLM's device type: on ``cpu``, values follow the keys of all tokens.
     """
     blocks = offloading.cache.blocks_per_chunk
     tokens = group.tokens_per_block

@@ -103,7 +103,9 @@ def request_options(
     # parse the prefetch on its own, because an invalid one must not refuse the request
     separated = _separate_prefetch(parameters)
     prefetches = _parse_prefetch(req_id, separated.prefetch)
-    options = _UNUSED  # kept if the parameters are invalid: hints are then only checked
+    options = (
+        _UNUSED  # if the parameters are invalid, hints are only checked for errors
+    )
     is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
@@ -212,7 +214,7 @@ def _with_hint(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOp
     merged = {**own, **payload}
     hint_labels = payload.get("labels", {})
     merged["labels"] = {**options.labels, **hint_labels}
-    # keep the tenant: a hint must not move a tenant's request to the default tenant
+    # keep the tenant if the hint gives null: it must not move a request to the default tenant
     if merged["tenant"] is None:
         merged["tenant"] = options.tenant
     return RequestOptions.parse({REQUEST_PARAMETER: merged})
@@ -377,8 +379,8 @@ class LiveRequest(RequestDescription):
         return self._is_long
 
     def _reaches(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
-        """Return whether a chunk ends at this token or later, or may do so: its position is not
-        known."""
+        """Return whether a chunk ends at token ``min_tokens`` or later, or may do so, because its
+        position is not known."""
         for key in keys:
             end = self._position(key)
             if end is None or end >= min_tokens:

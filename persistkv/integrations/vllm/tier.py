@@ -317,8 +317,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads.are_elsewhere = decision is None
         if not loads.are_declined:
             return
-        # look up the keys that a probe reads only if one is due, because the tier ignores them
-        # otherwise
+        # look up more than the first key only if a probe is due, which reads the chunks of all of
+        # them: otherwise the tier ignores them
         most = PROBED_KEYS if self._tier.is_probe_due else 1
         keys = chunks.held_by(self._tier, most)
         if decision is None:
@@ -327,7 +327,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             self._tier.on_load_declined(keys, request.context, decision)
 
     def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
-        """Count the tokens that the engine has computed of a request whose chunks it stores."""
+        """Count the tokens of a request that the engine has computed: those up to the last of the
+        chunks with these keys, which it stores now."""
         start = request.loads.first_unmeasured
         # None until the first schedule of the request has ended
         if start is None:
@@ -341,7 +342,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             end = request.position(key)
             if end is not None:
                 stop = max(stop, end)
-        # ``stop`` is ``start`` if vLLM offers chunks again, or chunks that it has found
+        # ``stop`` is still ``start`` if these chunks were counted before, or were not computed
         if stop > start:
             self._meter.add(request.req_id, start, stop)
             request.loads.first_unmeasured = stop
@@ -352,7 +353,9 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Note the time of the step, from which the engine's speed is computed."""
-        is_busy = False
+        is_busy = (
+            False  # remains if the check fails: the time of the step is then not used
+        )
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             is_busy = self._has_going_request()
             for req_id in context.new_req_ids:
@@ -380,8 +383,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         return False
 
     def _begin_measuring(self, req_id: str) -> None:
-        """Learn which tokens of a request the engine computes, in the step in which it is scheduled
-        for the first time: vLLM drops these numbers with the first token of the answer."""
+        """Note the number of tokens that a request need not compute, in the step in which it is
+        scheduled for the first time: vLLM drops the number with the first token of the answer."""
         request = self._requests.get(req_id)
         running = _find_request(req_id)
         if request is None or running is None or running.prefill_stats is None:

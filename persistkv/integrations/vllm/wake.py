@@ -22,7 +22,8 @@ class StepRequests:
         reports pending work."""
         self._wake = wake
         self._ignores_until = 0.0
-        """Monotonic time until which requests are ignored."""
+        """Monotonic time until which requests are ignored, so that an idle
+        engine takes few steps."""
 
     def request(self) -> None:
         """Have the engine take a step; at most one in 5 s."""

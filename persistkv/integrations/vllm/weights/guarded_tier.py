@@ -84,7 +84,7 @@ class GuardedTier:
 
     def follow_weights(self) -> bool:
         """Act on what the watch has noticed since the last call: detach the tier after a change,
-        and open or adopt the tier of newly named weights.
+        and begin to open the tier of newly named weights, or use it if it is open by now.
 
         :returns: whether the tier is detached: lookups miss, and all jobs fail.
         """
@@ -107,7 +107,8 @@ class GuardedTier:
         it."""
         self._is_detached = True
         self.tier.detach()
-        # count the blocks for the log line before they are given up
+        # Count the blocks in flight before they are given up. Entries that are no jobs are ends of
+        # requests, which have no blocks.
         stored_blocks = 0
         for entry in self._held:
             if isinstance(entry, JobMetadata):
@@ -156,8 +157,9 @@ class GuardedTier:
         if self._epoch != self.watch.epoch:
             return
         self._is_detached = False
-        # The tier does not know which blocks were loaded, so it must take none for computed. The
-        # caches are empty when the next weights are named, so loads do not matter to later tiers.
+        # An empty list tells the tier that unknown blocks were loaded, so it takes none for
+        # computed. The caches are empty when the next weights are named, so these loads do not
+        # matter to later tiers.
         if self._others_loaded:
             self.tier.loaded_elsewhere([])
         self._others_loaded = False
@@ -296,8 +298,7 @@ class GuardedTier:
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         """Pass the end of a request on, after its stores that wait."""
-        # the request has stored its blocks in an earlier tier, whose shutdown has ended its
-        # requests
+        # ignore a request of an earlier tier: the shutdown of that tier has ended its requests
         is_earlier = epoch != self._epoch or self.is_opening
         if is_earlier:
             return
@@ -313,8 +314,8 @@ class GuardedTier:
         return finished
 
     def _advance(self) -> None:
-        """Collect results. Submit held stores once the weights are known, and pass loads on whose
-        comparison has ended."""
+        """Collect results. Submit held stores once the weights are known, and report to vLLM the
+        loads whose comparison has ended."""
         self._collect()
         # follow the weights first: after a change, this fails the stores that wait
         is_detached = self.follow_weights()

@@ -283,7 +283,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 keys_by_model[key.model_name].append(encode_key(key))
         # ask all stores of the model, because the layout of a key is not known
         for model_name, encoded_keys in keys_by_model.items():
-            for store in self._stores.of_model(model_name):
+            for _, store in self._stores.items_of(model_name):
                 self._delete_from(store, encoded_keys)
         # announce the deletions now, not with the announcer's next tick
         self._announcer.announce()

@@ -79,10 +79,11 @@ class Content:
 
     def _list(self, model_name: str | None) -> Iterable[_Listed]:
         """Yield the entries of all open stores, or of those of one model, in no order."""
-        for place, store in self._stores.items():
-            is_listed = model_name is None or place.model_name == model_name
-            if not is_listed:
-                continue
+        if model_name is None:
+            listed_stores = self._stores.items()
+        else:
+            listed_stores = self._stores.items_of(model_name)
+        for place, store in listed_stores:
             blocks = store.stored_blocks(timeout_s=self._list_timeout_s)
             for block in blocks:
                 yield _Listed(block.key, place.model_name, block.num_bytes)

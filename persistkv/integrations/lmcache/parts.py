@@ -129,7 +129,7 @@ def parts_of_lookup(
         else:
             # LMCache has given no layout, so any open store of the model may hold the key. A later
             # load has memory, which shows the layout.
-            places = stores.places_of(key.model_name)
+            places = [place for place, _ in stores.items_of(key.model_name)]
         for place in places:
             part = _part_at(place, parts, FindPart)
             part.add(position, key)

@@ -64,23 +64,13 @@ class LayoutStores:
         """Return an open store; None if it is not open."""
         return self._open_stores.get(place)
 
-    def of_model(self, model_name: str) -> list[BlockStore]:
-        """Return the open stores of a model."""
-        return [
-            store for place, store in self.items() if place.model_name == model_name
-        ]
-
-    def places_of(self, model_name: str) -> list[Place]:
-        """Return the places of the open stores of a model."""
-        return [
-            place
-            for place in self._open_stores.copy()
-            if place.model_name == model_name
-        ]
-
     def items(self) -> list[tuple[Place, BlockStore]]:
         """Return all open stores."""
         return list(self._open_stores.copy().items())
+
+    def items_of(self, model_name: str) -> list[tuple[Place, BlockStore]]:
+        """Return the open stores of a model."""
+        return [item for item in self.items() if item[0].model_name == model_name]
 
     def may_open(self, place: Place) -> bool:
         """Return whether a store may be opened now: its model is known, and it has not just

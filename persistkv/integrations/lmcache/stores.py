@@ -199,14 +199,14 @@ class LayoutStores:
             return None
         return place
 
-    def close(self) -> bool:
-        """Close all open stores; return whether none of them hung. A store that is being opened is
-        closed by the thread that opens it."""
+    def close(self) -> None:
+        """Close all open stores. A store that is being opened is closed by the thread that opens
+        it."""
         with self._lock:
             self._is_closed = True
-            have_ended = [store.close() for store in self._open_stores.values()]
+            for store in self._open_stores.values():
+                store.close()
             self._open_stores.clear()
-        return all(have_ended)
 
 
 def _joined(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:

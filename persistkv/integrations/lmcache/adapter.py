@@ -33,7 +33,7 @@ from persistkv.integrations.lmcache.content import Content
 from persistkv.integrations.lmcache.keys import (
     MemoryObjects,
     ObjectKeys,
-    decode_keys,
+    decode_key,
     encode_key,
 )
 from persistkv.integrations.lmcache.leases import Leases
@@ -371,7 +371,7 @@ def _announce(
     encoded: Sequence[bytes],
 ) -> None:
     """Pass keys of a store to a function of LMCache, with the bytes of their objects."""
-    keys = decode_keys(place.model_name, encoded)
+    keys = [decode_key(place.model_name, key) for key in encoded]
     sizes = [place.layout.num_bytes] * len(keys)
     announce(keys, sizes)
 

@@ -81,11 +81,6 @@ def encode_key(key: Any) -> bytes:
     return encoded
 
 
-def decode_keys(model_name: str, encoded: Iterable[bytes]) -> ObjectKeys:
-    """Return the ``ObjectKey``s of keys in a namespace of a model."""
-    return [decode_key(model_name, key) for key in encoded]
-
-
 def decode_key(model_name: str, encoded: bytes) -> Any:
     """Return the ``ObjectKey`` of a key in a namespace of a model."""
     _, kv_rank, group = _HEAD.unpack_from(encoded)

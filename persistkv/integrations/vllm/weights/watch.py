@@ -107,20 +107,15 @@ class WeightsWatch:
         """Number of calls in progress that may change the weights."""
         self.is_asleep = False
         """Whether the workers sleep: their parameters and their KV may not be readable."""
-        self._epoch = max((word.epoch for word in words), default=0)
-        """Number of times that a request has named new weights."""
+        self.epoch = max((word.epoch for word in words), default=0)
+        """Number of times that a request has named new weights; 0: they are those of the start."""
         self._reason: str | None = None
         """Why the weights count as changed in this epoch; None: no reason is known."""
 
     @property
-    def epoch(self) -> int:
-        """Number of times that a request has named new weights; 0: they are those of the start."""
-        return self._epoch
-
-    @property
     def is_initial(self) -> bool:
         """Whether no request has named new weights: they have the name of the engine's start."""
-        return self._epoch == 0
+        return self.epoch == 0
 
     @property
     def change(self) -> str | None:
@@ -129,7 +124,7 @@ class WeightsWatch:
         if self._reason is not None:
             return self._reason
         # workers publish one more than the epoch: 0 means that no change was ever published
-        changed_now = self._epoch + 1
+        changed_now = self.epoch + 1
         for rank, word in enumerate(self._words):
             if word.changed == changed_now:
                 self._reason = (
@@ -217,10 +212,10 @@ class WeightsWatch:
 
     def _begin_epoch(self) -> None:
         """Accept the present weights as those of a new epoch."""
-        self._epoch += 1
+        self.epoch += 1
         self._reason = None
         for word in self._words:
-            word.epoch = self._epoch
+            word.epoch = self.epoch
         # each worker answers with a sample, with which it compares in this epoch
         self.require_comparison()
 

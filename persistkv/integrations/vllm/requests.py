@@ -286,6 +286,8 @@ class LiveRequest(RequestDescription):
     sorted by position. Methods take the engine's keys, except ``depth``; ``group_keys`` has those
     of the request's tenant.
 
+    :param position: returns the tokens of the request up to the end of a key's chunk; None: not
+        known.
     :param group_tokens: for each KV cache group, the tokens of one chunk.
     :param labels: labels that the tier gives all requests; the request's own labels take
         precedence.
@@ -322,7 +324,7 @@ class LiveRequest(RequestDescription):
         """Whether the given options are invalid (``GivenOptions.is_refused``). ``options`` then
         neither use nor fill the store."""
         self.req_id = req_id
-        self._position = position
+        self.position = position
         self._group_tokens = group_tokens
         self._ends: dict[OffloadKey, int] = {}
         """Key → tokens of the request up to the end of its chunk."""
@@ -343,10 +345,6 @@ class LiveRequest(RequestDescription):
         """Return whether a request with these options and the same id may be this one."""
         same_tenant = given.options.tenant == self.options.tenant
         return same_tenant and given.is_refused == self.is_refused
-
-    def position(self, key: OffloadKey) -> int | None:
-        """Return the tokens of the request up to the end of a key's chunk; None: not known."""
-        return self._position(key)
 
     def depth(self, key: OffloadKey) -> int | None:
         """Return how many chunks of its group come before the chunk of a key of the store; None:
@@ -382,7 +380,7 @@ class LiveRequest(RequestDescription):
         """Return whether a chunk ends at token ``min_tokens`` or later, or may do so, because its
         position is not known."""
         for key in keys:
-            end = self._position(key)
+            end = self.position(key)
             if end is None or end >= min_tokens:
                 return True
         return False
@@ -404,7 +402,7 @@ class LiveRequest(RequestDescription):
             # the chunk was stored before: vLLM may offer a chunk of a request again
             if store_key in self._ends:
                 continue
-            end = self._position(key)
+            end = self.position(key)
             if end is None:
                 # list no keys, because a list with gaps would not be a context
                 self._lists_keys = False

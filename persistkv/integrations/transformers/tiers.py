@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from persistkv.base import CanonicalKVCaches
 from persistkv.connector.common import LoadProgress
@@ -76,7 +76,8 @@ class Tiers:
         spec = _tiering_spec(config, paged_cache, caches, identity)
         self.num_blocks = spec.num_blocks
         try:
-            manager = spec.get_manager()
+            # without the option ``store_threshold``, this is the manager of ``make_manager``
+            manager = cast(TieringOffloadingManager, spec.get_manager())
             self._worker = OffloadingConnectorWorker(list(spec.get_handlers(caches)))
             self.scheduler = OffloadingConnectorScheduler(
                 manager, paged_cache.specs(), max_load_blocks=spec.num_blocks
@@ -84,21 +85,14 @@ class Tiers:
         except BaseException:
             spec.shutdown()
             raise
-        self._tiering: TieringOffloadingManager | None = None
-        """The manager, for calls that other classes of managers lack; None: it is of another class.
-        """
-        self.persistent: list[PersistentTier] = []
-        if isinstance(manager, TieringOffloadingManager):
-            self._tiering = manager
-            for tier in manager.secondary_tiers:
-                if isinstance(tier, PersistentTier):
-                    self.persistent.append(tier)
+        self._tiering = manager
+        # all tiers of the configuration above are of this type
+        self.persistent = cast(list[PersistentTier], manager.secondary_tiers)
         self._lookup_deadline_s = lookup_deadline_s
         self._on_released: dict[str, Callable[[], None]] = {}
         """By request id, the function to call when the device blocks of the ended request are no
         longer read. A request is here from its begin to this call."""
         self.running: dict[str, int] = {}
-        """By id of each running request, the most device blocks of each group that it may use."""
         self._known: dict[str, None] = {}
         """Ids of the requests that ``persisted`` can be asked about, oldest first: as many as
         persistent tiers remember the results of."""
@@ -108,8 +102,6 @@ class Tiers:
 
     def prewarm(self) -> None:
         """Wait up to one minute for the promotions that the option ``prewarm_share`` asks for."""
-        if self._tiering is None:
-            return
         deadline = time.monotonic() + _PREWARM_S
         while self._tiering.has_pending_work() and time.monotonic() < deadline:
             self.step()
@@ -210,7 +202,7 @@ class Tiers:
         record. Prefills of less than 64 tokens are ignored: they do not show the speed of long
         prefills."""
         num_tokens = stop - start
-        if num_tokens < MEASURED_TOKENS or self._tiering is None:
+        if num_tokens < MEASURED_TOKENS:
             return
         self._tiering.load_chooser.prefill.observe(start, stop, seconds)
         for tier in self.persistent:
@@ -222,10 +214,9 @@ class Tiers:
         recorded in the stores. None: neither speed is known."""
         if start == stop:
             return 0.0
-        if self._tiering is not None:
-            expected_s = self._tiering.load_chooser.prefill.expected_s(start, stop)
-            if expected_s is not None:
-                return expected_s
+        expected_s = self._tiering.load_chooser.prefill.expected_s(start, stop)
+        if expected_s is not None:
+            return expected_s
         # sums of tokens and seconds, as recorded in each store
         all_tokens = 0
         all_s = 0.0
@@ -248,8 +239,6 @@ class Tiers:
 
     def load_reason(self, req_id: str) -> str | None:
         """See ``RequestStats.load_reason``."""
-        if self._tiering is None:
-            return None
         return self._tiering.load_reason(req_id)
 
     def drain(self, deadline: float) -> bool:

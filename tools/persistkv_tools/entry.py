@@ -31,10 +31,23 @@ from typing import NoReturn
 _STORE_FAILED = 3
 _RETRY = 75  # another process uses the store with the same PID
 _DAMAGE = frozenset(
-    {signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+    {
+        signal.SIGBUS,
+        signal.SIGSEGV,
+        signal.SIGABRT,
+        signal.SIGFPE,
+        signal.SIGILL,
+    }
 )
 """Signals that end a process that reads damaged files."""
-_PASSED_ON = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+_PASSED_ON = frozenset(
+    {
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    }
+)
 """Signals that the parent passes on to the child."""
 _PID_ATTEMPTS = 8
 """Most children that are forked until the store accepts the PID of one."""
@@ -42,7 +55,17 @@ _BY_A_PROCESS = 0
 """Largest ``si_code`` of a signal from a process; that of a signal from a terminal is larger."""
 _PR_SET_PDEATHSIG = 1
 _READING_COMMANDS = frozenset(
-    {"ls", "stat", "show", "top", "report", "verify", "why", "doctor", "serve-metrics"}
+    {
+        "ls",
+        "stat",
+        "show",
+        "top",
+        "report",
+        "verify",
+        "why",
+        "doctor",
+        "serve-metrics",
+    }
 )
 _REPAIR_OPTION = "--repair"
 """Option with which a reading command writes."""

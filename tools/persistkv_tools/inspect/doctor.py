@@ -371,8 +371,8 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     Empty if there is less than one full frame, which is too little to compare codecs.
     """
     tables: list[PackTable] = []
-    for space in backend.namespaces():
-        tables.extend(backend.changes(space.id, None).added)
+    for namespace in backend.namespaces():
+        tables.extend(backend.changes(namespace.id, None).added)
     # spread the sample over all packs, because contexts of different models compress differently
     packs = _spread(tables, _SAMPLE_PACKS)
     most_frames = most_bytes // FRAME_BYTES

@@ -145,7 +145,7 @@ def _csv(page: Page) -> str:
         text, [*columns, "model"], extrasaction="ignore", lineterminator="\n"
     )
     writer.writeheader()
-    models = {space.id: space.model for space in page.namespaces}
+    models = {namespace.id: namespace.model for namespace in page.namespaces}
     for request in page.requests:
         row = asdict(request)
         row["group_blocks"] = "+".join(map(str, request.group_blocks))
@@ -158,8 +158,8 @@ def _csv(page: Page) -> str:
 def _print(page: Page) -> None:
     """Print the page as a table, with the columns that fit the terminal."""
     models = {}
-    for space in page.namespaces:
-        models[space.id] = render.format_model(space.model)
+    for namespace in page.namespaces:
+        models[namespace.id] = render.format_model(namespace.model)
     model_names = set(models.values())
     # a column of models that shows the same model in each row would only take room
     has_model_column = len(model_names) > 1

@@ -31,7 +31,7 @@ from persistkv.storage.inspection.store_totals import Bin, StoreTotals, store_to
 from persistkv_tools import options, render, savings
 from persistkv_tools.command import URL, Command
 from persistkv_tools.inspect.show import PrefixTree, TreeNode, prefix_tree
-from persistkv_tools.inspect.stat import TENANTS, has_tenants
+from persistkv_tools.inspect.stat import TENANTS, groups_of, has_tenants
 from persistkv_tools.inspect.top import EngineView, Watch, engine_name
 from persistkv_tools.options import opened
 
@@ -103,9 +103,9 @@ _CARDS = render.columns(
 _NAMESPACES = render.columns(
     "model=name namespace=short created_at=since requests packs blocks raw=raw_bytes "
     "stored=stored_bytes",
-    name=lambda space: space.model or "-",
-    short=lambda space: space.id[:8],
-    since=lambda space: render.format_time(space.created),
+    name=lambda namespace: namespace.model or "-",
+    short=lambda namespace: namespace.id[:8],
+    since=lambda namespace: render.format_time(namespace.created),
 )
 _LARGEST = render.columns(
     "request=id stored_at tokens blocks raw=raw_bytes labels",
@@ -430,24 +430,21 @@ def _walk(
 
 def _groups(totals: StoreTotals) -> str:
     """Return a table of the codec ratios of all KV cache groups, with bars relative to the best."""
-    best_ratio = 0.0
-    for namespace in totals.namespaces:
-        for group in namespace.groups:
-            # a group without blocks has no ratio
-            best_ratio = max(best_ratio, group.codec_ratio or 0.0)
+    groups = groups_of(totals.namespaces)
+    # a group without blocks has no ratio
+    best_ratio = max((group.codec_ratio or 0.0 for _, group in groups), default=0.0)
     rows = []
-    for namespace in totals.namespaces:
-        for group in namespace.groups:
-            codecs = " ".join(group.codecs)
-            name = f"{namespace.id[:8]}, group {group.group}: {codecs}"
-            raw = render.format_size(group.raw_bytes)
-            stored = render.format_size(group.stored_bytes)
-            ratio = render.format_ratio(group.raw_bytes, group.stored_bytes)
-            length = 0.0
-            if group.codec_ratio:
-                length = group.codec_ratio / best_ratio
-            text = f"{ratio} ({raw} in {stored})"
-            rows.append(_bar(name, text, end=length))
+    for namespace, group in groups:
+        codecs = " ".join(group.codecs)
+        name = f"{namespace.id[:8]}, group {group.group}: {codecs}"
+        raw = render.format_size(group.raw_bytes)
+        stored = render.format_size(group.stored_bytes)
+        ratio = render.format_ratio(group.raw_bytes, group.stored_bytes)
+        length = 0.0
+        if group.codec_ratio:
+            length = group.codec_ratio / best_ratio
+        text = f"{ratio} ({raw} in {stored})"
+        rows.append(_bar(name, text, end=length))
     return _table(("namespace and group", "ratio", ""), rows)
 
 

@@ -213,6 +213,7 @@ def _gauge_value(status: EngineStatus, name: str) -> float | None:
     # a local store has no breaker
     if status.breaker not in _BREAKER:
         return None
+    # the number of the state, as the help of the metric says
     return _BREAKER.index(status.breaker)
 
 
@@ -328,6 +329,7 @@ class StoreCollector:
 
         metrics: list[Metric] = []
         for name, text in _TENANTS.items():
+            # Prometheus names end with the unit, which the name of this field lacks
             unit = "_bytes" if name == "quota" else ""
             gauge = GaugeMetricFamily(
                 f"persistkv_tenant_{name}{unit}", text, labels=["store", "tenant"]

@@ -203,8 +203,8 @@ def show(
     _print(context)
     if drawn is not None:
         requests = render.count(drawn.top.requests, "request")
-        space = context.request.namespace[:8]
-        title = f"prefix tree of {requests} in namespace {space} (keys of group {drawn.group})"
+        namespace = context.request.namespace[:8]
+        title = f"prefix tree of {requests} in namespace {namespace} (keys of group {drawn.group})"
         render.console().print(_rich_tree(drawn.top, title, shorts))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import SimpleNamespace
 
 import msgspec
@@ -11,6 +12,7 @@ from persistkv.storage.inspection.handle import open_store
 from persistkv.storage.inspection.store_totals import (
     Bin,
     FreeTotals,
+    GroupTotals,
     ModelTotals,
     NamespaceTotals,
     StoreTotals,
@@ -113,7 +115,11 @@ def _print(store: StoreTotals) -> None:
     """Print the totals of a store: itself, its namespaces, models, tenants, labels and groups."""
     render.show_pairs(_rows(store), title=store.url)
     shown = _NAMESPACES if render.is_wide() else _NARROW_NAMESPACES
-    columns = render.columns(shown, short=lambda space: space.id[:8], model=_model)
+    columns = render.columns(
+        shown,
+        short=lambda namespace: namespace.id[:8],
+        model=_model,
+    )
     render.show_table(columns, store.namespaces, left="namespace")
     _print_merging(store.namespaces)
     # if each namespace has a model of its own, both tables would show the same totals
@@ -155,31 +161,44 @@ def _rows(store: StoreTotals) -> dict[str, str]:
     return rows
 
 
+def groups_of(
+    namespaces: Iterable[NamespaceTotals],
+) -> list[tuple[NamespaceTotals, GroupTotals]]:
+    """Return all KV cache groups of the namespaces, each with its namespace."""
+    groups = []
+    for namespace in namespaces:
+        for group in namespace.groups:
+            groups.append((namespace, group))
+    return groups
+
+
 def _print_groups(namespaces: list[NamespaceTotals]) -> None:
     """Print one row for each KV cache group of each namespace."""
-    groups = []
-    for space in namespaces:
-        for group in space.groups:
-            fields = msgspec.structs.asdict(group)
-            row = SimpleNamespace(namespace=space.id, **fields)
-            groups.append(row)
-    render.show_table(_GROUPS, groups, left="codecs")
+    rows = []
+    for namespace, group in groups_of(namespaces):
+        fields = msgspec.structs.asdict(group)
+        rows.append(SimpleNamespace(namespace=namespace.id, **fields))
+    render.show_table(_GROUPS, rows, left="codecs")
 
 
 def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     """Show the commits of a shared store that are not in its index yet, and who merged last."""
     # None for a local store, which has no inbox
-    shared = [space for space in namespaces if space.waiting_commits is not None]
+    shared = [
+        namespace for namespace in namespaces if namespace.waiting_commits is not None
+    ]
     if not shared:
         return
     columns = render.columns(
         "namespace=short_id waiting=waiting_commits oldest=waiting_age merged=merge_age by=merger",
-        short_id=lambda space: space.id[:8],
-        waiting_age=lambda space: render.or_dash(
-            space.oldest_waiting, render.format_age
+        short_id=lambda namespace: namespace.id[:8],
+        waiting_age=lambda namespace: render.or_dash(
+            namespace.oldest_waiting, render.format_age
         ),
-        merge_age=lambda space: render.or_dash(space.merged_at, render.format_age),
-        merger=lambda space: (space.merged_by or "-")[:8],
+        merge_age=lambda namespace: render.or_dash(
+            namespace.merged_at, render.format_age
+        ),
+        merger=lambda namespace: (namespace.merged_by or "-")[:8],
     )
     render.show_table(columns, shared, left="namespace")
 

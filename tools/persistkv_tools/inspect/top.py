@@ -267,8 +267,8 @@ class Watch:
     def _models(self) -> dict[str, str]:
         """Return the name of the model of each namespace, by namespace id."""
         models = {}
-        for space in self._backend.namespaces():
-            models[space.id.hex()] = space.identity.model_name
+        for namespace in self._backend.namespaces():
+            models[namespace.id.hex()] = namespace.identity.model_name
         return models
 
 

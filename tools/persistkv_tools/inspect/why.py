@@ -106,7 +106,7 @@ def why(
         return
     with opened(url) as backend:
         adopted = adoptions(backend)
-        spaces = chosen_namespaces(backend, None)
+        all_namespaces = chosen_namespaces(backend, None)
         chosen = chosen_namespaces(backend, namespace or None)
         # a list of comparisons for each namespace or model that is explained
         if against is not None:
@@ -115,7 +115,7 @@ def why(
             # Among all namespaces, each pair is compared once, at its newer one. A chosen namespace
             # is compared with all others.
             only_older = not namespace
-            candidates = _compare_within(chosen, spaces, only_older=only_older)
+            candidates = _compare_within(chosen, all_namespaces, only_older=only_older)
     # keep the comparison with the fewest differences, which are the likely reason for misses
     comparisons = [min(found, key=_difference_count) for found in candidates]
     if json:
@@ -129,7 +129,8 @@ def why(
         }
         render.print_json(report)
     else:
-        _print_all(comparisons, f"{url} has {render.count(len(spaces), 'namespace')}")
+        num_namespaces = render.count(len(all_namespaces), "namespace")
+        _print_all(comparisons, f"{url} has {num_namespaces}")
         show_adoptions(adopted)
     matches = any(comparison.matches for comparison in comparisons)
     if against is not None and not matches:
@@ -218,21 +219,22 @@ def _difference_count(comparison: ComparisonView) -> int:
 
 def _compare_within(
     chosen: Sequence[Namespace],
-    spaces: Sequence[Namespace],
+    all_namespaces: Sequence[Namespace],
     *,
     only_older: bool,
 ) -> list[list[ComparisonView]]:
     """Return, for each chosen namespace, its comparisons with the others of its store.
 
-    :param spaces: all namespaces of the store, oldest first.
+    :param all_namespaces: those of the store, oldest first.
     :param only_older: compare each only with the older ones.
     """
     by_namespace = []
     for namespace in chosen:
-        candidates = spaces
+        candidates = all_namespaces
         if only_older:
-            candidates = spaces[: spaces.index(namespace)]
-        others = [space for space in candidates if space != namespace]
+            position = all_namespaces.index(namespace)
+            candidates = all_namespaces[:position]
+        others = [other for other in candidates if other != namespace]
         comparisons = [compare_namespaces(namespace, other) for other in others]
         if comparisons:
             by_namespace.append(comparisons)
@@ -253,7 +255,7 @@ def _compare_against(
     # a directory with data.mdb is an LMDB store that is given by its path, not a model
     is_model = path.is_dir() and not (path / "data.mdb").exists()
     if is_model:
-        found = [[compare_model(path, space) for space in chosen]]
+        found = [[compare_model(path, other) for other in chosen]]
     else:
         found = _compare_namespaces_of(against, chosen, backend)
     if not any(found):
@@ -275,7 +277,7 @@ def _compare_namespaces_of(
         error_end = ", nor does a model's directory or a store of this name"
         named = chosen_namespaces(backend, against, error_end)
         # a namespace is not compared with itself
-        others = [space for space in chosen if space not in named]
+        others = [other for other in chosen if other not in named]
     if not others:
         return []
     by_namespace = []

@@ -200,8 +200,8 @@ class _Usage:
     def _with_copies(self, named: Collection[tuple[bytes, str]]) -> list[str]:
         """Return the ids of these requests of the namespace, and of their copies."""
         groups = set()
-        for space, name in named:
-            if space == self.namespace.id and name in self.manifests:
+        for namespace_id, name in named:
+            if namespace_id == self.namespace.id and name in self.manifests:
                 groups.add(copy_group(self.manifests[name]))
         names = []
         for name, manifest in self.manifests.items():
@@ -355,8 +355,8 @@ def plan_prune(
         shared_packs=shared_packs,
         quarantined=quarantined,
     )
-    spaces = chosen_namespaces(store.backend, namespace)
-    return Prune(store.backend, store.writable, spaces, rules)
+    namespaces = chosen_namespaces(store.backend, namespace)
+    return Prune(store.backend, store.writable, namespaces, rules)
 
 
 class Prune:
@@ -596,9 +596,9 @@ def _usages(
     :param named: (namespace id, request id): only the namespaces of these requests are returned.
         Empty: all are.
     """
-    named_spaces = {space for space, _ in named}
+    named_ids = {namespace_id for namespace_id, _ in named}
     usages = []
-    for space in namespaces:
-        if not named or space.id in named_spaces:
-            usages.append(_Usage(backend, space))
+    for namespace in namespaces:
+        if not named or namespace.id in named_ids:
+            usages.append(_Usage(backend, namespace))
     return usages

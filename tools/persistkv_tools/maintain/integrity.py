@@ -169,18 +169,18 @@ def read_catalogues(backend: Backend) -> list[NamespacePacks]:
     """Return the packs of each readable namespace, in the order of the namespace ids."""
     # without garbage collections, which would scan the many long-lived tables again and again
     with no_collections():
-        names = sorted(space.id for space in backend.namespaces())
+        names = sorted(namespace.id for namespace in backend.namespaces())
         return [NamespacePacks(backend, name) for name in names]
 
 
 def count_rows(
     backend: Backend,
-    spaces: list[NamespacePacks],
+    namespaces: list[NamespacePacks],
 ) -> list[Defect] | None:
     """Return a finding for each total of the store that differs from its readable rows; None if
     others kept writing."""
     for _ in range(_ATTEMPTS):
-        findings = _count_rows_once(backend, spaces)
+        findings = _count_rows_once(backend, namespaces)
         if findings is not None:
             return findings
     return None
@@ -188,7 +188,7 @@ def count_rows(
 
 def _count_rows_once(
     backend: Backend,
-    spaces: list[NamespacePacks],
+    namespaces: list[NamespacePacks],
 ) -> list[Defect] | None:
     """Return the findings of ``count_rows``; None if others wrote meanwhile. Refreshes the packs of
     all namespaces."""
@@ -199,12 +199,12 @@ def _count_rows_once(
     num_requests = 0
     num_packs = 0
     num_namespaces = len(list(backend.namespaces()))
-    rows_changed = num_namespaces != len(spaces)
-    for space in spaces:
-        num_requests += len(request_ids(backend, space.namespace))
-        if space.refresh():
+    rows_changed = num_namespaces != len(namespaces)
+    for held_packs in namespaces:
+        num_requests += len(request_ids(backend, held_packs.namespace))
+        if held_packs.refresh():
             rows_changed = True
-        num_packs += len(space.tables)
+        num_packs += len(held_packs.tables)
     compared_totals = attrgetter("packs", "requests", "stored_bytes")
     totals_now = compared_totals(backend.stats())
     if rows_changed or totals_now != compared_totals(stats):
@@ -216,12 +216,12 @@ def _count_rows_once(
     return [
         *_wrong_total(Problem.PACK_ROWS, "packs", excess_packs),
         *_wrong_total(Problem.MANIFEST_ROWS, "requests", excess_requests),
-        *_wrong_tenant_totals(spaces, tenants),
+        *_wrong_tenant_totals(namespaces, tenants),
     ]
 
 
 def _wrong_tenant_totals(
-    spaces: list[NamespacePacks],
+    namespaces: list[NamespacePacks],
     recorded: list[TenantTotals],
 ) -> Iterator[Defect]:
     """Yield a finding for each tenant whose totals count other packs or bytes than can be read. The
@@ -229,8 +229,8 @@ def _wrong_tenant_totals(
     recorded_of = {totals.tenant: totals for totals in recorded}
     # compute the totals of the readable packs
     readable_of: dict[str, TenantTotals] = {}
-    for space in spaces:
-        for table in space.tables.values():
+    for held_packs in namespaces:
+        for table in held_packs.tables.values():
             readable = readable_of.setdefault(table.tenant, TenantTotals(table.tenant))
             readable.count(table, sign=1)
     tenants = recorded_of.keys() | readable_of.keys()
@@ -271,24 +271,24 @@ def _wrong_total(problem: Problem, noun: str, excess: int) -> Iterator[Defect]:
 class PackToRead(NamedTuple):
     """A pack that a run has to read."""
 
-    space: NamespacePacks
+    held_packs: NamespacePacks
     """The packs of its namespace, which are refreshed during the run."""
     table: PackTable
     """Table of the pack at the start of the run. The pack may be deleted or replaced meanwhile."""
 
 
 def packs_left(
-    spaces: list[NamespacePacks],
+    namespaces: list[NamespacePacks],
     state: VerifyState,
 ) -> list[PackToRead]:
     """Return the packs that a run still has to read, in the order of namespace and pack ids."""
     left = []
-    for space in spaces:
-        for pack_id in sorted(space.tables):
+    for held_packs in namespaces:
+        for pack_id in sorted(held_packs.tables):
             # in this order, an interrupted run has read the packs up to ``state.after``
-            is_left = (space.namespace + pack_id).hex() > state.after
+            is_left = (held_packs.namespace + pack_id).hex() > state.after
             if is_left and state.draws(pack_id):
-                left.append(PackToRead(space, space.tables[pack_id]))
+                left.append(PackToRead(held_packs, held_packs.tables[pack_id]))
     return left
 
 
@@ -299,14 +299,14 @@ def _portions(
     """Divide packs, sorted by namespace, into portions of one namespace each and of at most
     ``most_bytes``; a larger pack is a portion of its own."""
     payload_bytes = attrgetter("table.payload_length")
-    for _, of_namespace in groupby(packs, key=attrgetter("space")):
+    for _, of_namespace in groupby(packs, key=attrgetter("held_packs")):
         yield from split_by_bytes(of_namespace, payload_bytes, most_bytes)
 
 
 class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
-    :param spaces: packs of all namespaces to check.
+    :param namespaces: packs of all namespaces to check.
     :param state: progress of the run, updated after each portion.
     :param on_bytes: called with the number of bytes of each piece after its check; may sleep to
         limit the pace.
@@ -320,7 +320,7 @@ class Verifier:
     def __init__(
         self,
         backend: Backend,
-        spaces: list[NamespacePacks],
+        namespaces: list[NamespacePacks],
         state: VerifyState,
         on_bytes: OnBytes,
         threads: int = 0,
@@ -331,7 +331,7 @@ class Verifier:
         self._state = state
         self._on_bytes = on_bytes
         self._batch_bytes = batch_bytes
-        packs = packs_left(spaces, state)
+        packs = packs_left(namespaces, state)
         self._portions = _portions(packs, portion_bytes)
         """Portions that have not begun."""
         self._portion: list[PackToRead] | None = None
@@ -356,7 +356,7 @@ class Verifier:
         start now; without, each is made when its result is asked for."""
         parts: list[Piece] = []
         for pack in portion:
-            table = pack.space.tables.get(pack.table.pack_id)
+            table = pack.held_packs.tables.get(pack.table.pack_id)
             # the pack may have been evicted since the start of the run
             if table is not None:
                 parts.extend(pieces(table, self._batch_bytes))
@@ -374,19 +374,19 @@ class Verifier:
         while self._portion is not None:
             last_pack = self._portion[-1]
             # all packs of a portion are in one namespace
-            space = last_pack.space
-            tally = self._check_portion(space)
+            held_packs = last_pack.held_packs
+            tally = self._check_portion(held_packs)
             # an interrupted run resumes after this pack
-            last_position = space.namespace + last_pack.table.pack_id
+            last_position = held_packs.namespace + last_pack.table.pack_id
             self._state.take(tally, last_position.hex())
             self._portion = None
             yield self._state
             self.begin()
 
-    def _check_portion(self, space: NamespacePacks) -> Tally:
+    def _check_portion(self, held_packs: NamespacePacks) -> Tally:
         """Finish the reads of the portion in progress, and return its totals and findings.
 
-        :param space: packs of the portion's namespace.
+        :param held_packs: packs of the portion's namespace.
         """
         tally = Tally()
         # ids of the packs with a piece that is not good
@@ -398,7 +398,7 @@ class Verifier:
                     suspects.add(table.pack_id)
                 if piece.is_last:
                     is_suspect = table.pack_id in suspects
-                    self._count(space, table, tally, is_suspect=is_suspect)
+                    self._count(held_packs, table, tally, is_suspect=is_suspect)
                 self._on_bytes(piece.length)
         return tally
 
@@ -445,7 +445,7 @@ class Verifier:
 
     def _count(
         self,
-        space: NamespacePacks,
+        held_packs: NamespacePacks,
         table: PackTable,
         tally: Tally,
         *,
@@ -458,7 +458,7 @@ class Verifier:
         """
         try:
             if is_suspect:
-                tally.findings += self._confirmed(space, table, tally)
+                tally.findings += self._confirmed(held_packs, table, tally)
         except UnknownCodecError:
             tally.other_release_packs += 1
             return
@@ -468,7 +468,7 @@ class Verifier:
 
     def _confirmed(
         self,
-        space: NamespacePacks,
+        held_packs: NamespacePacks,
         table: PackTable,
         tally: Tally,
     ) -> list[Defect]:
@@ -476,8 +476,8 @@ class Verifier:
         a good one."""
         findings: list[Defect] = []
         for _ in range(_ATTEMPTS):
-            space.refresh()
-            current = space.tables.get(table.pack_id)
+            held_packs.refresh()
+            current = held_packs.tables.get(table.pack_id)
             findings = []
             if current is not None:
                 findings = check_pack(self._backend, current, self._on_bytes)
@@ -486,8 +486,8 @@ class Verifier:
                 return []
             # repeat the check if the pack was replaced during it: the findings are about a mixture
             # of the old and the new pack
-            space.refresh()
-            if space.tables.get(table.pack_id) is current:
+            held_packs.refresh()
+            if held_packs.tables.get(table.pack_id) is current:
                 break
         return findings
 
@@ -506,33 +506,33 @@ def _is_good(piece: Piece, payload: memoryview, seal: Seal) -> bool:
 
 def check_manifests(
     backend: Backend,
-    spaces: list[NamespacePacks],
+    namespaces: list[NamespacePacks],
     on_bytes: OnBytes,
 ) -> tuple[int, list[Defect]]:
     """Return the number of requests, and a finding for each with unreadable keys or with blocks
     that are not held."""
     num_checked = 0
     findings: list[Defect] = []
-    for space in spaces:
-        names = request_ids(backend, space.namespace)
+    for held_packs in namespaces:
+        names = request_ids(backend, held_packs.namespace)
         num_checked += len(names)
-        suspects = _suspect_requests(backend, space, names, on_bytes)
+        suspects = _suspect_requests(backend, held_packs, names, on_bytes)
         # Keys and packs were not read at the same time: other processes may have written, evicted
         # or replaced some in between. So only requests that fail all rechecks are findings.
         for _ in range(_RECHECKS):
             if not suspects:
                 break
-            space.refresh()
-            existing = set(request_ids(backend, space.namespace))
+            held_packs.refresh()
+            existing = set(request_ids(backend, held_packs.namespace))
             suspect_names = [name for name in suspects if name in existing]
-            suspects = _suspect_requests(backend, space, suspect_names, on_bytes)
+            suspects = _suspect_requests(backend, held_packs, suspect_names, on_bytes)
         findings += suspects.values()
     return num_checked, findings
 
 
 def _suspect_requests(
     backend: Backend,
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     names: list[str],
     on_bytes: OnBytes,
 ) -> dict[str, Defect]:
@@ -541,8 +541,8 @@ def _suspect_requests(
     found: dict[str, Defect] = {}
     if not names:
         return found
-    held = HeldKeys(table.keys for table in space.tables.values())
-    requests = keys_of(backend, space.namespace, names)
+    held = HeldKeys(table.keys for table in held_packs.tables.values())
+    requests = keys_of(backend, held_packs.namespace, names)
     for batch in batched(requests, _MANIFESTS_AT_ONCE):
         # a request with unreadable keys (None) counts as one without keys
         readable_keys = [keys or () for _, keys in batch]
@@ -551,7 +551,7 @@ def _suspect_requests(
             is_readable = keys is not None
             if num_missing or not is_readable:
                 defect = _request_defect(
-                    space, name, num_missing, is_readable=is_readable
+                    held_packs, name, num_missing, is_readable=is_readable
                 )
                 found[name] = defect
         # no payload was read, but the limits of the pace may require a sleep
@@ -560,7 +560,7 @@ def _suspect_requests(
 
 
 def _request_defect(
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     request: str,
     num_missing: int,
     *,
@@ -576,7 +576,7 @@ def _request_defect(
     return Defect(
         problem=problem,
         detail=detail,
-        namespace=space.namespace.hex(),
+        namespace=held_packs.namespace.hex(),
         request=request,
     )
 

@@ -160,8 +160,8 @@ def _pin(
         for found in chosen:
             of_namespace = pins.setdefault(found.namespace.id, [])
             of_namespace.append((found.manifest.id, pinned))
-        for space, changes in pins.items():
-            store.writable().commit(space, CommitBatch(pins=changes))
+        for namespace_id, changes in pins.items():
+            store.writable().commit(namespace_id, CommitBatch(pins=changes))
     if json:
         rows = [_json_ids(found) for found in chosen]
         render.print_json(

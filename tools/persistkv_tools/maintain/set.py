@@ -168,7 +168,8 @@ def _changed_quotas(
     quotas: Mapping[str, int],
     text: str,
 ) -> dict[str, int]:
-    """Return quotas with the one of a text ``quota.TENANT=SIZE``, or without it for ``none``."""
+    """Return quotas changed by a text: ``quota.TENANT=SIZE`` sets the quota of a tenant, and
+    ``quota.TENANT=none`` removes it."""
     # the name of a tenant may contain a "="
     name, _, value = text.rpartition("=")
     tenant = name.removeprefix(_QUOTA)

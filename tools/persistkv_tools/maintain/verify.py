@@ -364,14 +364,14 @@ def check_store(
         resumable=resume is not None,
     )
 
-    spaces = read_catalogues(backend)
+    namespaces = read_catalogues(backend)
     total_bytes = 0
-    for pack in packs_left(spaces, state):
+    for pack in packs_left(namespaces, state):
         total_bytes += pack.table.payload_length
     on_bytes = counted(progress, "verify", total_bytes, pace.throttle)
     verifier = Verifier(
         backend,
-        spaces,
+        namespaces,
         state,
         on_bytes,
         threads=pace.threads,
@@ -382,8 +382,8 @@ def check_store(
         # start the reading threads first: they read packs while this one counts rows and reads
         # requests
         verifier.begin()
-        row_findings = count_rows(backend, spaces)
-        num_requests, request_findings = check_manifests(backend, spaces, on_bytes)
+        row_findings = count_rows(backend, namespaces)
+        num_requests, request_findings = check_manifests(backend, namespaces, on_bytes)
         _read_packs(verifier, state, resume)
 
     rows_counted = row_findings is not None
@@ -553,24 +553,24 @@ def plan_repair(backend: Backend, findings: Iterable[Defect]) -> RepairPlan:
     them."""
     plan = RepairPlan()
     bad = {bytes.fromhex(found.pack) for found in findings if found.pack}
-    for space in read_catalogues(backend):
+    for held_packs in read_catalogues(backend):
         # no pack is in two namespaces, because its id is a digest that covers the namespace
-        packs_to_delete = sorted(bad & space.tables.keys())
+        packs_to_delete = sorted(bad & held_packs.tables.keys())
         if packs_to_delete:
-            _plan_namespace(backend, space, packs_to_delete, plan)
+            _plan_namespace(backend, held_packs, packs_to_delete, plan)
     return plan
 
 
 def _plan_namespace(
     backend: Backend,
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     packs_to_delete: Sequence[bytes],
     plan: RepairPlan,
 ) -> None:
     """Add the bad packs of one namespace to the plan, and the requests that name them."""
-    name = space.namespace.hex()
+    name = held_packs.namespace.hex()
     for pack_id in packs_to_delete:
-        table = space.tables[pack_id]
+        table = held_packs.tables[pack_id]
         planned_pack = PlannedPack(
             namespace=name,
             pack=pack_id.hex(),
@@ -581,7 +581,7 @@ def _plan_namespace(
         plan.blocks += planned_pack.blocks
         plan.stored_bytes += planned_pack.stored_bytes
     # prepare the commits of the repair, whose manifests show the blocks that each request keeps
-    for heads, batch in _shortenings(backend, space, packs_to_delete):
+    for heads, batch in _shortenings(backend, held_packs, packs_to_delete):
         shortened_heads = [write.manifest for write in batch.manifests]
         blocks_kept = {head.id: head.blocks for head in shortened_heads}
         for head in heads:
@@ -606,15 +606,15 @@ def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -
     for found in findings:
         if found.namespace and found.pack:
             bad.add((found.namespace, found.pack))
-    for space in read_catalogues(backend):
+    for held_packs in read_catalogues(backend):
         for namespace, pack in sorted(bad):
-            if namespace == space.namespace.hex():
-                _delete_if_bad(backend, space, bytes.fromhex(pack), done)
+            if namespace == held_packs.namespace.hex():
+                _delete_if_bad(backend, held_packs, bytes.fromhex(pack), done)
 
 
 def _delete_if_bad(
     backend: Backend,
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     pack_id: bytes,
     done: Repaired,
 ) -> None:
@@ -622,17 +622,17 @@ def _delete_if_bad(
     gone meanwhile. All steps are repeated if other processes write between the reading and the
     commits."""
     for _ in range(_ATTEMPTS):
-        space.refresh()
-        table = space.tables.get(pack_id)
+        held_packs.refresh()
+        table = held_packs.tables.get(pack_id)
         # an engine may have deleted or replaced the pack since it was found bad
         if table is None or not check_pack(backend, table):
             return
         # shorten requests first, because the deletion of the pack deletes those that still name it
-        shortening = _shorten_requests(backend, space, pack_id, done)
+        shortening = _shorten_requests(backend, held_packs, pack_id, done)
         if shortening is None:
             continue
         deletion = CommitBatch(bad=[pack_id], seen=shortening.cursor)
-        result = backend.commit(space.namespace, deletion)
+        result = backend.commit(held_packs.namespace, deletion)
         # another process has written: the pack may have been replaced by a good one
         if result.stale:
             continue
@@ -657,16 +657,16 @@ class _Shortening(NamedTuple):
 
 def _shorten_requests(
     backend: Backend,
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     pack_id: bytes,
     done: Repaired,
 ) -> _Shortening | None:
     """Shorten the requests that name a bad pack to the blocks before it, and count them in
-    ``done``. None: other processes wrote since ``space`` was refreshed."""
-    name = space.namespace
-    cursor = space.cursor
+    ``done``. None: other processes wrote since ``held_packs`` was refreshed."""
+    name = held_packs.namespace
+    cursor = held_packs.cursor
     to_delete: set[tuple[bytes, str]] = set()
-    for heads, batch in _shortenings(backend, space, [pack_id]):
+    for heads, batch in _shortenings(backend, held_packs, [pack_id]):
         shorter = {(name, write.manifest.id) for write in batch.manifests}
         if shorter:
             # The cursor is that of this repair's last commit, so only changes by other processes
@@ -684,18 +684,18 @@ def _shorten_requests(
 
 def _shortenings(
     backend: Backend,
-    space: NamespacePacks,
+    held_packs: NamespacePacks,
     bad: Sequence[bytes],
 ) -> Iterator[tuple[Sequence[RequestManifest], CommitBatch]]:
     """Yield batches of the manifests that name ``bad`` packs, each with the commit that shortens
     them to the blocks before their first bad pack. The commit leaves out manifests that would keep
     no block, and has no cursor.
     """
-    manifests = backend.catalogue(space.namespace).manifests_naming(bad)
-    all_tables = space.tables.values()
+    manifests = backend.catalogue(held_packs.namespace).manifests_naming(bad)
+    all_tables = held_packs.tables.values()
     good = [table for table in all_tables if table.pack_id not in bad]
     for heads in batched(manifests, SHORTENED_AT_ONCE):
-        requests = read_requests(backend, space.namespace, heads)
+        requests = read_requests(backend, held_packs.namespace, heads)
         request_keys: set[bytes] = set()
         for request in requests:
             request_keys.update(all_keys(request.keys))

@@ -162,8 +162,8 @@ def copy_content(
     # choice.
     everything = not names and newest is None and selection == _ALL
 
-    spaces = chosen_namespaces(backend, namespace) if everything else []
-    sources = _sources(backend, chosen, spaces)
+    whole_namespaces = chosen_namespaces(backend, namespace) if everything else []
+    sources = _sources(backend, chosen, whole_namespaces)
     # compare sizes before the target is created or opened for writing
     with open_if_exists(target) as existing:
         plan = CopyPlan(sources, existing, everything=everything)
@@ -197,18 +197,18 @@ def _refuse_same_store(url: str, target: str) -> None:
 def _sources(
     backend: Backend,
     chosen: Iterable[FoundRequest],
-    spaces: Iterable[Namespace],
+    whole_namespaces: Iterable[Namespace],
 ) -> list[Source]:
     """Return the sources of the chosen requests and of these namespaces."""
-    namespaces = {space.id: space for space in spaces}
+    namespaces = {namespace.id: namespace for namespace in whole_namespaces}
     requests: defaultdict[bytes, list[RequestManifest]] = defaultdict(list)
     for found in chosen:
-        space = found.namespace
-        namespaces.setdefault(space.id, space)
-        requests[space.id].append(found.manifest)
+        namespace = found.namespace
+        namespaces.setdefault(namespace.id, namespace)
+        requests[namespace.id].append(found.manifest)
     sources = []
-    for name, space in namespaces.items():
-        source = Source(backend, space, requests[name])
+    for namespace_id, namespace in namespaces.items():
+        source = Source(backend, namespace, requests[namespace_id])
         sources.append(source)
     return sources
 

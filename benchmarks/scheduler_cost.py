@@ -27,6 +27,7 @@ from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.spec import TieringOffloadingOptions
 
 ROW_BYTES = 4 << 10  # 4 KiB, the smallest
 MAX_LOOKUP_US = 1.0
@@ -86,7 +87,8 @@ def measure(
     tier = NullTier(
         OffloadingConfig({}, 16, layout, resident), primary.get_kv_memoryview()
     )
-    manager = TieringOffloadingManager(primary, [tier])
+    options = TieringOffloadingOptions(cpu_bytes_to_use=resident * ROW_BYTES)
+    manager = TieringOffloadingManager(primary, [tier], options)
     req = ReqContext("r")
     manager.on_new_request(req)
     held: list[OffloadKey] = []

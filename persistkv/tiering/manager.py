@@ -26,7 +26,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from persistkv.base import (
     LoadStoreSpec,
@@ -61,6 +61,9 @@ from persistkv.tiering.load_runs import (
 from persistkv.tiering.prewarming import Prewarming
 from persistkv.tiering.promotions import Promotion, PromotionQueue
 from persistkv.tiering.requests import TieredRequest
+
+if TYPE_CHECKING:
+    from persistkv.tiering.spec import TieringOffloadingOptions
 
 logger = logging.getLogger(__name__)
 
@@ -101,33 +104,24 @@ class TieringOffloadingManager(OffloadingManager):
     called from the scheduler's thread.
 
     :param primary_tier: owned by the manager, which shuts it down last.
-    :param secondary_tiers: in the order of lookups; owned by the manager. May be empty.
-    :param enable_events: whether ``take_events`` returns events. Call it in each step either way:
-        it starts promotions.
-    :param cascade_share: see ``TieringOffloadingOptions``, also for the parameters after it.
+    :param tiers: the secondary tiers in the order of lookups; owned by the manager. May be empty.
+    :param options: those of the manager itself are used. Call ``take_events`` in each step whether
+        ``enable_events`` is set or not: it starts promotions.
     """
 
     def __init__(
         self,
         primary_tier: CPUPrimaryTierOffloadingManager,
-        secondary_tiers: Sequence[SecondaryTierManager] = (),
-        enable_events: bool = False,
-        *,
-        cascade_share: float = 0.5,
-        hold_s: float = 30.0,
-        room_wait_s: float = 0.5,
-        prewarm_share: float = 0.0,
-        prefill_tokens_per_s: float | None = None,
+        tiers: Sequence[SecondaryTierManager],
+        options: TieringOffloadingOptions,
     ) -> None:
         self.primary_tier = primary_tier
-        self.secondary_tiers = list(secondary_tiers)
+        self.secondary_tiers = list(tiers)
         self.stats = TieringStats()
         self._tiers = [IsolatedTier(tier) for tier in self.secondary_tiers]
         """``secondary_tiers``, each in a wrapper that logs its exceptions."""
-        self._enable_events = enable_events
-        self._hold_s = hold_s
-        self._room_wait_s = room_wait_s
-        self.load_chooser = LoadChooser(PrefillSpeed(prefill_tokens_per_s))
+        self._options = options
+        self.load_chooser = LoadChooser(PrefillSpeed(options.prefill_tokens_per_s))
         """Decides which blocks requests load. The engine reports its speed of computing to
         ``load_chooser.prefill``."""
 
@@ -138,7 +132,7 @@ class TieringOffloadingManager(OffloadingManager):
         self._promotions = PromotionQueue()
         # Each tier has a share of its own: one that hangs must not stop the cascades to the others.
         num_shares = max(1, len(self._tiers))
-        share = primary_tier.num_blocks * cascade_share / num_shares
+        share = primary_tier.num_blocks * options.cascade_share / num_shares
         self._cascades = {tier: CascadeQueue(share) for tier in self._tiers}
         self._jobs = JobsInFlight()
         # While there is no room, each call of ``prepare_store`` in a step would poll again.
@@ -148,8 +142,8 @@ class TieringOffloadingManager(OffloadingManager):
         self._prewarming: Prewarming | None = None
         """None: prewarming is not set, no tier lists contexts, or the cache was reset."""
         listing_tiers = [tier for tier in self._tiers if tier.lists_contexts]
-        if prewarm_share and listing_tiers:
-            num_blocks = int(primary_tier.num_blocks * prewarm_share)
+        if options.prewarm_share and listing_tiers:
+            num_blocks = int(primary_tier.num_blocks * options.prewarm_share)
             self._prewarming = Prewarming(listing_tiers[0], num_blocks)
 
     # Lookup
@@ -393,7 +387,7 @@ class TieringOffloadingManager(OffloadingManager):
         """Return whether a promotion that found no row is tried again in the next step: the engine
         must not wait longer for the blocks than it needs to compute them."""
         load_limit_s = self._load_limit_s(promotion.tier, promotion.context)
-        most_s = min(self._room_wait_s, load_limit_s)
+        most_s = min(self._options.room_wait_s, load_limit_s)
         waited_s = time.monotonic() - promotion.created_at
         return waited_s < most_s
 
@@ -504,7 +498,7 @@ class TieringOffloadingManager(OffloadingManager):
         them."""
         self.primary_tier.prepare_read(list(keys), request.context)
         request.held.update(dict.fromkeys(keys, source))
-        request.held_until = time.monotonic() + self._hold_s
+        request.held_until = time.monotonic() + self._options.hold_s
 
     def _release_held(
         self,
@@ -924,7 +918,7 @@ class TieringOffloadingManager(OffloadingManager):
         for tier in self._tiers:
             # take them even if no caller wants them, because the tier would collect them for ever
             events += tier.take_events()
-        return events if self._enable_events else []
+        return events if self._options.enable_events else []
 
     def has_pending_work(self) -> bool:
         """Return whether work is in progress that needs engine steps even if no request runs."""

@@ -171,16 +171,7 @@ class TieringOffloadingSpec(CPUOffloadingSpec):
                 tier = create_secondary_tier(tier_config, rows, config)
                 undo.callback(tier.shutdown)
                 tiers.append(tier)
-            manager = TieringOffloadingManager(
-                primary,
-                tiers,
-                options.enable_events,
-                cascade_share=options.cascade_share,
-                hold_s=options.hold_s,
-                room_wait_s=options.room_wait_s,
-                prewarm_share=options.prewarm_share,
-                prefill_tokens_per_s=options.prefill_tokens_per_s,
-            )
+            manager = TieringOffloadingManager(primary, tiers, options)
             # all tiers are open, so nothing must be undone
             undo.pop_all()
         return manager

@@ -21,6 +21,7 @@ from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingMana
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.spec import TieringOffloadingOptions
 
 STRIDE = 12288
 GROUPS = (
@@ -137,12 +138,13 @@ def make_stack() -> Iterator[MakeStack]:
             True,
         )
         options.setdefault("cascade_share", 1.0)
+        tiering_options = TieringOffloadingOptions(
+            cpu_bytes_to_use=num_blocks * STRIDE, enable_events=True, **options
+        )
         with ExitStack() as undo:
             undo.callback(primary.shutdown)
             made = [tier(config, view) for tier in tiers]
-            manager = TieringOffloadingManager(
-                primary, made, enable_events=True, **options
-            )
+            manager = TieringOffloadingManager(primary, made, tiering_options)
             undo.pop_all()
         rows = np.frombuffer(view, dtype=np.uint8).reshape(num_blocks, STRIDE)
         stacks.append(Stack(manager, primary, rows, made))

@@ -41,6 +41,7 @@ from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import JobMetadata, JobResult, SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.spec import TieringOffloadingOptions
 
 NUM_ROWS = 10
 STRIDE = 4096
@@ -209,9 +210,10 @@ class TieringMachine(RuleBasedStateMachine):
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),) * NUM_GROUPS)
         config = OffloadingConfig({"w": 1}, 16, layout, NUM_ROWS)
         self.tiers = [ChaosTier(config, view, policy) for policy in tiers]
-        self.manager = TieringOffloadingManager(
-            self.primary, self.tiers, cascade_share=cascade_share
+        options = TieringOffloadingOptions(
+            cpu_bytes_to_use=NUM_ROWS * STRIDE, cascade_share=cascade_share
         )
+        self.manager = TieringOffloadingManager(self.primary, self.tiers, options)
         self.requests: dict[str, ReqContext] = {}
         self.transfers: list[Transfer] = []
         self.weights = 0

@@ -82,7 +82,7 @@ class Deleter:
                 self._committer.forget(error.tenants)
                 raise
             finally:
-                # tells the owner of the store to publish the changed index and the report
+                # have the owner of the store publish the changed index and the report
                 self._committer.changed.set()
 
     async def _delete_everywhere(self, keys: frozenset[bytes]) -> set[bytes]:
@@ -107,7 +107,8 @@ class Deleter:
     async def _delete_from_packs(
         self, packs: Sequence[HeldPack], keys: frozenset[bytes]
     ) -> None:
-        """Delete blocks from packs, unless another process replaces a pack meanwhile."""
+        """Delete blocks from packs: delete a pack if it holds no others, else replace it by a new
+        one. A pack that another process replaces meanwhile is left."""
         whole_packs: list[HeldPack] = []
         other_packs: list[HeldPack] = []
         for pack in packs:

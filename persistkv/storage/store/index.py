@@ -586,9 +586,9 @@ class Index:
         # for each key, the number of the first pack that has its fingerprint; 0: there is none
         numbers = np.where(found, table.packs[slots], 0)
         number_of_each = numbers.tolist()
-        # consecutive keys are mostly in one pack
+        # look up each number once, because consecutive keys are mostly in one pack
         distinct = set(number_of_each)
-        # None for 0 and _ADOPTED, which are numbers of no pack
+        # the id is None for 0 and _ADOPTED, which are numbers of no pack
         id_of = {number: self._packs.id(number) for number in distinct}
         first = [id_of[number] for number in number_of_each]
         if self._num_adopted:
@@ -686,8 +686,8 @@ class Index:
         return number
 
     def _insert_entries(self, fingerprints: Fps, packs: _PackNumberArray) -> None:
-        """Insert entries; begin to replace a table that becomes too full, and continue the
-        replacement."""
+        """Insert entries. Begin to replace a table that becomes too full, and continue a
+        replacement that has begun."""
         # the entries do not fit into this table: replace it at once, not in slices
         if len(packs) > self._table.room(_MOST_FILL):
             self._begin_replacement(more=len(packs))
@@ -708,9 +708,10 @@ class Index:
             self._begin_replacement(more=0)
 
     def remove(self, packs: Mapping[bytes, bytes]) -> None:
-        """Remove packs, given as pack id → ``PackedKeys.fingerprints``; unknown ids are ignored. If
-        fingerprints are missing or wrong, as after damage, all slots are searched, which is slow;
-        one search serves all such packs.
+        """Remove packs; unknown ids are ignored. If fingerprints are missing or wrong, as after
+        damage, all slots are searched, which is slow; one search serves all such packs.
+
+        :param packs: pack id → fingerprints of its keys (``PackedKeys.fingerprints``).
         """
         searched: list[int] = []
         for pack_id, fingerprints in packs.items():

@@ -415,7 +415,7 @@ class NamespaceView:
         """
         candidates = self.index.first_candidates(keys)
         found: list[HeldPack | None] = [None] * len(keys)
-        # each pack once: consecutive keys are mostly in one pack
+        # look up each pack once, because consecutive keys are mostly in one pack
         distinct = dict.fromkeys(filter(None, candidates))
         if not distinct:
             return found

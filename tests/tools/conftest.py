@@ -33,9 +33,10 @@ def run(
     def run_here(*arguments: str) -> subprocess.CompletedProcess[str]:
         with pytest.raises(SystemExit) as ended:
             main(arguments)
-        return subprocess.CompletedProcess(
-            arguments, ended.value.code or 0, *capsys.readouterr()
-        )  # type: ignore[arg-type]
+        code = ended.value.code or 0
+        assert isinstance(code, int)
+        printed = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, printed.out, printed.err)
 
     return run_here
 

@@ -34,7 +34,7 @@ def chain(words: Sequence[str], group: int = 0) -> list[bytes]:
     """Return the keys of a context: each hash covers all words up to its own, so equal prefixes
     have equal keys."""
     digest = hashlib.sha256(b"seed")
-    keys = []
+    keys: list[bytes] = []
     for word in words:
         digest.update(word.encode() + b"\n")
         keys.append(make_offload_key(digest.digest(), group))

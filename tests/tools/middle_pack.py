@@ -12,6 +12,7 @@ from benchmarks.store_rig import Job, finish, fresh_keys
 from persistkv.storage import open_backend
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.records import RequestEnd
+from tests.tools.conftest import Run
 
 BLOCKS = 2
 """Number of blocks in each pack."""
@@ -59,7 +60,7 @@ class MiddlePack:
             0, 256, (BLOCKS, BLOCK_BYTES)
         )
 
-    def check_repair(self, run) -> None:
+    def check_repair(self, run: Run) -> None:
         """Repair the store, whose middle pack is bad; check the remaining requests and blocks."""
         assert json.loads(run("verify", self._url, "--json").stdout)["by_problem"] == {
             "payload": 1

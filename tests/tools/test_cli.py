@@ -14,7 +14,9 @@ from tests.tools.conftest import Run
 NOBODY = 65534
 
 
-def one_line_error(done, *parts, code=2) -> None:
+def one_line_error(
+    done: subprocess.CompletedProcess[str], *parts: str, code: int = 2
+) -> None:
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("persistkv: ")
@@ -158,7 +160,9 @@ class TestStoreVariable:
     """``PERSISTKV_STORE`` is the default of the store argument of each command, at any position."""
 
     @pytest.fixture
-    def here(self, monkeypatch: pytest.MonkeyPatch, filled: str, tmp_path: Path):
+    def here(
+        self, monkeypatch: pytest.MonkeyPatch, filled: str, tmp_path: Path
+    ) -> Path:
         monkeypatch.setenv("PERSISTKV_STORE", f"{tmp_path}/store")
         return tmp_path
 
@@ -180,12 +184,12 @@ class TestStoreVariable:
         ids=lambda arguments: arguments[0],
     )
     def test_command_without_store_uses_variable(
-        self, run: Run, here, arguments: tuple[str, ...]
+        self, run: Run, here: Path, arguments: tuple[str, ...]
     ) -> None:
         done = run(*(argument.format(here=here) for argument in arguments))
         assert done.returncode == 0, done.stderr
 
-    def test_command_with_store_ignores_variable(self, run: Run, here) -> None:
+    def test_command_with_store_ignores_variable(self, run: Run, here: Path) -> None:
         one_line_error(run("ls", f"{here}/other"), "other", code=3)
         one_line_error(run("show", f"{here}/other", "engine-0-0"), "other", code=3)
 
@@ -270,7 +274,7 @@ def test_help_breaks_no_paragraph_and_shows_no_type_of_flags(
         assert "<bool>" not in help_text
 
 
-def run_script(script, *arguments):
+def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", script, *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False

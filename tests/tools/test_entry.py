@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.tools.signals import obey_ctrl_c
 
 
 @pytest.fixture
-def store(url: str):
+def store(url: str) -> str:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
         for number in range(16):
@@ -30,7 +31,7 @@ def store(url: str):
 
 @pytest.mark.parametrize("command", [("stat",), ("ls",), ("verify",), ("show", "r3")])
 def test_command_truncated_catalogue_exits_3(
-    start: Run, store, command: tuple[str, ...]
+    start: Run, store: str, command: tuple[str, ...]
 ) -> None:
     """The command opens the store in a child process, because reads of a truncated catalogue end
     with SIGBUS."""
@@ -44,7 +45,7 @@ def test_command_truncated_catalogue_exits_3(
 
 
 @pytest.fixture
-def slow(store, tmp_path: Path):
+def slow(store: str, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A long-running command, and its child process that does the work."""
     command = [
         sys.executable,
@@ -84,7 +85,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def wait_until(holds) -> None:
+def wait_until(holds: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
@@ -96,7 +97,9 @@ def wait_until(holds) -> None:
     reason="the kernel lists no children",
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_command_terminated_or_killed_ends_child_process(slow, number) -> None:
+def test_command_terminated_or_killed_ends_child_process(
+    slow: tuple[subprocess.Popen[str], int], number: signal.Signals
+) -> None:
     process, child = slow
     process.send_signal(number)
     assert process.wait(60) == -number
@@ -104,7 +107,9 @@ def test_command_terminated_or_killed_ends_child_process(slow, number) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
-def test_ls_closed_output_exits_141_silently(store, options) -> None:
+def test_ls_closed_output_exits_141_silently(
+    store: str, options: tuple[str, ...]
+) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "persistkv_tools", "ls", store, *options]
@@ -134,7 +139,7 @@ def test_ls_closed_output_exits_141_silently(store, options) -> None:
     ],
 )
 def test_lower_priority_applies_only_to_reading_commands(
-    arguments, is_lowered: bool
+    arguments: list[str], is_lowered: bool
 ) -> None:
     program = (
         f"import os, persistkv_tools.entry as s; s.lower_priority({arguments!r}); "

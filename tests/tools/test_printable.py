@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -61,7 +62,7 @@ NAMED = {
 
 
 @pytest.fixture
-def store(url: str, tmp_path: Path, run: Run):
+def store(url: str, tmp_path: Path, run: Run) -> dict[str, str]:
     """URLs of a store full of hostile names, whose second request is damaged, and of a store with
     another identity."""
     with closing(open_backend(url)) as backend:
@@ -85,14 +86,14 @@ def store(url: str, tmp_path: Path, run: Run):
     return {"url": url, "other": other, "evil": EVIL.replace("/", "")}
 
 
-def is_safe(text):
+def is_safe(text: str) -> bool:
     return (
         all(line.isprintable() for line in text.split("\n"))
         and "\n2 requests" not in text
     )
 
 
-def strings(value):
+def strings(value: object) -> Iterator[str]:
     """Yield all strings in decoded JSON, names of fields included."""
     if isinstance(value, str):
         yield value
@@ -104,7 +105,9 @@ def strings(value):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_command_hostile_text_is_escaped(run: Run, store, name) -> None:
+def test_command_hostile_text_is_escaped(
+    run: Run, store: dict[str, str], name: str
+) -> None:
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments)
     assert done.returncode in (0, 1, 2), done.stderr
@@ -115,7 +118,7 @@ def test_command_hostile_text_is_escaped(run: Run, store, name) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_command_json_hostile_text_is_escaped_and_parses_back(
-    run: Run, store, name
+    run: Run, store: dict[str, str], name: str
 ) -> None:
     arguments = [part.format(**store) for part in COMMANDS[name]]
     done = run(*arguments, "--json")
@@ -127,11 +130,13 @@ def test_command_json_hostile_text_is_escaped_and_parses_back(
         assert {EVIL, f"anna{EVIL}", f"bert{EVIL}"} <= set(found)
 
 
-def test_ls_unprintable_characters_are_printed_as_escapes(run: Run, store) -> None:
+def test_ls_unprintable_characters_are_printed_as_escapes(
+    run: Run, store: dict[str, str]
+) -> None:
     assert f"user={SHOWN}" in run("ls", store["url"]).stdout
 
 
-def test_error_hostile_id_is_escaped(run: Run, store) -> None:
+def test_error_hostile_id_is_escaped(run: Run, store: dict[str, str]) -> None:
     done = run("show", store["url"], "anna")
     assert done.returncode == 2
     assert r"anna\x1b[2J" in done.stderr
@@ -139,7 +144,9 @@ def test_error_hostile_id_is_escaped(run: Run, store) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_report_hostile_text_is_escaped(run: Run, store, tmp_path: Path) -> None:
+def test_report_hostile_text_is_escaped(
+    run: Run, store: dict[str, str], tmp_path: Path
+) -> None:
     assert run("report", store["url"], "-o", "report.html").returncode == 0
     page = (tmp_path / "report.html").read_text()
     assert f"bert{SHOWN}" in page
@@ -166,21 +173,27 @@ except SystemExit:
     assert done.stderr == f"row of {SHOWN}\n"
 
 
-def test_ls_on_terminal_hostile_text_is_escaped(store, tmp_path: Path) -> None:
+def test_ls_on_terminal_hostile_text_is_escaped(
+    store: dict[str, str], tmp_path: Path
+) -> None:
     text, code = on_terminal(200, "ls", store["url"], cwd=tmp_path)
     assert code == 0
     assert is_safe(ESCAPES.sub("", text).replace("\r", ""))
     assert not re.search(r"\x1b\[2J|\x1b\]0", text)
 
 
-def test_ls_ids_on_terminal_hostile_ids_are_escaped(store, tmp_path: Path) -> None:
+def test_ls_ids_on_terminal_hostile_ids_are_escaped(
+    store: dict[str, str], tmp_path: Path
+) -> None:
     text, code = on_terminal(200, "ls", store["url"], "--ids", cwd=tmp_path)
     assert code == 0
     assert f"anna{SHOWN}" in text
     assert is_safe(text.replace("\r", ""))
 
 
-def test_serve_metrics_hostile_text_is_escaped(store, tmp_path: Path) -> None:
+def test_serve_metrics_hostile_text_is_escaped(
+    store: dict[str, str], tmp_path: Path
+) -> None:
     pytest.importorskip("prometheus_client")
     metrics, code = on_terminal(
         200, "serve-metrics", store["url"], "--once", cwd=tmp_path

@@ -17,6 +17,7 @@ from persistkv.storage.catalog.quotas import Quotas
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack
+from persistkv_lmdb import LmdbBackend
 from tests.tools.conftest import Run
 
 MODEL = Identity.of({"weights": "checkpoint:1"})
@@ -24,7 +25,7 @@ PACK = 64 << 10  # 64 KiB
 ODD = "a/b=c & d"  # a name of a tenant may contain what separates names and values
 
 
-def fill(url, count=4, tenants=("anna", ODD)) -> None:
+def fill(url: str, count: int = 4, tenants: tuple[str, ...] = ("anna", ODD)) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(MODEL).id
         for seed in range(count):
@@ -40,7 +41,7 @@ def fill(url, count=4, tenants=("anna", ODD)) -> None:
                 backend.commit(namespace, CommitBatch([pack]))
 
 
-def held(url):
+def held(url: str) -> dict[str, int]:
     """Return the number of packs of each tenant, after a check of all totals."""
     with closing(open_backend(url)) as backend:
         check_totals(backend)
@@ -48,13 +49,13 @@ def held(url):
 
 
 @pytest.fixture(params=["lmdb", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path):
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     url = f"{request.param}://{tmp_path}/quotas"
     fill(url)
     return url
 
 
-def test_set_quota_shows_what_is_evicted_and_applies_it(run: Run, store) -> None:
+def test_set_quota_shows_what_is_evicted_and_applies_it(run: Run, store: str) -> None:
     done = run("set", store, "quota.anna=128KiB", f"quota.{ODD}=1GiB", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "none → 128.0 KiB" in done.stdout
@@ -78,11 +79,11 @@ def test_set_quota_shows_what_is_evicted_and_applies_it(run: Run, store) -> None
 
 
 def test_set_keeps_quotas_that_were_set_while_it_asked(
-    run: Run, store, monkeypatch: pytest.MonkeyPatch
+    run: Run, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
 
-    def answer_later(question):
+    def answer_later(question: str) -> str:
         with closing(open_backend(store)) as backend:
             policy = backend.policy()
             backend.set_policy(replace(policy, quotas={"berta": 1 << 30}))
@@ -108,7 +109,7 @@ def test_set_keeps_quotas_that_were_set_while_it_asked(
     ],
 )
 def test_set_impossible_quota_is_refused(
-    run: Run, store, value: str, message: str
+    run: Run, store: str, value: str, message: str
 ) -> None:
     done = run("set", store, value, "--yes")
     assert done.returncode == 2
@@ -117,7 +118,7 @@ def test_set_impossible_quota_is_refused(
 
 
 def test_stat_and_report_show_tenants_and_quotas(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     run("set", store, "quota.anna=1MiB", "--yes")
     found = json.loads(run("stat", store, "--json").stdout)["tenants"]
@@ -148,7 +149,7 @@ def test_stat_and_report_of_store_without_tenants_show_none(
     assert only["packs"] == 4
 
 
-def test_serve_metrics_exports_tenants_with_quotas(run: Run, store) -> None:
+def test_serve_metrics_exports_tenants_with_quotas(run: Run, store: str) -> None:
     pytest.importorskip("prometheus_client")
     run("set", store, "quota.anna=1MiB", "--yes")
     done = run("serve-metrics", store, "--once", "--json")
@@ -170,10 +171,12 @@ def test_verify_finds_wrong_totals_of_a_tenant(run: Run, tmp_path: Path) -> None
     url = f"lmdb://{tmp_path}/wrong"
     fill(url)
     assert run("verify", url).returncode == 0
-    with closing(open_backend(url)) as backend, backend.rows(write=True) as rows:
-        quotas = Quotas(rows)
-        quotas.of("anna").stored_bytes += 1
-        quotas.finish()
+    with closing(open_backend(url)) as backend:
+        assert isinstance(backend, LmdbBackend)
+        with backend.rows(write=True) as rows:
+            quotas = Quotas(rows)
+            quotas.of("anna").stored_bytes += 1
+            quotas.finish()
     done = run("verify", url, "--json")
     assert done.returncode == 1
     found = json.loads(done.stdout)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,7 +32,7 @@ ACCESS = {
 
 
 @pytest.fixture(scope="module")
-def endpoint():
+def endpoint() -> Iterator[str]:
     found = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     found.start()
     host, port = found.get_host_and_port()
@@ -39,7 +41,7 @@ def endpoint():
 
 
 @pytest.fixture
-def store(endpoint):
+def store(endpoint: str) -> Iterator[str]:
     """URL of a store of three requests in a new bucket."""
     with mock.patch.dict("os.environ", ACCESS):
         bucket = f"test-{uuid.uuid4().hex}"
@@ -63,14 +65,14 @@ def store(endpoint):
         yield url
 
 
-def shown(run, command, url, *options, code=0):
+def shown(run: Run, command: str, url: str, *options: str, code: int = 0) -> Any:
     done = run(command, url, *options, "--json")
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
 
 
 def test_inspection_commands_s3_store_match_its_content(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     found = {request["id"]: request for request in shown(run, "ls", store)["requests"]}
     assert found.keys() == {"one", "two", "three"}
@@ -93,7 +95,7 @@ def test_inspection_commands_s3_store_match_its_content(
 
 
 def test_pin_label_and_prune_s3_store_change_requests(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     assert shown(run, "pin", store, "three")["pinned"]
     (changed,) = shown(run, "label", store, "three", "user=bert")["requests"]
@@ -114,7 +116,7 @@ def test_pin_label_and_prune_s3_store_change_requests(
 
 
 def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(
-    run: Run, store, endpoint
+    run: Run, store: str, endpoint: str
 ) -> None:
     url = store.replace("/kv?", "/middle?")
     context = MiddlePack(url)
@@ -133,7 +135,7 @@ def test_verify_repair_s3_bad_middle_pack_keeps_blocks_before_it(
 
 
 def test_copy_from_and_to_s3_store_keeps_requests(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     here = f"lmdb://{tmp_path}/here"
     assert shown(run, "copy", store, here)["copied"]["requests"] == 3
@@ -149,7 +151,7 @@ def test_copy_from_and_to_s3_store_keeps_requests(
 @pytest.mark.parametrize("scheme", ["s3", "file", "lmdb"])
 def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
     run: Run,
-    store,
+    store: str,
     tmp_path: Path,
     scheme: str,
 ) -> None:
@@ -171,7 +173,7 @@ def test_copy_between_kinds_of_stores_keeps_requests_and_labels(
 
 
 def test_copy_s3_store_to_one_with_key_reproduces_content(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     """The documented change of a key: both stores have the same prefix of one bucket."""
     key = tmp_path / "key"
@@ -185,7 +187,7 @@ def test_copy_s3_store_to_one_with_key_reproduces_content(
     assert (back["requests"], back["requests_held"]) == (0, 3)
 
 
-def test_unpin_why_doctor_and_metrics_s3_store_succeed(run: Run, store) -> None:
+def test_unpin_why_doctor_and_metrics_s3_store_succeed(run: Run, store: str) -> None:
     assert not shown(run, "unpin", store, "one")["pinned"]
     assert shown(run, "why", store, "--against", store)["comparisons"][0]["matches"]
     findings = {
@@ -200,7 +202,7 @@ def test_unpin_why_doctor_and_metrics_s3_store_succeed(run: Run, store) -> None:
 
 
 def test_bench_s3_store_compares_with_plain_client_and_cleans_up(
-    run: Run, store, endpoint
+    run: Run, store: str, endpoint: str
 ) -> None:
     found = shown(run, "bench", store, "--size", "4MiB", "--rounds", "1")
     assert [figure["name"] for figure in found["figures"]] == ["store", "load"]

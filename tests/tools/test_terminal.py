@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -28,7 +29,7 @@ LONG_LABEL = (
 
 
 @pytest.fixture
-def terminal(tmp_path: Path):
+def terminal(tmp_path: Path) -> Callable[..., tuple[str, int]]:
     """Return a function that runs a command on a terminal of ``width`` columns and returns its text
     and exit code."""
 
@@ -40,7 +41,7 @@ def terminal(tmp_path: Path):
 
 
 @pytest.fixture
-def store(url: str):
+def store(url: str) -> str:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2)
         writer.add(LONG_ID, "s t a b", labels={"user": "anna", "note": LONG_LABEL})
@@ -83,8 +84,8 @@ ASKING = ("prune", "forget")
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 160])
 def test_commands_on_terminal_fit_width_and_keep_ids_whole(
-    terminal,
-    store,
+    terminal: Callable[..., tuple[str, int]],
+    store: str,
     width: int,
     tmp_path: Path,
 ) -> None:
@@ -110,7 +111,7 @@ def test_commands_on_terminal_fit_width_and_keep_ids_whole(
 
 @pytest.mark.parametrize(("answer", "left"), [("n", 2), ("y", 1)])
 def test_verify_repair_on_terminal_deletes_only_after_yes(
-    terminal,
+    terminal: Callable[..., tuple[str, int]],
     run: Run,
     url: str,
     answer: str,
@@ -126,7 +127,9 @@ def test_verify_repair_on_terminal_deletes_only_after_yes(
     assert len(json.loads(run("ls", url, "--json").stdout)["requests"]) == left
 
 
-def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store) -> None:
+def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(
+    terminal: Callable[..., tuple[str, int]], store: str
+) -> None:
     text, _ = terminal(80, "doctor", store)
     rows = [line.split() for line in text.splitlines()]
     assert ["check", "level", "found"] in rows
@@ -139,7 +142,9 @@ def test_doctor_narrow_terminal_breaks_lines_and_cuts_nothing(terminal, store) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_example_and_fits_80_columns(terminal, name) -> None:
+def test_help_has_example_and_fits_80_columns(
+    terminal: Callable[..., tuple[str, int]], name: str
+) -> None:
     text, code = terminal(80, name, "--help")
     assert code == 0
     assert f"Example: persistkv {name} " in re.sub(r"\s+", " ", text.replace("│", " "))
@@ -148,7 +153,7 @@ def test_help_has_example_and_fits_80_columns(terminal, name) -> None:
 
 
 @pytest.mark.slow
-def test_commands_without_terminal_write_no_colours(start: Run, store) -> None:
+def test_commands_without_terminal_write_no_colours(start: Run, store: str) -> None:
     for command in SHOWN[:4]:
         done = start(*(part.format(url=store) for part in command))
         assert "\x1b" not in done.stdout + done.stderr
@@ -213,7 +218,7 @@ STORE_COMMANDS = [
     "command", STORE_COMMANDS, ids=lambda command: " ".join(command[::2])
 )
 def test_command_bad_url_exits_2_and_absent_store_exits_3(
-    run: Run, tmp_path: Path, command
+    run: Run, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     skip_if_extra_is_missing(command)
     for url, code in (("tape:///kv", 2), (str(tmp_path / "absent"), 3)):

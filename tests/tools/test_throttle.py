@@ -25,13 +25,13 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch):
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(progress, "time", made)
     return made
 
 
-def test_throttle_without_bound_never_sleeps(clock) -> None:
+def test_throttle_without_bound_never_sleeps(clock: Clock) -> None:
     free = Throttle()
     clock.now += 5
     free.wait_after(1 << 40)
@@ -39,7 +39,7 @@ def test_throttle_without_bound_never_sleeps(clock) -> None:
     assert not free.bounded
 
 
-def test_throttle_rate_limits_bytes_per_second(clock) -> None:
+def test_throttle_rate_limits_bytes_per_second(clock: Clock) -> None:
     bounded = Throttle(1000)
     for _ in range(10):
         clock.now += 0.1
@@ -48,7 +48,7 @@ def test_throttle_rate_limits_bytes_per_second(clock) -> None:
     assert bounded.bounded
 
 
-def test_throttle_share_sleeps_for_rest_of_time(clock) -> None:
+def test_throttle_share_sleeps_for_rest_of_time(clock: Clock) -> None:
     """After a piece of any duration, the pause is just long enough that work takes the given share
     of the time."""
     shared = Throttle(share=0.05)
@@ -59,14 +59,14 @@ def test_throttle_share_sleeps_for_rest_of_time(clock) -> None:
     assert shared.bounded
 
 
-def test_throttle_share_slow_piece_sleeps_1_second_at_most(clock) -> None:
+def test_throttle_share_slow_piece_sleeps_1_second_at_most(clock: Clock) -> None:
     shared = Throttle(share=0.05)
     clock.now += 30
     shared.wait_after(1)
     assert clock.slept == [1.0]
 
 
-def test_throttle_rate_and_share_apply_stricter_bound(clock) -> None:
+def test_throttle_rate_and_share_apply_stricter_bound(clock: Clock) -> None:
     both = Throttle(1000, share=0.5)
     clock.now += 0.1
     both.wait_after(1000)

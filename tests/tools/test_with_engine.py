@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ PROMPT = [(7 * index * index + 3 * index) % 256 for index in range(100)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -47,7 +48,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def open_engine(checkpoint, url, **options):
+def open_engine(checkpoint: Path, url: str, **options: Any) -> Engine:
     return Engine.open(
         checkpoint,
         url,
@@ -63,7 +64,7 @@ def open_engine(checkpoint, url, **options):
 def test_engine_copied_context_is_restored_exactly(
     start: Run,
     url: str,
-    checkpoint,
+    checkpoint: Path,
     tmp_path: Path,
     scheme: str,
 ) -> None:
@@ -106,7 +107,7 @@ KILLED_ENGINE = """
 
 
 def test_restore_of_killed_engine_counts_as_hit_and_as_saved(
-    run: Run, url: str, checkpoint
+    run: Run, url: str, checkpoint: Path
 ) -> None:
     with open_engine(checkpoint, url) as first:
         first.generate(PROMPT, 8)
@@ -118,7 +119,7 @@ def test_restore_of_killed_engine_counts_as_hit_and_as_saved(
     assert killed.returncode == -signal.SIGKILL
     # its host writes the sums when it ends
     deadline = time.monotonic() + 60
-    saved = []
+    saved: list[tuple[str | None, int]] = []
     while not saved and time.monotonic() < deadline:
         time.sleep(0.05)
         rows = json.loads(run("stat", url, "--json").stdout)["savings"]
@@ -133,7 +134,7 @@ def test_restore_of_killed_engine_counts_as_hit_and_as_saved(
 def test_why_against_checkpoint_matches_store_of_engine(
     start: Run,
     url: str,
-    checkpoint,
+    checkpoint: Path,
     tmp_path: Path,
 ) -> None:
     with open_engine(checkpoint, url) as engine:
@@ -156,7 +157,7 @@ def test_why_against_checkpoint_matches_store_of_engine(
 
 
 def test_engine_pruned_context_is_computed_again(
-    start: Run, url: str, checkpoint
+    start: Run, url: str, checkpoint: Path
 ) -> None:
     with open_engine(checkpoint, url) as engine:
         result = engine.generate(PROMPT, 8)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from persistkv.storage.backend import Backend
 from persistkv.storage.inspection.selection import Selection
-from persistkv_tools.transfer.plan import CopyPlan, Source
+from persistkv_tools.transfer.plan import Copied, CopyPlan, Source
 from persistkv_tools.transfer.writer import run_plan
 
 
-def ignore(num_bytes) -> None:
+def ignore(num_bytes: int) -> None:
     pass
 
 
-def copy(source, target, selection=None, on_bytes=ignore):
+def copy(
+    source: Backend,
+    target: Backend,
+    selection: Selection | None = None,
+    on_bytes: Callable[[int], None] = ignore,
+) -> Copied:
     """Copy everything, or the selected requests; return the outcome."""
     chosen = selection or Selection()
     sources = [

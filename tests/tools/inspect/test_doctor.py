@@ -6,7 +6,9 @@ import mmap
 import os
 import resource
 import time
+from collections.abc import Iterable
 from contextlib import closing
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from persistkv.cpu.region_file import RegionFile, region_path
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.checks import Level
+from persistkv.storage.checks import Check, Level
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest
 from persistkv_tools.inspect import doctor
@@ -22,23 +24,27 @@ from persistkv_tools.inspect.doctor import examine
 from tests.tools.conftest import Run
 
 
-def by_check(findings):
+def by_check(findings: Iterable[Check]) -> dict[str, Check]:
     return {finding.check: finding for finding in findings}
 
 
-def examined(url=None, environment=None, shared_memory=doctor.SHARED_MEMORY):
+def examined(
+    url: str | None = None,
+    environment: dict[str, str] | None = None,
+    shared_memory: Path = doctor.SHARED_MEMORY,
+) -> dict[str, Check]:
     return by_check(examine(url, environment or {}, shared_memory))
 
 
 @pytest.fixture
-def store(url: str):
+def store(url: str) -> str:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({})).id
         backend.commit(namespace, CommitBatch(manifests=[sample_manifest("one")]))
     return url
 
 
-def test_examine_intact_store_is_ok(store) -> None:
+def test_examine_intact_store_is_ok(store: str) -> None:
     found = examined(store)
     assert found["store"].found.startswith("can be opened: 1 request, 0 packs")
     assert found["store's clock"].level is Level.OK
@@ -55,7 +61,7 @@ def test_examine_intact_store_is_ok(store) -> None:
     assert "PID namespace" in found
 
 
-def test_examine_finding_that_is_not_ok_has_remedy(store) -> None:
+def test_examine_finding_that_is_not_ok_has_remedy(store: str) -> None:
     for finding in examined(store).values():
         assert (
             bool(finding.todo) == (finding.level is not Level.OK)
@@ -67,7 +73,7 @@ def test_examine_finding_that_is_not_ok_has_remedy(store) -> None:
 def test_examine_untested_release_is_warning_with_tested_ones(
     monkeypatch: pytest.MonkeyPatch, release: str
 ) -> None:
-    installed = doctor.version
+    installed = metadata.version
     monkeypatch.setattr(
         doctor, "version", lambda name: release if name == "lmdb" else installed(name)
     )
@@ -79,7 +85,9 @@ def test_examine_untested_release_is_warning_with_tested_ones(
     assert "tested with lmdb 3.0" in finding.todo
 
 
-def test_examine_quarantined_files_are_reported_until_pruned(store, run: Run) -> None:
+def test_examine_quarantined_files_are_reported_until_pruned(
+    store: str, run: Run
+) -> None:
     location = Path(store.removeprefix("lmdb://").partition("?")[0])
     damaged = location / "damaged-20260101T000000Z"
     damaged.mkdir()
@@ -187,7 +195,7 @@ def test_examine_absent_shared_memory_is_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("seed", "level"), [("0", Level.OK), ("random", Level.NOTE), (None, Level.NOTE)]
 )
-def test_examine_hash_seed_not_fixed_is_note(seed: str | None, level) -> None:
+def test_examine_hash_seed_not_fixed_is_note(seed: str | None, level: Level) -> None:
     environment = {} if seed is None else {"PYTHONHASHSEED": seed}
     assert examined(environment=environment)["PYTHONHASHSEED"].level is level
 
@@ -196,7 +204,7 @@ def test_examine_hash_seed_not_fixed_is_note(seed: str | None, level) -> None:
     ("limit", "level"), [(256, Level.WARNING), (4096, Level.OK), (-1, Level.OK)]
 )
 def test_examine_low_open_files_limit_is_warning(
-    monkeypatch: pytest.MonkeyPatch, limit: int, level
+    monkeypatch: pytest.MonkeyPatch, limit: int, level: Level
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["open files"].level is level
@@ -206,13 +214,15 @@ def test_examine_low_open_files_limit_is_warning(
     ("limit", "level"), [(8 << 20, Level.NOTE), (resource.RLIM_INFINITY, Level.OK)]
 )
 def test_examine_limited_locked_memory_is_note(
-    monkeypatch: pytest.MonkeyPatch, limit, level
+    monkeypatch: pytest.MonkeyPatch, limit: int, level: Level
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
     assert examined()["locked memory"].level is level
 
 
-def test_examine_wrong_clock_is_warning(monkeypatch: pytest.MonkeyPatch, store) -> None:
+def test_examine_wrong_clock_is_warning(
+    monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000.0)
     found = examined(store)
     assert found["clock"].level is Level.WARNING
@@ -227,7 +237,7 @@ def test_examine_capacity_beyond_free_disk_is_warning(tmp_path: Path) -> None:
     assert "capacity" in found.todo
 
 
-def writes_past_page_cache(path):
+def writes_past_page_cache(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     except OSError:
@@ -242,7 +252,7 @@ def writes_past_page_cache(path):
 
 
 def test_examine_o_direct_matches_file_system_and_leaves_no_files(
-    store, tmp_path: Path
+    store: str, tmp_path: Path
 ) -> None:
     before = sorted(path.name for path in (tmp_path / "store").iterdir())
     found = examined(store)["O_DIRECT"]
@@ -258,8 +268,8 @@ def test_examine_o_direct_matches_file_system_and_leaves_no_files(
 def test_examine_missing_required_package_is_problem(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def absent(name) -> None:
-        raise doctor.PackageNotFoundError(name)
+    def absent(name: str) -> None:
+        raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(doctor, "version", absent)
     found = examined()
@@ -268,7 +278,7 @@ def test_examine_missing_required_package_is_problem(
     assert "persistkv[s3]" in found["package boto3"].todo
 
 
-def test_doctor_imports_no_torch(start: Run, store) -> None:
+def test_doctor_imports_no_torch(start: Run, store: str) -> None:
     done = start("doctor", store, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert not {"torch", "transformers", "boto3"} & imported

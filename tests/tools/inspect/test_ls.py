@@ -82,7 +82,7 @@ class TestIds:
     LONG = tuple(f"0c4d{number:x}6a0b1f24c7e8d9a0b1c2d3e4f50" for number in range(12))
 
     @pytest.fixture
-    def store(self, contexts: tuple[str, Contexts]):
+    def store(self, contexts: tuple[str, Contexts]) -> str:
         url, writer = contexts
         for number, name in enumerate(self.LONG):
             writer.add(
@@ -90,7 +90,9 @@ class TestIds:
             )
         return url
 
-    def test_ls_short_ids_begin_full_ids_and_differ(self, run: Run, store) -> None:
+    def test_ls_short_ids_begin_full_ids_and_differ(
+        self, run: Run, store: tuple[str, float, pytest.MonkeyPatch]
+    ) -> None:
         rows = run("ls", store).stdout.splitlines()[3:15]
         shown = [row.split()[0] for row in rows]
         assert shown == [name[:8] for name in self.LONG]
@@ -101,7 +103,7 @@ class TestIds:
     def test_every_command_accepts_short_and_long_ids(
         self,
         run: Run,
-        store,
+        store: tuple[str, float, pytest.MonkeyPatch],
         tmp_path: Path,
         command: str,
     ) -> None:
@@ -119,7 +121,9 @@ class TestIds:
             else:
                 assert self.LONG[3] in done.stdout
 
-    def test_ls_ids_and_csv_contain_whole_ids(self, run: Run, store) -> None:
+    def test_ls_ids_and_csv_contain_whole_ids(
+        self, run: Run, store: tuple[str, float, pytest.MonkeyPatch]
+    ) -> None:
         assert run("ls", store, "--ids").stdout.split() == list(self.LONG)
         assert run("ls", store, "--ids", "--limit", "2").stdout.split() == list(
             self.LONG[:2]
@@ -134,7 +138,9 @@ class TestIds:
         assert run("ls", store, "--ids", "--csv").returncode == 2
 
     @pytest.mark.parametrize("words", [("{url}",), ()])
-    def test_shell_completion_returns_ids(self, start: Run, store, words) -> None:
+    def test_shell_completion_returns_ids(
+        self, start: Run, store: str, words: tuple[str, ...]
+    ) -> None:
         def completed(incomplete: str) -> list[str]:
             typed = ["show", *(word.format(url=place) for word in words), incomplete]
             variable = {} if words else {"PERSISTKV_STORE": place}
@@ -147,7 +153,7 @@ class TestIds:
         assert completed("nothing") == []
 
     def test_bash_completion_url_split_at_colons_returns_ids(
-        self, start: Run, store
+        self, start: Run, store: str
     ) -> None:
         place = store.partition("?")[0].removeprefix("lmdb:")
         done = start("show", "lmdb", ":", place, "0c4d", PERSISTKV_COMPLETE="1")
@@ -158,7 +164,7 @@ class TestCopies:
     """Requests of the same context and labels are one row of the table."""
 
     @pytest.fixture
-    def store(self, contexts: tuple[str, Contexts]):
+    def store(self, contexts: tuple[str, Contexts]) -> str:
         url, writer = contexts
         for number in range(150):
             writer.add(f"engine-same-{number:03d}", "a b c", age_s=500.0 - number)
@@ -166,7 +172,7 @@ class TestCopies:
         writer.add("engine-labelled", "a b c", labels={"user": "anna"}, age_s=10.0)
         return url
 
-    def test_ls_same_context_is_one_row_with_count(self, run: Run, store) -> None:
+    def test_ls_same_context_is_one_row_with_count(self, run: Run, store: str) -> None:
         rows = run("ls", store).stdout.splitlines()
         assert "copies" in rows[1]
         shown = {row.split()[0]: row for row in rows[3:6]}
@@ -175,7 +181,9 @@ class TestCopies:
         assert "152 requests" in run("ls", store).stdout
 
     def test_list_requests_pages_contain_each_context_once(
-        self, contexts: tuple[str, Contexts], store
+        self,
+        contexts: tuple[str, Contexts],
+        store: str,
     ) -> None:
         backend = contexts[1].backend
         for sort, reverse in product(Sort, (False, True)):
@@ -199,14 +207,14 @@ class TestCopies:
             ]
             assert sorted(view.copies for view in found) == [1, 1, 150]
 
-    def test_ls_json_and_ids_list_every_copy(self, run: Run, store) -> None:
+    def test_ls_json_and_ids_list_every_copy(self, run: Run, store: str) -> None:
         assert len(json.loads(run("ls", store, "--json").stdout)["requests"]) == 152
         assert len(run("ls", store, "--ids").stdout.split()) == 152
 
 
 class TestModels:
     @pytest.fixture
-    def store(self, url: str):
+    def store(self, url: str) -> str:
         with closing(open_backend(url)) as backend:
             for number, name in enumerate(
                 ("/models/llama", "/models/llama", "org/qwen")
@@ -215,7 +223,7 @@ class TestModels:
                 Contexts(backend, identity).add(f"request{number}", "a b c")
         return url
 
-    def test_ls_and_show_print_model_of_request(self, run: Run, store) -> None:
+    def test_ls_and_show_print_model_of_request(self, run: Run, store: str) -> None:
         text = run("ls", store).stdout
         assert {
             line.split()[0]: line.split()[-2] for line in text.splitlines()[3:6]
@@ -226,7 +234,7 @@ class TestModels:
         }
         assert "org/qwen" in run("show", store, "request2").stdout
 
-    def test_stat_totals_are_grouped_by_model(self, run: Run, store) -> None:
+    def test_stat_totals_are_grouped_by_model(self, run: Run, store: str) -> None:
         found = {
             one["model"]: one
             for one in json.loads(run("stat", store, "--json").stdout)["models"]
@@ -250,7 +258,7 @@ class TestModels:
 
 class TestUse:
     @pytest.fixture
-    def used(self, contexts: tuple[str, Contexts]):
+    def used(self, contexts: tuple[str, Contexts]) -> str:
         url, writer = contexts
         writer.add("short", "a b")
         writer.add("lone", "x y")
@@ -258,7 +266,9 @@ class TestUse:
         writer.backend.commit(writer.namespace, CommitBatch(pins=[("lone", True)]))
         return url
 
-    def test_ls_shows_hits_sharing_pins_and_stored_bytes(self, run: Run, used) -> None:
+    def test_ls_shows_hits_sharing_pins_and_stored_bytes(
+        self, run: Run, used: str
+    ) -> None:
         found = {
             request["id"]: request
             for request in json.loads(run("ls", used, "--json").stdout)["requests"]
@@ -350,7 +360,9 @@ class TestUse:
             in (" ".join(shown.split()))
         )
 
-    def test_ls_never_hit_lists_requests_without_hits(self, run: Run, used) -> None:
+    def test_ls_never_hit_lists_requests_without_hits(
+        self, run: Run, used: str
+    ) -> None:
         found = json.loads(run("ls", used, "--never-hit", "--json").stdout)
         assert {request["id"] for request in found["requests"]} == {"lone", "long"}
         assert (found["matched"], found["total"]) == (2, 3)
@@ -427,7 +439,7 @@ def test_ls_page_prints_offset_of_next_page(
 
 
 @pytest.fixture
-def three(contexts: tuple[str, Contexts]):
+def three(contexts: tuple[str, Contexts]) -> tuple[str, Contexts]:
     url, writer = contexts
     writer.add("b", "a b c", labels={"user": "anna"}, age_s=30.0)
     writer.add("a", "a", labels={"user": "bert", "app": "chat"}, age_s=7_200.0)
@@ -446,7 +458,9 @@ ORDERS = {  # TestUse covers the order by last use
 
 
 @pytest.mark.parametrize("sort", ORDERS)
-def test_ls_sort_orders_requests_and_reverse_inverts(run: Run, three, sort) -> None:
+def test_ls_sort_orders_requests_and_reverse_inverts(
+    run: Run, three: tuple[str, Contexts], sort: Sort
+) -> None:
     url, _ = three
     for limit in ((), ("--limit", "3")):
         rows = json.loads(
@@ -474,7 +488,7 @@ def test_ls_sort_orders_requests_and_reverse_inverts(run: Run, three, sort) -> N
     ],
 )
 def test_ls_filter_lists_matching_requests(
-    run: Run, three, options: tuple[str, ...], expected: str
+    run: Run, three: tuple[str, Contexts], options: tuple[str, ...], expected: str
 ) -> None:
     found = json.loads(run("ls", three[0], "--json", "--sort", "id", *options).stdout)
     assert "".join(row["id"] for row in found["requests"]) == expected
@@ -511,7 +525,9 @@ def test_ls_bad_option_exits_2_naming_it(
     assert "Traceback" not in done.stderr
 
 
-def test_list_requests_page_is_usable_after_store_closes(three) -> None:
+def test_list_requests_page_is_usable_after_store_closes(
+    three: tuple[str, Contexts],
+) -> None:
     """A page is a list of values: the store may be closed and changed before the page is
     printed."""
     url, _ = three
@@ -522,7 +538,9 @@ def test_list_requests_page_is_usable_after_store_closes(three) -> None:
 
 class TestExpiry:
     @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def store(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> tuple[str, float, pytest.MonkeyPatch]:
         """URL of a store with a ttl of 7 days: of its requests, ``old`` and ``own`` have expired
         since, the pinned one cannot."""
         url = f"lmdb://{tmp_path}/store?ttl=7d"
@@ -535,19 +553,21 @@ class TestExpiry:
             backend.commit(writer.namespace, CommitBatch(pins=[("pinned", True)]))
         return url, now, monkeypatch
 
-    def at(self, store, days):
+    def at(self, store: tuple[str, float, pytest.MonkeyPatch], days: float) -> str:
         """Let commands run this many days after the requests were stored."""
         url, now, monkeypatch = store
         monkeypatch.setattr(time, "time", lambda: now + 86_400.0 * days)
         return url
 
-    def expiries(self, run, url):
+    def expiries(self, run: Run, url: str) -> dict[str, float | None]:
         found = {}
         for row in json.loads(run("ls", url, "--json").stdout)["requests"]:
             found[row["id"]] = row["expires"]
         return found
 
-    def test_ls_and_show_print_expiry(self, run: Run, store) -> None:
+    def test_ls_and_show_print_expiry(
+        self, run: Run, store: tuple[str, float, pytest.MonkeyPatch]
+    ) -> None:
         now = store[1]
         url = self.at(store, 1)
         found = self.expiries(run, url)
@@ -565,7 +585,9 @@ class TestExpiry:
         assert "in 6d" in run("show", url, "old").stdout
         assert "expired" in run("show", url, "own").stdout
 
-    def test_ls_right_after_store_prints_whole_ttl(self, run: Run, store) -> None:
+    def test_ls_right_after_store_prints_whole_ttl(
+        self, run: Run, store: tuple[str, float, pytest.MonkeyPatch]
+    ) -> None:
         url = self.at(store, 0)
         lines = run("ls", url).stdout.splitlines()
         (old,) = [line for line in lines if line.strip().startswith("old")]
@@ -584,7 +606,11 @@ class TestExpiry:
         ("days", "expected"), [(0, set()), (1, {"own"}), (8, {"old", "own"})]
     )
     def test_expired_option_selects_expired_requests(
-        self, run: Run, store, days: int, expected
+        self,
+        run: Run,
+        store: tuple[str, float, pytest.MonkeyPatch],
+        days: int,
+        expected: set[str],
     ) -> None:
         url = self.at(store, days)
         listed = run("ls", url, "--expired", "--ids")
@@ -596,14 +622,21 @@ class TestExpiry:
         assert self.expiries(run, url).keys() == {"old", "own", "pinned"} - expected
         assert run("verify", url).returncode == 0
 
-    def test_own_ttl_counts_from_last_use(self, run: Run, store) -> None:
+    def test_own_ttl_counts_from_last_use(
+        self, run: Run, store: tuple[str, float, pytest.MonkeyPatch]
+    ) -> None:
         url = self.at(store, 0)
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend)
             before = self.expiries(run, url)["own"]
+            assert before is not None
             time_of_use = store[1] + 30.0
             store[2].setattr(time, "time", lambda: time_of_use)
             (space,) = backend.namespaces()
-            (pack,) = backend.catalogue(space.id).chain("own")
+            chain = backend.catalogue(space.id).chain("own")
+            assert chain is not None
+            (pack,) = chain
             backend.commit(writer.namespace, CommitBatch(touches=[pack]))
-            assert self.expiries(run, url)["own"] > before
+            after = self.expiries(run, url)["own"]
+            assert after is not None
+            assert after > before

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ from prometheus_client.parser import text_string_to_metric_families
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
 
 
-def parsed(text):
+def parsed(text: str) -> dict[tuple[str, str | None], float]:
     return {
         (sample.name, sample.labels.get("engine")): sample.value
         for family in text_string_to_metric_families(text)
@@ -39,7 +40,7 @@ def parsed(text):
 
 
 @pytest.fixture
-def shown(filled: str):
+def shown(filled: str) -> Iterator[str]:
     """URL of a store with the status rows of two engines, one of them outdated."""
     counters = StoreCounters(stored_blocks=7, loaded_bytes=4096)
     with closing(open_backend(filled)) as backend:
@@ -53,7 +54,7 @@ def shown(filled: str):
         yield filled
 
 
-def test_serve_metrics_exports_totals_and_live_engines(run: Run, shown) -> None:
+def test_serve_metrics_exports_totals_and_live_engines(run: Run, shown: str) -> None:
     done = run("serve-metrics", shown, "--once")
     assert done.returncode == 0, done.stderr
     found = parsed(done.stdout)
@@ -69,13 +70,13 @@ def test_serve_metrics_exports_totals_and_live_engines(run: Run, shown) -> None:
     assert not [name for name, engine in found if engine == "e2"]
 
 
-def test_serve_metrics_exports_every_store_counter(run: Run, shown) -> None:
+def test_serve_metrics_exports_every_store_counter(run: Run, shown: str) -> None:
     found = parsed(run("serve-metrics", shown, "--once").stdout)
     for name in StoreCounters.__struct_fields__:
         assert (f"persistkv_engine_{name}_total", "e1") in found
 
 
-def test_grafana_dashboard_uses_only_exported_metrics(run: Run, shown) -> None:
+def test_grafana_dashboard_uses_only_exported_metrics(run: Run, shown: str) -> None:
     names = {name for name, _ in parsed(run("serve-metrics", shown, "--once").stdout)}
     dashboard = json.loads(DASHBOARD.read_text())
     asked = [
@@ -89,7 +90,7 @@ def test_grafana_dashboard_uses_only_exported_metrics(run: Run, shown) -> None:
 
 
 @contextmanager
-def serving(url, cwd):
+def serving(url: str, cwd: Path) -> Iterator[str]:
     """Yield the address of an exporter of the store, and end it by Ctrl-C."""
     command = [
         sys.executable,
@@ -124,13 +125,13 @@ def serving(url, cwd):
     assert "Traceback" not in errors
 
 
-def scrape(address):
+def scrape(address: str) -> dict[tuple[str, str | None], float]:
     with urllib.request.urlopen(address, timeout=60) as answer:
         return parsed(answer.read().decode())
 
 
 @pytest.mark.slow
-def test_serve_metrics_interrupted_exits_0(shown, tmp_path: Path) -> None:
+def test_serve_metrics_interrupted_exits_0(shown: str, tmp_path: Path) -> None:
     with serving(shown, tmp_path) as address:
         assert scrape(address)["persistkv_up", None] == 1
 
@@ -145,7 +146,7 @@ def test_serve_metrics_absent_store_is_down_until_created(tmp_path: Path) -> Non
 
 
 def test_store_collector_moved_store_is_down_until_restored_and_logs_both_once(
-    shown,
+    shown: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from persistkv_tools.inspect.serve_metrics import StoreCollector
@@ -206,13 +207,13 @@ def test_serve_metrics_once_absent_store_exits_3(run: Run, tmp_path: Path) -> No
     assert run("serve-metrics", f"lmdb://{tmp_path}/absent", "--once").returncode == 3
 
 
-def test_serve_metrics_savings_are_0_from_the_start(run: Run, shown) -> None:
+def test_serve_metrics_savings_are_0_from_the_start(run: Run, shown: str) -> None:
     found = parsed(run("serve-metrics", shown, "--once").stdout)
     for name in ("requests", "tokens", "seconds"):
         assert found[f"persistkv_saved_{name}_total", None] == 0
 
 
-def test_serve_metrics_exports_savings(run: Run, shown) -> None:
+def test_serve_metrics_exports_savings(run: Run, shown: str) -> None:
     with closing(open_backend(shown)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "m"}))
         recorder.add(4000, {"user": "anna"}, 1000, 2.0)

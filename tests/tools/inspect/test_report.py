@@ -30,7 +30,7 @@ VOID = {"meta", "link", "br"}
 
 
 @pytest.fixture
-def store(url: str):
+def store(url: str) -> str:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
         writer.add(
@@ -42,7 +42,7 @@ def store(url: str):
 
 
 @pytest.fixture
-def page(run: Run, store, tmp_path: Path):
+def page(run: Run, store: str, tmp_path: Path) -> Path:
     done = run("report", store, "-o", "report.html")
     assert done.returncode == 0, done.stderr
     return tmp_path / "report.html"
@@ -53,18 +53,19 @@ class Balanced(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.open, self.seen = [], []
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
 
-    def handle_starttag(self, tag, attrs) -> None:
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.append((tag, dict(attrs)))
         if tag not in VOID:
             self.open.append(tag)
 
-    def handle_endtag(self, tag) -> None:
+    def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def figures(run, store):
+def figures(run: Run, store: str) -> list[str]:
     """Return the figures that the page must show."""
     totals = json.loads(run("stat", store, "--json").stdout)
     return [
@@ -83,7 +84,7 @@ def figures(run, store):
 
 
 class TestReportData:
-    def test_periods_match_requests_in_store(self, store) -> None:
+    def test_periods_match_requests_in_store(self, store: str) -> None:
         with closing(open_backend(store, read_only=True)) as backend:
             data = report_data(store, backend)
         assert sum(period.requests for period in data.periods) == 3
@@ -105,7 +106,7 @@ class TestReportData:
 
 
 class TestReportPage:
-    def test_page_is_well_formed_without_external_resources(self, page) -> None:
+    def test_page_is_well_formed_without_external_resources(self, page: Path) -> None:
         text = page.read_text()
         parser = Balanced()
         parser.feed(text)
@@ -117,11 +118,13 @@ class TestReportPage:
         ]
         for _, attributes in parser.seen:
             for name in ("src", "href"):
-                assert attributes.get(name, "data:").startswith("data:")
+                link = attributes.get(name, "data:")
+                assert link is not None
+                assert link.startswith("data:")
         assert "url(" not in text
         assert "prefers-color-scheme: dark" in text
 
-    def test_page_contains_figures(self, run: Run, store, page) -> None:
+    def test_page_contains_figures(self, run: Run, store: str, page: Path) -> None:
         text = html.unescape(page.read_text())
         for figure in figures(run, store):
             assert figure in text
@@ -148,16 +151,16 @@ class TestReportPage:
         assert re.search(r"as of \d{4}-\d\d-\d\d \d\d:\d\d:\d\d CET</p>", page)
         assert re.search(r"created .*:\d\d CET \(", shown)
 
-    def test_label_with_markup_is_escaped(self, page) -> None:
+    def test_label_with_markup_is_escaped(self, page: Path) -> None:
         assert "<b>anna" not in page.read_text()
         assert "&lt;b&gt;anna" in page.read_text()
 
-    def test_unwritable_output_exits_2(self, run: Run, store) -> None:
+    def test_unwritable_output_exits_2(self, run: Run, store: str) -> None:
         done = run("report", store, "-o", "absent/report.html")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "cannot write absent/report.html" in done.stderr
 
-    def test_json_has_size_of_page(self, run: Run, store, tmp_path: Path) -> None:
+    def test_json_has_size_of_page(self, run: Run, store: str, tmp_path: Path) -> None:
         found = json.loads(run("report", store, "-o", "r.html", "--json").stdout)
         assert found["bytes"] == (tmp_path / "r.html").stat().st_size
 
@@ -168,8 +171,8 @@ class TestReportPage:
 )
 class TestInChromium:
     @pytest.fixture
-    def chromium(self, tmp_path: Path):
-        def start(*arguments):
+    def chromium(self, tmp_path: Path) -> Run:
+        def start(*arguments: str) -> subprocess.CompletedProcess[str]:
             command = [
                 str(CHROMIUM),
                 "--headless",
@@ -190,9 +193,9 @@ class TestInChromium:
     def test_page_shows_figures_without_console_errors(
         self,
         run: Run,
-        store,
-        page,
-        chromium,
+        store: str,
+        page: Path,
+        chromium: Run,
     ) -> None:
         done = chromium("--dump-dom", page.as_uri())
         assert done.returncode == 0, done.stderr
@@ -204,7 +207,7 @@ class TestInChromium:
         assert not re.findall(r".*CONSOLE.*", done.stderr)
 
     def test_chromium_console_error_appears_in_stderr(
-        self, tmp_path: Path, chromium
+        self, tmp_path: Path, chromium: Run
     ) -> None:
         """``test_page_shows_figures_without_console_errors`` relies on this behaviour of
         Chromium."""
@@ -214,7 +217,7 @@ class TestInChromium:
         )
 
     def test_page_fits_a_window_of_390_pixels(
-        self, page, chromium, tmp_path: Path
+        self, page: Path, chromium: Run, tmp_path: Path
     ) -> None:
         """Neither the page nor a table with bars is wider; tables of records scroll in their own
         boxes. The window is a frame: Chromium has no windows below 500 pixels."""
@@ -239,8 +242,8 @@ class TestInChromium:
     @pytest.mark.parametrize(("dark", "light"), [(False, True), (True, False)])
     def test_page_follows_preferred_colour_scheme(
         self,
-        page,
-        chromium,
+        page: Path,
+        chromium: Run,
         tmp_path: Path,
         dark: bool,
         light: bool,

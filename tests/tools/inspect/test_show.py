@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.tools.contexts import Contexts, chain
 
 
 @pytest.fixture
-def shared(url: str):
+def shared(url: str) -> Iterator[tuple[str, Contexts]]:
     backend = open_backend(url)
     writer = Contexts(backend, groups=2)
     writer.add("anna-1", "s1 s2 a1 a2", labels={"user": "anna"})
@@ -24,7 +26,9 @@ def shared(url: str):
     backend.close()
 
 
-def test_show_json_has_packs_keys_and_sharers(run: Run, shared) -> None:
+def test_show_json_has_packs_keys_and_sharers(
+    run: Run, shared: tuple[str, Contexts]
+) -> None:
     url, writer = shared
     context = json.loads(run("show", url, "anna-2", "--json", "--keys", "2").stdout)[
         "context"
@@ -58,7 +62,9 @@ def test_show_json_has_packs_keys_and_sharers(run: Run, shared) -> None:
     }
 
 
-def test_show_text_has_labels_sharing_and_keys(run: Run, shared) -> None:
+def test_show_text_has_labels_sharing_and_keys(
+    run: Run, shared: tuple[str, Contexts]
+) -> None:
     url, writer = shared
     shown = run("show", url, "anna-1").stdout
     for part in (
@@ -78,7 +84,9 @@ def test_show_text_has_labels_sharing_and_keys(run: Run, shared) -> None:
     assert "prefix tree" not in shown
 
 
-def test_show_tree_merges_shared_prefixes(run: Run, shared) -> None:
+def test_show_tree_merges_shared_prefixes(
+    run: Run, shared: tuple[str, Contexts]
+) -> None:
     url, _ = shared
     top = json.loads(run("show", url, "anna-2", "--tree", "--json").stdout)["tree"]
     assert (top["requests"], top["blocks"]) == (4, 0)
@@ -122,7 +130,7 @@ def test_show_tree_request_that_is_prefix_ends_at_inner_node(
     assert node["children"][0]["names"] == ["long"]
 
 
-def count(node):
+def count(node: dict[str, Any]) -> int:
     return len(node["children"]) + sum(map(count, node["children"]))
 
 
@@ -156,7 +164,9 @@ def test_show_blocks_without_pack_are_counted_as_missing(
     assert "(none)" in run("show", url, "ghost").stdout
 
 
-def test_show_ambiguous_or_unknown_id_prefix_exits_2(run: Run, shared) -> None:
+def test_show_ambiguous_or_unknown_id_prefix_exits_2(
+    run: Run, shared: tuple[str, Contexts]
+) -> None:
     url, writer = shared
     assert run("show", url, "lone").returncode == 0
     done = run("show", url, "anna")

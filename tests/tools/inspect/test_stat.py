@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.tools.contexts import Contexts
 
 
 @pytest.fixture
-def known(url: str):
+def known(url: str) -> Iterator[str]:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend, groups=2, codec=ZstdCodec(1), block_bytes=65_536)
         writer.add("one", "a b c d", age_s=60.0)
@@ -25,7 +26,7 @@ def known(url: str):
         yield url
 
 
-def test_stat_json_totals_are_exact(run: Run, known) -> None:
+def test_stat_json_totals_are_exact(run: Run, known: str) -> None:
     found = json.loads(run("stat", known, "--json").stdout)
     assert (found["requests"], found["packs"], found["blocks"]) == (3, 3, 12)
     assert found["raw_bytes"] == 10 * 65_536 + 2 * 4096
@@ -36,7 +37,7 @@ def test_stat_json_totals_are_exact(run: Run, known) -> None:
     assert found["fill"] == round(found["disk_bytes"] / (1 << 30), 4)
 
 
-def test_stat_json_namespaces_and_groups_are_exact(run: Run, known) -> None:
+def test_stat_json_namespaces_and_groups_are_exact(run: Run, known: str) -> None:
     first, second = json.loads(run("stat", known, "--json").stdout)["namespaces"]
     assert (
         first["requests"],
@@ -58,7 +59,7 @@ def test_stat_json_namespaces_and_groups_are_exact(run: Run, known) -> None:
     assert second["groups"][0]["codec_ratio"] == 1.0
 
 
-def test_stat_histograms_count_each_request_once(run: Run, known) -> None:
+def test_stat_histograms_count_each_request_once(run: Run, known: str) -> None:
     found = json.loads(run("stat", known, "--json").stdout)
     assert {
         row["below"]: row["requests"] for row in found["ages"] if row["requests"]
@@ -70,7 +71,7 @@ def test_stat_histograms_count_each_request_once(run: Run, known) -> None:
     assert found["ages"][-1]["below"] is None
 
 
-def test_stat_text_has_ratios_codecs_and_histograms(run: Run, known) -> None:
+def test_stat_text_has_ratios_codecs_and_histograms(run: Run, known: str) -> None:
     shown = run("stat", known).stdout
     for part in (
         "dedup ratio",
@@ -127,7 +128,7 @@ def test_stat_deleted_packs_count_as_free_space(run: Run, tmp_path: Path) -> Non
     assert f"{after['pieces']} pieces" in shown
 
 
-def test_stat_shows_savings_by_model_and_label(run: Run, known) -> None:
+def test_stat_shows_savings_by_model_and_label(run: Run, known: str) -> None:
     assert "nothing yet: no request has restored" in run("stat", known).stdout
     with closing(open_backend(known)) as backend:
         recorder = SavingsRecorder(backend, Identity.of({"model_name": "/m/gpt2"}))
@@ -148,5 +149,5 @@ def test_stat_shows_savings_by_model_and_label(run: Run, known) -> None:
     ]
 
 
-def test_stat_of_local_store_shows_no_commits_to_merge(run: Run, known) -> None:
+def test_stat_of_local_store_shows_no_commits_to_merge(run: Run, known: str) -> None:
     assert "merged" not in run("stat", known).stdout

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import pytest
 
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage import open_backend
-from persistkv.storage.host.status import read_statuses
+from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.status import EngineStatus, read_statuses
+from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.storage.store.savings import SavingsRecorder
@@ -33,7 +35,7 @@ JOB_BYTES = 4 << 20  # large enough to be written at once; smaller jobs are stag
 
 
 @pytest.fixture
-def engine(url: str):
+def engine(url: str) -> Iterator[StoreClient]:
     """Client whose host process has stored one request and loaded it again."""
     job = Job(BLOCKS, JOB_BYTES)
     with closing(job.rig.client(url)) as client:
@@ -52,7 +54,7 @@ def engine(url: str):
         yield client
 
 
-def wait_for(url, condition) -> None:
+def wait_for(url: str, condition: Callable[[Sequence[EngineStatus]], bool]) -> None:
     deadline = time.monotonic() + 60
     with closing(open_backend(url, read_only=True)) as backend:
         while not condition(read_statuses(backend)):
@@ -61,10 +63,13 @@ def wait_for(url, condition) -> None:
 
 
 @pytest.mark.slow
-def test_top_engine_shows_counters_until_closed(run: Run, url: str, engine) -> None:
+def test_top_engine_shows_counters_until_closed(
+    run: Run, url: str, engine: StoreClient
+) -> None:
     found = json.loads(run("top", url, "--interval", "1s", "--json").stdout)
     (view,) = found["engines"]
     assert (view["live"], view["hit_rate"], view["breaker"]) == (True, 0.5, None)
+    assert isinstance(engine.host, ProcessHost)
     assert (view["pid"], view["engine_pid"]) == (engine.host.pid, os.getpid())
     assert view["indexed_blocks"] == BLOCKS
     assert (view["counters"]["stored_raw_bytes"], view["counters"]["loaded_bytes"]) == (
@@ -81,7 +86,7 @@ def test_top_engine_shows_counters_until_closed(run: Run, url: str, engine) -> N
 
 
 @pytest.mark.slow
-def test_top_interrupted_on_terminal_exits_0(url: str, engine) -> None:
+def test_top_interrupted_on_terminal_exits_0(url: str, engine: StoreClient) -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "persistkv_tools", "top", url, "--interval", "1s"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
@@ -113,10 +118,12 @@ def test_top_interrupted_on_terminal_exits_0(url: str, engine) -> None:
 
 
 @pytest.fixture
-def status_backend(memory_store: Callable[[], MemoryBackend]):
+def status_backend(
+    memory_store: Callable[[], MemoryBackend],
+) -> Callable[[dict[str, EngineStatus]], FaultyBackend[MemoryBackend]]:
     """Return a function that returns a store, which reports the current content of ``statuses``."""
 
-    def report(statuses):
+    def report(statuses: dict[str, EngineStatus]) -> FaultyBackend[MemoryBackend]:
         backend = FaultyBackend.of(memory_store())
         backend.after(
             "statuses",
@@ -129,9 +136,12 @@ def status_backend(memory_store: Callable[[], MemoryBackend]):
 
 class TestWatch:
     def test_rates_are_change_per_second_between_status_rows(
-        self, status_backend
+        self,
+        status_backend: Callable[
+            [dict[str, EngineStatus]], FaultyBackend[MemoryBackend]
+        ],
     ) -> None:
-        rows = {}
+        rows: dict[str, EngineStatus] = {}
         watch = Watch("lmdb:///x", status_backend(rows))
         rows["e1"] = make_status(
             time=1000.0, counters=StoreCounters(stored_raw_bytes=100, evicted_blocks=1)
@@ -142,15 +152,22 @@ class TestWatch:
             time=1004.0, counters=StoreCounters(stored_raw_bytes=500, evicted_blocks=3)
         )
         (view,) = watch.snapshot().engines
+        assert view.rates is not None
         assert (
             view.rates.stored_raw_bytes,
             view.rates.evicted_blocks,
             view.rates.loaded_bytes,
         ) == (100.0, 0.5, 0.0)
         (view,) = watch.snapshot().engines  # the row is unchanged
+        assert view.rates is not None
         assert view.rates.stored_raw_bytes == 100.0
 
-    def test_outdated_engines_sort_last(self, status_backend) -> None:
+    def test_outdated_engines_sort_last(
+        self,
+        status_backend: Callable[
+            [dict[str, EngineStatus]], FaultyBackend[MemoryBackend]
+        ],
+    ) -> None:
         now = time.time()
         rows = {
             "old": make_status("old", started=1.0),
@@ -165,9 +182,12 @@ class TestWatch:
         ]
 
     def test_engine_has_model_name_and_pid_of_engine_process(
-        self, status_backend
+        self,
+        status_backend: Callable[
+            [dict[str, EngineStatus]], FaultyBackend[MemoryBackend]
+        ],
     ) -> None:
-        rows = {}
+        rows: dict[str, EngineStatus] = {}
         backend = status_backend(rows)
         namespace = begin_namespace(
             backend, Identity.of({"model_name": "/models/llama"})

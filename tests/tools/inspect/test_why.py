@@ -4,6 +4,7 @@ import json
 import struct
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ CONFIG = {
 }
 
 
-def write_weights(directory, byte=0) -> None:
+def write_weights(directory: Path, byte: int = 0) -> None:
     """Write a checkpoint of one tensor without safetensors, which may not be installed."""
     header = json.dumps(
         {"w": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
@@ -32,7 +33,7 @@ def write_weights(directory, byte=0) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path):
+def model(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     write_weights(directory)
     config = CONFIG | {
@@ -45,7 +46,7 @@ def model(tmp_path: Path):
 
 
 @pytest.fixture
-def store(url: str, model):
+def store(url: str, model: Path) -> tuple[str, dict[str, Any]]:
     fields = {
         "weights": fingerprint_checkpoint(model),
         "config": CONFIG | {"vocab_size": 256},
@@ -61,13 +62,15 @@ def store(url: str, model):
     return url, fields
 
 
-def compared(run, url, against, *options, code):
+def compared(run: Run, url: str, against: Path | str, *options: str, code: int) -> Any:
     done = run("why", url, "--against", str(against), "--json", *options)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)["comparisons"]
 
 
-def test_why_matching_model_exits_0(run: Run, store, model) -> None:
+def test_why_matching_model_exits_0(
+    run: Run, store: tuple[str, dict[str, Any]], model: Path
+) -> None:
     url, fields = store
     (found,) = compared(run, url, model, code=0)
     assert (found["matches"], found["differences"]) == (True, [])
@@ -78,7 +81,10 @@ def test_why_matching_model_exits_0(run: Run, store, model) -> None:
 
 
 def test_why_model_path_as_long_as_id_prints_path(
-    run: Run, store, model, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    store: tuple[str, dict[str, Any]],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     url, _ = store
     path = "model".ljust(32, "x")
@@ -88,7 +94,9 @@ def test_why_model_path_as_long_as_id_prints_path(
     assert shown.startswith(f"{path} matches namespace")
 
 
-def test_why_differing_config_exits_1_listing_fields(run: Run, store, model) -> None:
+def test_why_differing_config_exits_1_listing_fields(
+    run: Run, store: tuple[str, dict[str, Any]], model: Path
+) -> None:
     url, _ = store
     config = json.loads((model / "config.json").read_text())
     config |= {"rope_theta": 500000.0, "torch_dtype": "float16"}
@@ -107,7 +115,7 @@ def test_why_differing_config_exits_1_listing_fields(run: Run, store, model) -> 
 
 
 def test_why_other_weights_exits_1_listing_weights(
-    run: Run, store, tmp_path: Path, model
+    run: Run, store: tuple[str, dict[str, Any]], tmp_path: Path, model: Path
 ) -> None:
     write_weights(tmp_path / "tuned", byte=1)
     (tmp_path / "tuned" / "config.json").write_bytes(
@@ -117,7 +125,9 @@ def test_why_other_weights_exits_1_listing_weights(
     assert [row["field"] for row in found["differences"]] == ["weights"]
 
 
-def test_why_against_namespace_lists_differing_fields(run: Run, store) -> None:
+def test_why_against_namespace_lists_differing_fields(
+    run: Run, store: tuple[str, dict[str, Any]]
+) -> None:
     url, fields = store
     ours = Identity.of(fields).digest.hex()
     (found,) = compared(run, url, ours[:6], code=1)
@@ -130,7 +140,9 @@ def test_why_against_namespace_lists_differing_fields(run: Run, store) -> None:
     }
 
 
-def test_why_without_against_compares_nearest_namespaces(run: Run, store) -> None:
+def test_why_without_against_compares_nearest_namespaces(
+    run: Run, store: tuple[str, dict[str, Any]]
+) -> None:
     url, fields = store
     done = run("why", url, "--json")
     assert done.returncode == 0
@@ -174,7 +186,9 @@ def test_why_without_two_namespaces_says_so_and_exits_0(
     assert answer["comparisons"] == []
 
 
-def test_why_against_store_path_compares_stores(run: Run, store, url: str) -> None:
+def test_why_against_store_path_compares_stores(
+    run: Run, store: tuple[str, dict[str, Any]], url: str
+) -> None:
     path = url.partition("?")[0].removeprefix("lmdb://")
     assert [found["matches"] for found in compared(run, url, path, code=0)] == [
         True,
@@ -183,7 +197,7 @@ def test_why_against_store_path_compares_stores(run: Run, store, url: str) -> No
 
 
 def test_why_against_store_compares_nearest_namespaces(
-    run: Run, store, tmp_path: Path
+    run: Run, store: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     url, fields = store
     other = f"lmdb://{tmp_path}/other"
@@ -201,7 +215,7 @@ def test_why_against_store_compares_nearest_namespaces(
 
 
 def test_why_invalid_or_empty_target_exits_2(
-    run: Run, store, tmp_path: Path, url: str
+    run: Run, store: tuple[str, dict[str, Any]], tmp_path: Path, url: str
 ) -> None:
     for against in ("nothing-there", str(tmp_path)):
         done = run("why", url, "--against", against)

@@ -29,7 +29,7 @@ def store(
     tmp_path: Path,
     key: Path,
     monkeypatch: pytest.MonkeyPatch,
-):
+) -> str:
     """URL of a store with content of two tenants."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     scheme, _, seal = request.param.partition("-")
@@ -40,7 +40,7 @@ def store(
     return url
 
 
-def fill(url) -> None:
+def fill(url: str) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"architecture": "Llama"})).id
         for seed, tenant in enumerate(("anna", "anna", "berta")):
@@ -54,7 +54,7 @@ def fill(url) -> None:
 
 
 def test_forget_removes_content_of_tenant_and_signs_receipt(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     receipt = tmp_path / "receipt.json"
     done = run("forget", store, "anna", "--yes", "--receipt", str(receipt), "--json")
@@ -102,7 +102,7 @@ def test_forget_receipt_is_genuine_only_for_its_store_and_after_rotation(
 
 
 def test_forget_wrong_input_exits_2_and_changes_nothing(
-    run: Run, store, tmp_path: Path
+    run: Run, store: str, tmp_path: Path
 ) -> None:
     taken = tmp_path / "taken"
     taken.write_text("kept")

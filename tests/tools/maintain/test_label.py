@@ -18,7 +18,7 @@ from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 
-def labels(run, url):
+def labels(run: Run, url: str) -> dict[str, dict[str, str]]:
     return {
         request["id"]: request["labels"]
         for request in json.loads(run("ls", url, "--json").stdout)["requests"]
@@ -26,14 +26,14 @@ def labels(run, url):
 
 
 @pytest.fixture
-def store(contexts: tuple[str, Contexts]):
+def store(contexts: tuple[str, Contexts]) -> str:
     url, writer = contexts
     writer.add("one", "a b c", labels={"user": "anna", "draft": "yes"})
     writer.add("two", "a b d")
     return url
 
 
-def test_label_adds_changes_and_removes_labels(run: Run, store) -> None:
+def test_label_adds_changes_and_removes_labels(run: Run, store: str) -> None:
     done = run(
         "label",
         store,
@@ -62,7 +62,7 @@ def test_label_adds_changes_and_removes_labels(run: Run, store) -> None:
     )
 
 
-def test_label_keeps_all_other_fields(run: Run, store) -> None:
+def test_label_keeps_all_other_fields(run: Run, store: str) -> None:
     run("pin", store, "one")
     before = json.loads(run("show", store, "one", "--json").stdout)
     assert run("label", store, "one", "user=bert").returncode == 0
@@ -103,21 +103,25 @@ def test_relabel_pinned_request_stays_pinned(tmp_path: Path) -> None:
         (("user=a", "--remove", "user"), "the same command does not set"),
     ],
 )
-def test_label_bad_arguments_exit_2(run: Run, store, arguments, part: str) -> None:
+def test_label_bad_arguments_exit_2(
+    run: Run, store: str, arguments: tuple[str, ...], part: str
+) -> None:
     done = run("label", store, "one", *arguments)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert part in done.stderr
 
 
-def test_label_unknown_request_exits_2(run: Run, store) -> None:
+def test_label_unknown_request_exits_2(run: Run, store: str) -> None:
     assert run("label", store, "nobody", "a=b").returncode == 2
 
 
-def with_second_writer(backend, seeds):
+def with_second_writer(
+    backend: MemoryBackend, seeds: list[int]
+) -> FaultyBackend[MemoryBackend]:
     """Return the store with a second writer that commits before each commit with a cursor until
     ``seeds`` is empty."""
 
-    def write(namespace, batch) -> None:
+    def write(namespace: bytes, batch: CommitBatch) -> None:
         if batch.seen is not None and seeds:
             backend.commit(
                 namespace, CommitBatch([sample_pack(namespace, seeds.pop())])
@@ -130,24 +134,26 @@ def with_second_writer(backend, seeds):
 
 class TestRelabelConcurrentCommits:
     @pytest.fixture
-    def memory(self, memory_store: Callable[[], MemoryBackend]):
+    def memory(self, memory_store: Callable[[], MemoryBackend]) -> MemoryBackend:
         backend = memory_store()
         Contexts(backend).add("one", "a b c")
         return backend
 
-    def test_commit_between_read_and_write_retries(self, memory) -> None:
+    def test_commit_between_read_and_write_retries(self, memory: MemoryBackend) -> None:
         seeds = [1, 2, 3]
         busy = with_second_writer(memory, seeds)
         assert relabel(busy, find_request(busy, "one"), {"a": "b"}, []) == {"a": "b"}
         assert seeds == []
 
-    def test_commit_before_every_attempt_raises_store_error(self, memory) -> None:
+    def test_commit_before_every_attempt_raises_store_error(
+        self, memory: MemoryBackend
+    ) -> None:
         busy = with_second_writer(memory, list(range(1_000)))
         with pytest.raises(StoreError, match="other processes wrote"):
             relabel(busy, find_request(busy, "one"), {"a": "b"}, [])
 
     def test_deleted_request_raises_not_found_and_is_not_recreated(
-        self, memory
+        self, memory: MemoryBackend
     ) -> None:
         found = find_request(memory, "one")
         (pack,) = memory.changes(found.namespace.id, None).added
@@ -157,7 +163,7 @@ class TestRelabelConcurrentCommits:
         assert list(memory.catalogue(found.namespace.id).manifests()) == []
 
 
-def pinned(run, url):
+def pinned(run: Run, url: str) -> set[str]:
     rows = json.loads(run("ls", url, "--json").stdout)["requests"]
     return {row["id"] for row in rows if row["pinned"]}
 
@@ -173,7 +179,7 @@ def pinned(run, url):
     ids=" ".join,
 )
 def test_pin_unpin_and_label_accept_several_ids_or_a_label(
-    run: Run, store, chosen: tuple[str, ...], names: tuple[str, ...]
+    run: Run, store: str, chosen: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     assert run("label", store, "one", "two", "team=a").returncode == 0
     found = json.loads(run("pin", store, *chosen, "--json").stdout)
@@ -203,7 +209,7 @@ def test_pin_unpin_and_label_accept_several_ids_or_a_label(
 )
 def test_pin_and_label_wrong_choice_exits_2_and_changes_nothing(
     run: Run,
-    store,
+    store: str,
     arguments: tuple[str, ...],
     part: str,
 ) -> None:

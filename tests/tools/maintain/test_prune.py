@@ -4,16 +4,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import persistkv.storage.inspection.handle
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv_tools.maintain.deletion import Prune, PruneRules
@@ -23,7 +24,7 @@ from tests.tools.contexts import Contexts
 
 
 @pytest.fixture
-def family(contexts: tuple[str, Contexts]):
+def family(contexts: tuple[str, Contexts]) -> tuple[str, Contexts]:
     """Four requests and an orphan pack; the pack of anna-1 holds its own block and the prefix of
     anna-2 and bert-1."""
     url, writer = contexts
@@ -35,7 +36,7 @@ def family(contexts: tuple[str, Contexts]):
     return url, writer
 
 
-def requests(run, url):
+def requests(run: Run, url: str) -> list[str]:
     return [
         row["id"]
         for row in json.loads(run("ls", url, "--json", "--sort", "id").stdout)[
@@ -44,23 +45,23 @@ def requests(run, url):
     ]
 
 
-def packs(run, url):
-    return json.loads(run("stat", url, "--json").stdout)["packs"]
+def packs(run: Run, url: str) -> int:
+    return int(json.loads(run("stat", url, "--json").stdout)["packs"])
 
 
-def pruned(run, url, *options, code=0):
+def pruned(run: Run, url: str, *options: str, code: int = 0) -> Any:
     done = run("prune", url, "--json", *options)
     assert done.returncode == code, done.stderr
     return json.loads(done.stdout)
 
 
-def plan(backend, selection, **rules):
+def plan(backend: Backend, selection: Selection, **rules: Any) -> Prune:
     """Plan a prune of all namespaces of an open store."""
     wanted = PruneRules(selection, **rules)
     return Prune(backend, lambda: backend, backend.namespaces(), wanted)
 
 
-def ids(views):
+def ids(views: Iterable[dict[str, Any]]) -> list[str]:
     return [view["id"] for view in views]
 
 
@@ -82,15 +83,15 @@ def ids(views):
     ],
 )
 def test_prune_selection_deletes_same_requests_as_dry_run(
-    run: Run, family, options: tuple[str, ...], goes
+    run: Run, family: tuple[str, Contexts], options: tuple[str, ...], goes: list[str]
 ) -> None:
     url, writer = family
-    options = [option.format(namespace=writer.namespace.hex()) for option in options]
+    given = [option.format(namespace=writer.namespace.hex()) for option in options]
     before, held = requests(run, url), packs(run, url)
-    plan = pruned(run, url, *options, "--dry-run")["plan"]
+    plan = pruned(run, url, *given, "--dry-run")["plan"]
     assert sorted(ids(plan["requests"])) == goes
     assert (requests(run, url), packs(run, url)) == (before, held)
-    done = pruned(run, url, *options, "--yes")["done"]
+    done = pruned(run, url, *given, "--yes")["done"]
     assert done["goes"] == plan["goes"]
     assert done["requests"] == len(goes)
     assert requests(run, url) == [name for name in before if name not in goes]
@@ -99,7 +100,7 @@ def test_prune_selection_deletes_same_requests_as_dry_run(
 
 
 def test_prune_orphan_pack_is_deleted_only_with_orphans_option(
-    run: Run, family
+    run: Run, family: tuple[str, Contexts]
 ) -> None:
     url, _ = family
     plan = pruned(run, url, "--orphans", "--dry-run")["plan"]
@@ -110,7 +111,7 @@ def test_prune_orphan_pack_is_deleted_only_with_orphans_option(
 
 
 def test_prune_request_with_shared_packs_is_deleted_and_packs_stay(
-    run: Run, family
+    run: Run, family: tuple[str, Contexts]
 ) -> None:
     """Others use the packs of anna-1, and all of its blocks."""
     url, writer = family
@@ -158,7 +159,9 @@ def test_prune_request_whose_packs_are_gone_deletes_it(
     assert requests(run, url) == []
 
 
-def test_prune_request_with_copies_deletes_all_copies(run: Run, family) -> None:
+def test_prune_request_with_copies_deletes_all_copies(
+    run: Run, family: tuple[str, Contexts]
+) -> None:
     url, writer = family
     for number in range(3):
         writer.add(f"copy-{number}", "c1 c2", age_s=float(number))
@@ -172,7 +175,9 @@ def test_prune_request_with_copies_deletes_all_copies(run: Run, family) -> None:
     assert len(requests(run, url)) == 4
 
 
-def test_prune_shared_packs_deletes_every_request_of_pack(run: Run, family) -> None:
+def test_prune_shared_packs_deletes_every_request_of_pack(
+    run: Run, family: tuple[str, Contexts]
+) -> None:
     """The pack with the prefix of bert-1 also holds a1, a block that only anna-1 and anna-2 use."""
     url, writer = family
     shown = run("prune", url, "--request", "anna-1", "--request", "anna-2", "--dry-run")
@@ -203,7 +208,7 @@ def test_prune_shared_packs_deletes_every_request_of_pack(run: Run, family) -> N
 )
 def test_prune_remaining_block_exits_1_if_selected_by_id_or_label(
     run: Run,
-    family,
+    family: tuple[str, Contexts],
     options: tuple[str, ...],
     code: int,
 ) -> None:
@@ -236,7 +241,7 @@ def test_prune_keep_last_and_daily_keep_newest_requests(
     contexts: tuple[str, Contexts],
     monkeypatch: pytest.MonkeyPatch,
     options: tuple[str, ...],
-    stays,
+    stays: list[str],
 ) -> None:
     """Two requests today, two yesterday, one three days ago."""
     noon = time.mktime((2026, 11, 27, 12, 0, 0, 0, 0, -1))
@@ -251,7 +256,9 @@ def test_prune_keep_last_and_daily_keep_newest_requests(
     assert found["done"]["requests"] == 5 - len(stays)
 
 
-def test_prune_plan_marks_pinned_requests(run: Run, family) -> None:
+def test_prune_plan_marks_pinned_requests(
+    run: Run, family: tuple[str, Contexts]
+) -> None:
     url, _ = family
     unmarked = run("prune", url, "--older-than", "30d", "--dry-run").stdout
     assert "pinned" not in unmarked
@@ -292,7 +299,9 @@ def test_prune_keep_size_prints_returned_and_remaining_bytes(
     assert (dry["disk_bytes"], dry["free_bytes"]) == (None, None)
 
 
-def test_prune_keep_size_unreachable_prints_remaining_bytes(run: Run, family) -> None:
+def test_prune_keep_size_unreachable_prints_remaining_bytes(
+    run: Run, family: tuple[str, Contexts]
+) -> None:
     url, _ = family
     done = run("prune", url, "--keep-size", "1KiB", "--yes")
     assert done.returncode == 0
@@ -300,7 +309,9 @@ def test_prune_keep_size_unreachable_prints_remaining_bytes(run: Run, family) ->
     assert "--orphans" in done.stdout
 
 
-def test_prune_without_consent_or_selection_exits_2(run: Run, family) -> None:
+def test_prune_without_consent_or_selection_exits_2(
+    run: Run, family: tuple[str, Contexts]
+) -> None:
     url, _ = family
     for options in ((), ("--json",)):
         done = run("prune", url, "--older-than", "1h", *options)
@@ -314,7 +325,7 @@ def test_prune_without_consent_or_selection_exits_2(run: Run, family) -> None:
 
 @pytest.mark.parametrize(("answer", "left"), [(b"y\n", 3), (b"n\n", 4), (b"\n", 4)])
 def test_prune_on_terminal_deletes_only_after_yes(
-    run: Run, family, answer: bytes, left: int
+    run: Run, family: tuple[str, Contexts], answer: bytes, left: int
 ) -> None:
     url, _ = family
     ours, theirs = os.openpty()
@@ -350,14 +361,18 @@ def test_prune_namespace_keeps_other_namespaces(run: Run, filled: str) -> None:
 
 class TestPruneConcurrentChanges:
     @pytest.fixture
-    def store(self, memory_store: Callable[[], MemoryBackend]):
+    def store(
+        self, memory_store: Callable[[], MemoryBackend]
+    ) -> tuple[MemoryBackend, Contexts]:
         backend = memory_store()
         writer = Contexts(backend)
         for number in range(4):
             writer.add(f"r{number}", f"a{number} b{number}")
         return backend, writer
 
-    def test_request_added_after_plan_keeps_its_packs(self, store) -> None:
+    def test_request_added_after_plan_keeps_its_packs(
+        self, store: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = store
         prune = plan(backend, Selection())
         assert prune.plan.goes.packs == 4
@@ -372,7 +387,9 @@ class TestPruneConcurrentChanges:
         left = backend.catalogue(writer.namespace).manifests()
         assert [manifest.id for manifest in left] == ["new"]
 
-    def test_pack_deleted_after_plan_is_skipped(self, store) -> None:
+    def test_pack_deleted_after_plan_is_skipped(
+        self, store: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = store
         prune = plan(backend, Selection())
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r1"]]))
@@ -381,14 +398,14 @@ class TestPruneConcurrentChanges:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch):
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function that makes the commits of a command fail after a number of them."""
 
     def fail_after(commits: int) -> None:
-        def opened(url, *, read_only=False):
+        def opened(url: str, *, read_only: bool = False) -> FaultyBackend[Backend]:
             backend = FaultyBackend.of(open_backend(url, read_only=read_only))
 
-            def fail(*_) -> None:
+            def fail(*_: object) -> None:
                 if backend.calls.count("commit") > commits:
                     raise StoreError("the disk is gone")
 
@@ -401,7 +418,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_prune_failed_commit_lists_earlier_deletions(
-    run: Run, url: str, failing
+    run: Run, url: str, failing: Callable[[int], None]
 ) -> None:
     with closing(open_backend(url)) as backend:
         writer = Contexts(backend)
@@ -435,7 +452,7 @@ def test_pin_protects_request_from_eviction_until_unpin(run: Run, url: str) -> N
     assert "gone" in run("pin", small, "gone").stderr
 
 
-def test_pin_prints_pinned_request(run: Run, family) -> None:
+def test_pin_prints_pinned_request(run: Run, family: tuple[str, Contexts]) -> None:
     done = run("pin", family[0], "lone")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("pinned lone-1 ")

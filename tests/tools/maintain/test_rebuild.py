@@ -1,5 +1,7 @@
 """``persistkv rebuild`` builds a catalogue from a store's packs after damage."""
 
+from __future__ import annotations
+
 import json
 import os
 from contextlib import closing
@@ -11,13 +13,14 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack
+from tests.tools.conftest import Run
 from tests.tools.json_fields import check_documented
 
 CAPACITY = 64 << 20
 
 
 @pytest.fixture
-def store(tmp_path):
+def store(tmp_path: Path) -> str:
     """URL, without options, of a closed store with ten packs and a request, and payloads in segment
     files."""
     url = f"lmdb://{tmp_path}/store"
@@ -29,11 +32,11 @@ def store(tmp_path):
     return url
 
 
-def path_of(url):
+def path_of(url: str) -> Path:
     return Path(url.partition("://")[2])
 
 
-def test_rebuild_lost_catalogue_finds_packs_that_verify(run, store):
+def test_rebuild_lost_catalogue_finds_packs_that_verify(run: Run, store: str) -> None:
     (path_of(store) / "data.mdb").unlink()
     done = run("rebuild", f"{store}?capacity=64MiB")
     assert done.returncode == 0, done.stderr
@@ -45,7 +48,7 @@ def test_rebuild_lost_catalogue_finds_packs_that_verify(run, store):
     assert (stat["blocks"], stat["requests"], stat["capacity"]) == (40, 0, CAPACITY)
 
 
-def test_rebuild_json_has_the_documented_fields(run, store):
+def test_rebuild_json_has_the_documented_fields(run: Run, store: str) -> None:
     data = path_of(store) / "data.mdb"
     data.write_bytes(os.urandom(data.stat().st_size))
     done = run("rebuild", store, "--json")
@@ -56,7 +59,7 @@ def test_rebuild_json_has_the_documented_fields(run, store):
     assert Path(found["damaged"], "data.mdb").exists()
 
 
-def test_rebuild_intact_store_changes_nothing(run, store):
+def test_rebuild_intact_store_changes_nothing(run: Run, store: str) -> None:
     before = (path_of(store) / "data.mdb").read_bytes()
     done = run("rebuild", store)
     assert done.returncode == 0, done.stderr
@@ -65,7 +68,7 @@ def test_rebuild_intact_store_changes_nothing(run, store):
     assert (path_of(store) / "data.mdb").read_bytes() == before
 
 
-def test_rebuild_without_any_pack_exits_with_1(run, store):
+def test_rebuild_without_any_pack_exits_with_1(run: Run, store: str) -> None:
     (path_of(store) / "data.mdb").unlink()
     os.truncate(path_of(store) / "segments" / "00000000.seg", 4096)
     done = run("rebuild", store)
@@ -73,14 +76,16 @@ def test_rebuild_without_any_pack_exits_with_1(run, store):
     assert "nothing was changed" in done.stdout
 
 
-def test_rebuild_store_in_use_exits_with_3(run, store):
+def test_rebuild_store_in_use_exits_with_3(run: Run, store: str) -> None:
     with closing(open_backend(store)):
         done = run("rebuild", store)
     assert done.returncode == 3
     assert "open for writing" in done.stderr
 
 
-def test_rebuild_renamed_store_can_be_copied_to_the_present_one(run, store):
+def test_rebuild_renamed_store_can_be_copied_to_the_present_one(
+    run: Run, store: str
+) -> None:
     path = path_of(store)
     (path / "data.mdb").write_bytes(os.urandom((path / "data.mdb").stat().st_size))
     (path / "guard").write_text("open".ljust(31) + "\n")

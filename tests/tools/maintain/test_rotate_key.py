@@ -24,12 +24,12 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["lmdb", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path):
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL, without options, of a closed store with the key ``old``."""
     return f"{request.param}://{tmp_path}/store"
 
 
-def fill(url) -> None:
+def fill(url: str) -> None:
     with closing(open_backend(url)) as backend:
         namespace = backend.open_namespace(Identity.of({"architecture": "Llama"})).id
         pack = sample_pack(namespace, 1, seal=backend.seal, blocks=3)
@@ -38,7 +38,7 @@ def fill(url) -> None:
 
 
 def test_rotate_key_new_key_opens_store_and_old_one_does_not(
-    run: Run, keys: Path, store
+    run: Run, keys: Path, store: str
 ) -> None:
     old, new = f"{store}?key_file={keys}/old", f"{store}?key_file={keys}/new"
     fill(old)
@@ -59,7 +59,7 @@ def test_rotate_key_new_key_opens_store_and_old_one_does_not(
 
 
 def test_rotate_key_without_new_key_or_for_plain_store_exits_2(
-    run: Run, keys: Path, store
+    run: Run, keys: Path, store: str
 ) -> None:
     old = f"{store}?key_file={keys}/old"
     fill(old)
@@ -83,7 +83,7 @@ def test_rotate_key_absent_store_exits_3_and_creates_none(
     assert not (tmp_path / "absent").exists()
 
 
-def test_commands_without_the_key_say_so(run: Run, keys: Path, store) -> None:
+def test_commands_without_the_key_say_so(run: Run, keys: Path, store: str) -> None:
     fill(f"{store}?key_file={keys}/old")
     for name in ("ls", "stat", "verify"):
         done = run(name, store)

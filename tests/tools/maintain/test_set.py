@@ -1,13 +1,18 @@
 """``persistkv set`` shows a store's policy; no other command changes the policy."""
 
+from __future__ import annotations
+
 import json
 import time
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
+from tests.tools.conftest import Run
 from tests.tools.contexts import Contexts
 
 GIB = 1 << 30
@@ -15,7 +20,7 @@ DAY_S = 86_400
 
 
 @pytest.fixture
-def store(contexts):
+def store(contexts: tuple[str, Contexts]) -> str:
     """URL, without options, of a store of 1 GiB with two requests."""
     url, writer = contexts
     writer.add("one", "a b c")
@@ -23,11 +28,11 @@ def store(contexts):
     return url.partition("?")[0]
 
 
-def policy(run, store):
+def policy(run: Run, store: str) -> Any:
     return json.loads(run("set", store, "--json").stdout)["before"]
 
 
-def test_set_without_values_shows_the_policy(run, store):
+def test_set_without_values_shows_the_policy(run: Run, store: str) -> None:
     done = run("set", store)
     assert done.returncode == 0, done.stderr
     assert "1.0 GiB" in done.stdout
@@ -40,7 +45,7 @@ def test_set_without_values_shows_the_policy(run, store):
     }
 
 
-def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
+def test_set_changes_capacity_and_ttl_of_an_open_store(run: Run, store: str) -> None:
     done = run("set", store, "capacity=2GiB", "ttl=7d", "--yes")
     assert done.returncode == 0, done.stderr
     assert "1.0 GiB → 2.0 GiB" in done.stdout
@@ -55,7 +60,7 @@ def test_set_changes_capacity_and_ttl_of_an_open_store(run, store):
     assert json.loads(run("stat", store, "--json").stdout)["requests"] == 2
 
 
-def test_set_lower_capacity_shows_bytes_to_evict(run, store):
+def test_set_lower_capacity_shows_bytes_to_evict(run: Run, store: str) -> None:
     found = json.loads(run("set", store, "capacity=1MiB", "--dry-run", "--json").stdout)
     assert not found["changed"]
     disk = found["consequences"]["disk_bytes"]
@@ -63,7 +68,9 @@ def test_set_lower_capacity_shows_bytes_to_evict(run, store):
     assert policy(run, store)["capacity"] == GIB
 
 
-def test_set_lower_capacity_frees_disk_of_local_store_at_once(run, tmp_path):
+def test_set_lower_capacity_frees_disk_of_local_store_at_once(
+    run: Run, tmp_path: Path
+) -> None:
     url, store = f"lmdb://{tmp_path}/local", tmp_path / "local"
     with closing(open_backend(f"{url}?capacity=1GiB")) as backend:
         writer = Contexts(backend, block_bytes=1 << 20)
@@ -79,7 +86,9 @@ def test_set_lower_capacity_frees_disk_of_local_store_at_once(run, tmp_path):
     assert after <= 16 << 20
 
 
-def test_set_lower_capacity_of_shared_store_says_what_evicts(run, tmp_path):
+def test_set_lower_capacity_of_shared_store_says_what_evicts(
+    run: Run, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/shared"
     with closing(open_backend(url)) as backend:
         Contexts(backend, block_bytes=1 << 20).add("one", "a b c")
@@ -90,7 +99,9 @@ def test_set_lower_capacity_of_shared_store_says_what_evicts(run, tmp_path):
     assert "engines apply it with their next commit" in done.stdout
 
 
-def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
+def test_set_shorter_ttl_counts_expiring_requests(
+    run: Run, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run("pin", store, "one")
     now, since_boot = time.time, time.clock_gettime
     monkeypatch.setattr(time, "time", lambda: now() + 2 * DAY_S)
@@ -103,10 +114,10 @@ def test_set_shorter_ttl_counts_expiring_requests(run, store, monkeypatch):
 
 
 def test_set_ttl_counts_requests_that_the_next_commit_deletes(
-    run,
-    contexts,
-    monkeypatch,
-):
+    run: Run,
+    contexts: tuple[str, Contexts],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The use of a block delays its own expiry, and not that of a request."""
     url, writer = contexts
     writer.add("old", "a b")
@@ -125,14 +136,14 @@ def test_set_ttl_counts_requests_that_the_next_commit_deletes(
     assert json.loads(run("stat", url, "--json").stdout)["packs"] == 2
 
 
-def test_set_capacity_beyond_disk_prints_missing_space(run, store):
+def test_set_capacity_beyond_disk_prints_missing_space(run: Run, store: str) -> None:
     assert (
         "more than the disk has free"
         in run("set", store, "capacity=64TiB", "--dry-run").stdout
     )
 
 
-def test_set_without_consent_changes_nothing(run, store):
+def test_set_without_consent_changes_nothing(run: Run, store: str) -> None:
     done = run("set", store, "capacity=2GiB")
     assert done.returncode == 2
     assert "--yes or --dry-run" in done.stderr
@@ -150,7 +161,9 @@ def test_set_without_consent_changes_nothing(run, store):
         ("size=1GiB", "one of capacity"),
     ],
 )
-def test_set_bad_value_exits_2_naming_it(run, store, value, named):
+def test_set_bad_value_exits_2_naming_it(
+    run: Run, store: str, value: str, named: str
+) -> None:
     done = run("set", store, value, "--yes")
     assert done.returncode == 2
     assert named in done.stderr
@@ -166,10 +179,10 @@ def test_set_bad_value_exits_2_naming_it(run, store, value, named):
     "command", ["label one a=b", "pin one", "prune --older-than 30d --yes"]
 )
 def test_writing_command_url_with_other_capacity_keeps_recorded_one(
-    run,
-    store,
-    command,
-):
+    run: Run,
+    store: str,
+    command: str,
+) -> None:
     name, *rest = command.split()
     done = run(name, f"{store}?capacity=2MiB&ttl=1m", *rest)
     assert done.returncode == 0, done.stderr

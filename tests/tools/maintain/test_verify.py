@@ -13,7 +13,7 @@ import pytest
 
 from persistkv.errors import StoreError
 from persistkv.storage import open_backend
-from persistkv.storage.backend import CommitBatch
+from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.codec import ZstdCodec
 from persistkv.storage.inspection.pack_tables import NamespacePacks
 from persistkv.testing import FaultyBackend, MemoryBackend
@@ -27,7 +27,7 @@ from persistkv_tools.maintain.integrity import (
     read_catalogues,
 )
 from persistkv_tools.maintain.verify import Repaired, repair_packs
-from persistkv_tools.packs import Problem
+from persistkv_tools.packs import Defect, Problem
 from tests.memory_store import (
     flip,
     payload,
@@ -45,12 +45,12 @@ from tests.tools.signals import obey_ctrl_c, run_interrupted
 URL = "lmdb:///here"
 
 
-def ignore(num_bytes) -> None:
+def ignore(num_bytes: int) -> None:
     pass
 
 
 @pytest.fixture
-def memory(memory_store: Callable[[], MemoryBackend]):
+def memory(memory_store: Callable[[], MemoryBackend]) -> tuple[MemoryBackend, Contexts]:
     backend = memory_store()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     for number in range(6):
@@ -84,7 +84,7 @@ except KeyboardInterrupt:
 """
 
 
-def findings(backend, state=None):
+def findings(backend: Backend, state: VerifyState | None = None) -> list[Defect]:
     state = state or VerifyState.begin(URL, 1.0)
     spaces = read_catalogues(backend)
     for _ in Verifier(backend, spaces, state, ignore).packs():
@@ -97,10 +97,14 @@ def findings(backend, state=None):
 
 
 class TestVerifierFindings:
-    def test_intact_store_has_no_findings(self, memory) -> None:
+    def test_intact_store_has_no_findings(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         assert findings(memory[0]) == []
 
-    def test_flipped_payload_byte_is_reported(self, memory) -> None:
+    def test_flipped_payload_byte_is_reported(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         """Payloads consist of frames, some of them compressed, and of the padding between them."""
         backend, writer = memory
         pack = writer.packs["r0"]
@@ -112,14 +116,18 @@ class TestVerifierFindings:
             flip(backend, writer.namespace, pack, position, 0x10)
         assert findings(backend) == []
 
-    def test_swapped_payloads_are_both_reported(self, memory) -> None:
+    def test_swapped_payloads_are_both_reported(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = memory
         one, other = writer.packs["r1"], writer.packs["r2"]
         swap_payloads(backend, writer.namespace, one, other)
         found = findings(backend)
         assert {finding.pack for finding in found} == {one.hex(), other.hex()}
 
-    def test_unreadable_rows_are_counted_by_kind(self, memory) -> None:
+    def test_unreadable_rows_are_counted_by_kind(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = memory
         for name in ("r3", "r4"):
             set_table_row(backend, writer.namespace, writer.packs[name], b"no table")
@@ -136,7 +144,9 @@ class TestVerifierFindings:
             (Problem.MISSING_BLOCKS, 1, "r4"),
         }
 
-    def test_request_without_packs_is_reported_as_missing_blocks(self, memory) -> None:
+    def test_request_without_packs_is_reported_as_missing_blocks(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = memory
         backend.commit(
             writer.namespace, CommitBatch(manifests=[sample_manifest("ghost")])
@@ -147,7 +157,9 @@ class TestVerifierFindings:
 
 
 class TestConcurrentChanges:
-    def test_verifier_pack_deleted_meanwhile_is_not_reported(self, memory) -> None:
+    def test_verifier_pack_deleted_meanwhile_is_not_reported(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = memory
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
@@ -160,7 +172,7 @@ class TestConcurrentChanges:
     @pytest.mark.parametrize("damaged", [False, True])
     def test_verifier_pack_replaced_meanwhile_is_reported_only_if_new_content_is_damaged(
         self,
-        memory,
+        memory: tuple[MemoryBackend, Contexts],
         damaged: bool,
     ) -> None:
         backend, writer = memory
@@ -179,18 +191,22 @@ class TestConcurrentChanges:
         ] * damaged
         assert state.went_meanwhile == (not damaged)
 
-    def test_count_rows_concurrent_commits_returns_none(self, memory) -> None:
+    def test_count_rows_concurrent_commits_returns_none(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, _ = memory
         busy = FaultyBackend.of(backend)
 
-        def write(namespace) -> None:
+        def write(namespace: bytes) -> None:
             seed = 100 + busy.calls.count("catalogue")
             backend.commit(namespace, CommitBatch([sample_pack(namespace, seed)]))
 
         busy.before("catalogue", write)
         assert count_rows(busy, read_catalogues(busy)) is None
 
-    def test_repair_packs_pack_intact_again_is_kept(self, memory) -> None:
+    def test_repair_packs_pack_intact_again_is_kept(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         backend, writer = memory
         bad, healed = writer.packs["r1"], writer.packs["r2"]
         for pack in (bad, healed):
@@ -213,7 +229,9 @@ class TestConcurrentChanges:
         ) - {bad}
         assert findings(backend) == []
 
-    def test_repair_packs_failed_commit_lists_earlier_deletions(self, memory) -> None:
+    def test_repair_packs_failed_commit_lists_earlier_deletions(
+        self, memory: tuple[MemoryBackend, Contexts]
+    ) -> None:
         """The first bad pack is deleted; the commit that deletes the second one fails."""
         backend, writer = memory
         first, second = sorted(writer.packs[name] for name in ("r1", "r2"))
@@ -224,7 +242,7 @@ class TestConcurrentChanges:
         state = VerifyState.begin(URL, 1.0)
         list(Verifier(faulty, spaces, state, ignore).packs())
 
-        def fail(namespace, batch) -> None:
+        def fail(namespace: bytes, batch: CommitBatch) -> None:
             if second in batch.bad:
                 raise StoreError("the disk is gone")
 
@@ -239,7 +257,9 @@ class TestConcurrentChanges:
         )
 
 
-def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory) -> None:
+def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(
+    memory: tuple[MemoryBackend, Contexts],
+) -> None:
     backend, writer = memory
     spaces = read_catalogues(backend)
     state = VerifyState.begin(URL, 1.0)
@@ -256,7 +276,7 @@ def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(memory) -> 
 
 class TestResume:
     def test_verifier_saved_state_checks_only_remaining_packs(
-        self, memory, tmp_path: Path
+        self, memory: tuple[MemoryBackend, Contexts], tmp_path: Path
     ) -> None:
         backend, writer = memory
         flip(backend, writer.namespace, min(writer.packs.values()), 0)

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.backend import CommitBatch, ReadSpan
+from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.format.codec import ZstdCodec
+from persistkv.storage.format.pack import PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend, MemoryBackend
@@ -28,11 +30,11 @@ from tests.tools.transfers import copy
 KEYS = {"one": b"1" * 32, "two": b"2" * 32}
 
 
-def catalogue(backend, namespace):
+def catalogue(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
     return {table.pack_id: table for table in backend.changes(namespace, None).added}
 
 
-def payload(backend, table):
+def payload(backend: Backend, table: PackTable) -> bytes:
     buffer = bytearray(table.payload_length)
     assert backend.read(
         table.namespace, [ReadSpan(table.pack_id, 0, [memoryview(buffer)])]
@@ -40,7 +42,7 @@ def payload(backend, table):
     return bytes(buffer)
 
 
-def contents(backend):
+def contents(backend: Backend) -> dict[bytes, Any]:
     """Return the whole content of a store: packs byte by byte, manifests and keys of requests."""
     found = {}
     for namespace in backend.namespaces():
@@ -57,12 +59,12 @@ def contents(backend):
     return found
 
 
-def contents_at(url):
+def contents_at(url: str) -> dict[bytes, Any]:
     with closing(open_backend(url, read_only=True)) as backend:
         return contents(backend)
 
 
-def opened(backend):
+def opened(backend: Backend) -> dict[bytes, Any]:
     """Return the whole content of a store without what its seal decides: ids and tags of packs."""
     found = {}
     for name, (packs, heads, keys) in contents(backend).items():
@@ -73,18 +75,18 @@ def opened(backend):
     return found
 
 
-def opened_at(url):
+def opened_at(url: str) -> dict[bytes, Any]:
     with closing(open_backend(url, read_only=True)) as backend:
         return opened(backend)
 
 
-def ids(run, url):
+def ids(run: Run, url: str) -> set[str]:
     listed = json.loads(run("ls", url, "--json").stdout)
     return {request["id"] for request in listed["requests"]}
 
 
 @pytest.fixture
-def source(memory_store: Callable[[], MemoryBackend]):
+def source(memory_store: Callable[[], MemoryBackend]) -> tuple[MemoryBackend, Contexts]:
     backend = memory_store()
     writer = Contexts(backend, groups=2, codec=ZstdCodec(1))
     writer.add("anna-1", "s1 s2 a1", labels={"user": "anna"}, age_s=300.0)
@@ -96,7 +98,9 @@ def source(memory_store: Callable[[], MemoryBackend]):
 
 class TestCopyContent:
     def test_second_copy_copies_only_new_requests(
-        self, source, memory_store: Callable[[], MemoryBackend]
+        self,
+        source: tuple[MemoryBackend, Contexts],
+        memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
@@ -110,7 +114,9 @@ class TestCopyContent:
         assert contents(target) == contents(backend)
 
     def test_copied_request_is_deleted_with_its_pack(
-        self, source, memory_store: Callable[[], MemoryBackend]
+        self,
+        source: tuple[MemoryBackend, Contexts],
+        memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, writer = source
         target = memory_store()
@@ -125,13 +131,13 @@ class TestCopyContent:
 
     def test_interrupted_copy_resumes_with_remaining_requests(
         self,
-        source,
+        source: tuple[MemoryBackend, Contexts],
         memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, _ = source
         target = FaultyBackend.of(memory_store())
 
-        def interrupt_the_third(*_) -> None:
+        def interrupt_the_third(*_: object) -> None:
             if target.calls.count("commit") == 3:
                 raise KeyboardInterrupt
 
@@ -143,7 +149,9 @@ class TestCopyContent:
         assert contents(target) == contents(backend)
 
     def test_selection_copies_only_its_packs(
-        self, source, memory_store: Callable[[], MemoryBackend]
+        self,
+        source: tuple[MemoryBackend, Contexts],
+        memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, writer = source
         target = memory_store()
@@ -156,7 +164,7 @@ class TestCopyContent:
 
     def test_damaged_pack_and_its_request_are_counted_and_not_copied(
         self,
-        source,
+        source: tuple[MemoryBackend, Contexts],
         memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, writer = source
@@ -174,7 +182,9 @@ class TestCopyContent:
         }
 
     def test_damaged_pack_without_request_is_counted(
-        self, source, memory_store: Callable[[], MemoryBackend]
+        self,
+        source: tuple[MemoryBackend, Contexts],
+        memory_store: Callable[[], MemoryBackend],
     ) -> None:
         backend, writer = source
         writer.add("orphan", "o", manifest=False)
@@ -198,7 +208,7 @@ class TestCopyContent:
 
         target = FaultyBackend.of(open_backend(f"lmdb://{tmp_path}/target"))
 
-        def shrink(*_) -> None:
+        def shrink(*_: object) -> None:
             if target.calls.count("commit") == 10:
                 policy = target.inner.policy()
                 target.inner.set_policy(replace(policy, capacity=1 << 20))
@@ -228,14 +238,14 @@ class TestCopyContent:
 
 class TestCopyCommand:
     @pytest.fixture
-    def store(self, contexts: tuple[str, Contexts]):
+    def store(self, contexts: tuple[str, Contexts]) -> tuple[str, Contexts]:
         url, writer = contexts
         writer.add("anna-1", "s1 a1", labels={"user": "anna"}, age_s=90.0)
         writer.add("bert-1", "s1 b1", age_s=60.0)
         return url, writer
 
     def test_copy_reproduces_store_and_onto_itself_exits_2(
-        self, run: Run, store, tmp_path: Path
+        self, run: Run, store: tuple[str, Contexts], tmp_path: Path
     ) -> None:
         url, writer = store
         target = f"lmdb://{tmp_path}/copy"
@@ -266,7 +276,7 @@ class TestCopyCommand:
     def test_copy_selection_copies_matching_requests(
         self,
         run: Run,
-        store,
+        store: tuple[str, Contexts],
         tmp_path: Path,
         chosen: tuple[str, ...],
         names: tuple[str, ...],
@@ -280,7 +290,7 @@ class TestCopyCommand:
     def test_copy_dry_run_predicts_result_and_writes_nothing(
         self,
         run: Run,
-        store,
+        store: tuple[str, Contexts],
         tmp_path: Path,
         target: str,
     ) -> None:
@@ -324,7 +334,7 @@ class TestCopyCommand:
     def test_copy_directory_packed_and_unpacked_elsewhere_reproduces_store(
         self,
         run: Run,
-        store,
+        store: tuple[str, Contexts],
         tmp_path: Path,
     ) -> None:
         """A directory is the portable form of a store."""
@@ -349,7 +359,7 @@ class TestCopyCommand:
     def test_copy_to_store_with_another_key_reproduces_content(
         self,
         run: Run,
-        store,
+        store: tuple[str, Contexts],
         tmp_path: Path,
         medium: str,
         first: str,
@@ -358,7 +368,7 @@ class TestCopyCommand:
         """Shared stores are in the same directory: content under another key is another store."""
         url, writer = store
 
-        def keyed(key):
+        def keyed(key: str) -> str:
             place = f"{medium}://{tmp_path}/keyed"
             if medium == "lmdb":
                 place += f"-{key}"

@@ -25,7 +25,7 @@ class TestSmallTargets:
     """Source of 24 requests of 1 MiB each, of which r00 is the newest, and smaller targets."""
 
     @pytest.fixture
-    def source(self, tmp_path: Path):
+    def source(self, tmp_path: Path) -> str:
         url = f"lmdb://{tmp_path}/source?capacity=64MiB"
         with closing(open_backend(url)) as backend:
             writer = Contexts(backend, block_bytes=BLOCK)
@@ -34,7 +34,7 @@ class TestSmallTargets:
                 writer.add(f"r{number:02d}", words, age_s=100.0 + number)
         return url
 
-    def target(self, tmp_path, capacity, count=0):
+    def target(self, tmp_path: Path, capacity: str, count: int = 0) -> str:
         """Return the URL of a target that already holds ``count`` requests of another identity."""
         url = f"lmdb://{tmp_path}/target?capacity={capacity}"
         if count:
@@ -47,7 +47,7 @@ class TestSmallTargets:
                     writer.add(f"old{number:02d}", words, age_s=9_000.0 + number)
         return url
 
-    def held(self, run, url):
+    def held(self, run: Run, url: str) -> set[str]:
         return {
             row["id"] for row in json.loads(run("ls", url, "--json").stdout)["requests"]
         }
@@ -55,7 +55,7 @@ class TestSmallTargets:
     def test_new_target_too_small_is_refused_and_not_created(
         self,
         run: Run,
-        source,
+        source: str,
         tmp_path: Path,
     ) -> None:
         done = run("copy", source, self.target(tmp_path, "8MiB"))
@@ -70,7 +70,7 @@ class TestSmallTargets:
     def test_target_too_small_is_refused_and_keeps_its_content(
         self,
         run: Run,
-        source,
+        source: str,
         tmp_path: Path,
     ) -> None:
         target = self.target(tmp_path, "32MiB", 8)
@@ -80,7 +80,7 @@ class TestSmallTargets:
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert self.held(run, target) == before
 
-    def proposed(self, run, source, target):
+    def proposed(self, run: Run, source: str, target: str) -> int:
         """Return the number of newest requests that the refusal of a copy proposes; 0: none."""
         done = run("copy", source, target)
         assert done.returncode == 2
@@ -91,7 +91,7 @@ class TestSmallTargets:
     def test_proposed_number_of_newest_requests_fits_and_evicts_nothing(
         self,
         run: Run,
-        source,
+        source: str,
         tmp_path: Path,
         count: int,
     ) -> None:
@@ -142,7 +142,7 @@ class TestSmallTargets:
             assert (copied["requests"], copied["evicted_packs"]) == (number, 0)
 
     def test_copy_content_held_by_target_needs_no_room(
-        self, run: Run, source, tmp_path: Path
+        self, run: Run, source: str, tmp_path: Path
     ) -> None:
         target = self.target(tmp_path, "64MiB")
         assert run("copy", source, target).returncode == 0
@@ -194,7 +194,7 @@ class TestSmallTargets:
     def test_copy_interrupted_into_barely_large_target_resumes(
         self,
         run: Run,
-        source,
+        source: str,
         tmp_path: Path,
         share: float,
         placement: str,
@@ -218,7 +218,7 @@ class TestSmallTargets:
         ):
             stop = 0
 
-            def on_bytes(num_bytes) -> None:
+            def on_bytes(num_bytes: int) -> None:
                 nonlocal stop
                 stop += num_bytes
                 if stop > 12 << 20:
@@ -240,7 +240,7 @@ class TestSmallTargets:
 
     def test_copy_target_without_capacity_accepts_all_requests(
         self,
-        source,
+        source: str,
         memory_store: Callable[[], MemoryBackend],
     ) -> None:
         target = memory_store()

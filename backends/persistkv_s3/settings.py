@@ -55,7 +55,7 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
     )
     yield from lifecycle.outcomes(lambda found: _lifecycle_effects(rules, prefix))
     # ask for this setting only if a rule moves objects to this class: the request needs a
-    # permission of its own, which an administrator should not have to grant in vain
+    # permission of its own
     if any("INTELLIGENT_TIERING" in _storage_classes(rule) for rule in rules):
         tiering = _Setting(
             bucket,
@@ -74,11 +74,11 @@ def check_settings(bucket: Bucket, prefix: str) -> Iterator[Check]:
 
 
 class _Effect(NamedTuple):
-    """What a setting means for the store."""
+    """Consequence of a setting for the store."""
 
     level: Level
     found: str
-    """What is the case, in words for a user."""
+    """The present state, in words for a user."""
     todo: str = ""
     """The remedy; empty if none is needed."""
 

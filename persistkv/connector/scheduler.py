@@ -461,7 +461,7 @@ class OffloadingConnectorScheduler:
         :param num_tokens: all tokens of the request now, including those of an unfinished block.
         """
         request = self._requests[req_id]
-        # the first key tells the length of all, which ``take_events`` needs
+        # all keys have the length of the first one, which ``take_events`` needs
         if self._key_bytes is None:
             # a list, because an iterator can be read only once
             keys = list(keys)

@@ -147,7 +147,7 @@ class CPUOffloadingSpec(OffloadingSpec):
             except ConfigurationError as error:
                 if error.field != "total_size_bytes":
                     raise
-                # name the option as the user did, who has set this size under another name
+                # name the option that sets this size
                 raise ConfigurationError(
                     "cpu_bytes_to_use", error.value, error.expected
                 ) from error

@@ -107,7 +107,7 @@ class JobsInFlight:
     def take_late(self) -> Sequence[TierJob]:
         """Return the promotions whose deadline has passed, each once. They stay in flight.
 
-        Other jobs have no deadline, and nobody waits for a job that was reset.
+        Other jobs have no deadline, and no request waits for a job that was reset.
         """
         now = time.monotonic()
         late = []

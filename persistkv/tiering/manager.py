@@ -533,7 +533,7 @@ class TieringOffloadingManager(OffloadingManager):
         """See ``OffloadingManager``.
 
         The first call of a step ends the finished jobs of the tiers, so that their rows can be
-        allocated. The others do not: in a step without room, each call would poll in vain.
+        allocated. The others do not: in a step without room, each call would poll again.
         """
         if self._jobs and not self._polled_in_step:
             self._poll_tiers()

@@ -454,7 +454,7 @@ class PersistentTier(SecondaryTierManager):
     ) -> None:
         """Count a request by the reason for the use of its blocks, and report it to the host.
 
-        :param decision: what was decided for the request; None: nothing was, as for a refused one.
+        :param decision: the decision for the request; None: there was none, as for a refused one.
         :param load_s: seconds that the load took, or was expected to take if it was declined;
             infinite: no load was to be expected.
         """
@@ -607,7 +607,7 @@ class PersistentTier(SecondaryTierManager):
         description = req_context.description
         is_described = description is not None
         if description is None:
-            # describe what is known of the request: the stored keys, in the order of their arrival
+            # the stored keys, in the order of their arrival, are all that is known of the request
             description = self._describe(stored_keys)
         num_groups = len(self.config.layout.groups)
         if len(description.group_keys) != num_groups:

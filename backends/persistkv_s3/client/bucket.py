@@ -79,7 +79,7 @@ LONGEST_PAUSE_S = 30.0
 
 class Breaker:
     """Circuit breaker: after bad answers it holds requests back for a pause, then admits one as a
-    probe. The top of this file has its states and what a bad answer is. Thread-safe.
+    probe. The top of this file defines its states and bad answers. Thread-safe.
 
     :param name: name of the server in the log.
     :param slow_s: seconds after which an answer is bad; an answer with many bytes has more time.
@@ -337,7 +337,7 @@ class Bucket:
         refusal = ""
         for start in range(0, len(found), MOST_DELETED):
             batch = found[start : start + MOST_DELETED]
-            # go on with other versions if the server refuses to delete these
+            # continue with other versions if the server refuses to delete these
             try:
                 self._run_with_retries(partial(self._transport.delete_versions, batch))
             except RequestRefusedError as error:

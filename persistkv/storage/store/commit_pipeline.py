@@ -312,7 +312,8 @@ class Blocks(NamedTuple):
         if self.groups.count(self.groups[0]) < count:
             return False
         first = self.depths[0]
-        return list(self.depths) == list(range(first, first + count))
+        consecutive = range(first, first + count)
+        return list(self.depths) == list(consecutive)
 
 
 def blocks_per_pack(rows: BlockMemory, max_bytes: int) -> int:

@@ -19,6 +19,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from persistkv.config import parse_durability
 from persistkv.memory.budget import MemoryShares
@@ -37,6 +38,10 @@ _MAX_TOUCHED = 4096
 # Bound on a remote transaction, as a multiple of that of a local one: larger, because the driver
 # holds only ``CommitBatch.memory`` bytes of it at once, and bounded, because it must end soon.
 _REMOTE_FACTOR = 16
+
+PackFuture: TypeAlias = asyncio.Future[bool]
+"""Future of a pack that is written from rows. Result: True if the pack is durable, False if it was
+dropped."""
 
 
 class RequestEnds:
@@ -130,9 +135,9 @@ class CommitQueue:
         self.ends = RequestEnds(shares.ends, interval_s)
         self._direct: list[PackWriter] = []
         """Packs of the next commit that are written from rows."""
-        self._writes: dict[PackWriter, asyncio.Future[bool]] = {}
+        self._writes: dict[PackWriter, PackFuture] = {}
         """For each pack that is written from rows, a future that ends with its transaction."""
-        self._in_flight: dict[bytes, asyncio.Future[bool]] = {}
+        self._in_flight: dict[bytes, PackFuture] = {}
         """Key of a block in flight → future of its pack."""
         self.times_forgotten: Counter[str] = Counter()
         """Tenant → how often its content was dropped because it was forgotten. A job whose tenant's
@@ -150,10 +155,13 @@ class CommitQueue:
         tenant: str,
         request: str,
         segments: Sequence[Segment],
-    ) -> asyncio.Future[bool] | None:
-        """Copy a pack to staging memory if it is small, or if commits are delayed or remote, and if
-        there is room; return None. Otherwise queue it to be written from its rows, at once; return
-        a future whose result comes when the pack is durable (True) or dropped (False).
+    ) -> PackFuture | None:
+        """Copy a pack to staging memory, or queue it to be written from its rows at once.
+
+        A pack is copied if it is small, or if commits are delayed or remote, as long as there is
+        room.
+
+        :returns: None: the pack was copied. Else its future: the rows must not change until then.
         """
         num_bytes = sum(segment.raw_length for segment in segments)
         is_small = num_bytes < DIRECT_BYTES
@@ -170,7 +178,7 @@ class CommitQueue:
             self._in_flight.update(dict.fromkeys(segment.keys, write))
         return write
 
-    def in_flight(self, keys: Iterable[bytes]) -> dict[bytes, asyncio.Future[bool]]:
+    def in_flight(self, keys: Iterable[bytes]) -> dict[bytes, PackFuture]:
         """Return those of the keys whose blocks are still to be written from their rows, with the
         futures of their packs, as ``add`` returned them. These rows must not change."""
         return {key: self._in_flight[key] for key in keys if key in self._in_flight}

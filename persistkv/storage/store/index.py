@@ -851,8 +851,10 @@ class Index:
         ids_at = numbers_at + _PACK_NUMBER.itemsize * num_packs
         entries_at = ids_at + ID_BYTES * num_packs
         cursor = data[_HEADER.size : numbers_at]
-        numbers = np.frombuffer(data[numbers_at:ids_at], _PACK_NUMBER).tolist()
-        ids = PackedKeys(data[ids_at:entries_at], ID_BYTES).unpack()
+        packed_numbers = data[numbers_at:ids_at]
+        packed_ids = data[ids_at:entries_at]
+        numbers = np.frombuffer(packed_numbers, _PACK_NUMBER).tolist()
+        ids = PackedKeys(packed_ids, ID_BYTES).unpack()
         for pack_id, number in zip(ids, numbers, strict=True):
             self._packs.put(pack_id, number)
 

@@ -51,7 +51,7 @@ from persistkv.storage.records import (
     StoreReport,
 )
 from persistkv.storage.store.commit_pipeline import Blocks, plan_packs
-from persistkv.storage.store.commit_queue import CommitQueue
+from persistkv.storage.store.commit_queue import CommitQueue, PackFuture
 from persistkv.storage.store.committer import Committer, describe_shortage
 from persistkv.storage.store.deletion import Deleter
 from persistkv.storage.store.load import ReadOutcome
@@ -78,7 +78,7 @@ class StoredJob:
     borrowed: set[bytes] = field(default_factory=set)
     """Keys that an earlier job is storing from its rows. If that fails, this job's rows are
     used."""
-    writes: set[asyncio.Future[bool]] = field(default_factory=set)
+    writes: set[PackFuture] = field(default_factory=set)
     """One future for each pack that is to be written from rows of this job, or holds borrowed keys;
     True: the pack is durable. The rows are free when all are done, or now if there are none."""
     lost: list[bytes] = field(default_factory=list)
@@ -301,7 +301,7 @@ class Store:
             although their writes may succeed: ``finish`` looks again when these are done.
         """
         borrowed: set[bytes] = set()
-        writes: set[asyncio.Future[bool]] = set()
+        writes: set[PackFuture] = set()
         lost: list[bytes] = []
         try:
             # The store may adopt KV of another engine release if its blocks equal those that this

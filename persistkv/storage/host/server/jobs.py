@@ -15,7 +15,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from persistkv.errors import CorruptPackError, HostError
 from persistkv.storage.format.pack import PackedKeys
@@ -69,6 +69,10 @@ class _Job:
     state: JobState = JobState.QUEUED
 
 
+_QueuedWork: TypeAlias = _Job | RequestEnd | protocol.Flush
+"""Work that keeps its order: store jobs, ends of requests and flushes."""
+
+
 class Jobs:
     """Runs the jobs of an engine on its store, and answers them."""
 
@@ -94,7 +98,7 @@ class Jobs:
         """Number of ``LoadReport`` messages by their reason."""
         self.load_reports: deque[LoadReport] = deque(maxlen=_REPORTS)
         """The reports of the last 64 of these messages."""
-        self._queue: deque[_Job | RequestEnd | protocol.Flush] = deque()
+        self._queue: deque[_QueuedWork] = deque()
         """Work that ``run`` has not begun, in the order of arrival."""
         self._has_arrived = asyncio.Event()
         """Set when ``run`` has to look: the queue has work, or the engine ends."""
@@ -130,7 +134,7 @@ class Jobs:
                 self.load_counts[message.report.reason] += 1
                 self.load_reports.append(message.report)
 
-    def _enqueue(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+    def _enqueue(self, entry: _QueuedWork) -> None:
         """Queue work that keeps its order. Work that arrives after a flush waits for its end."""
         self._queue.append(entry)
         self._has_arrived.set()
@@ -164,7 +168,7 @@ class Jobs:
                 entry = self._queue.popleft()
                 await self._begin(entry)
 
-    async def _begin(self, entry: _Job | RequestEnd | protocol.Flush) -> None:
+    async def _begin(self, entry: _QueuedWork) -> None:
         """Begin queued work; return when the next one may begin."""
         match entry:
             case _Job():

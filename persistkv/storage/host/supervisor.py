@@ -297,7 +297,7 @@ class ThreadHost(Host):
         )
         try:
             thread.start()
-        except RuntimeError:
+        except RuntimeError:  # the system can start no further thread
             ours.close()
             theirs.close()
             raise

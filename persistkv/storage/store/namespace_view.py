@@ -194,15 +194,15 @@ class NamespaceView:
         path = self.backend.index_file(self.namespace)
         if path is not None:
             name = b"index of " + self.namespace
-            # kept because ``close`` saves the index after the backend is closed, which then has no
-            # seal
+            # keep the seal, because ``close`` saves the index after the backend is closed, which
+            # then has no seal
             seal = self.backend.seal
             self.cursor = self.index.load(path, seal, name)
             self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
         if path is not None and changes.reset:
-            # The file is too old. Delete it, because its cursor could become valid again if the
-            # store is restored from a copy.
+            # If there is a file, it is too old. Delete it, because its cursor could become valid
+            # again if the store is restored from a copy.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         return changes

@@ -92,6 +92,7 @@ class _HostProcess(Lifecycle):
         self._num_bytes = len(rows)
         self._released = threading.Event()
         """Set when the rows are unmapped."""
+        # use another thread, because the server must answer the engine meanwhile
         thread = threading.Thread(
             target=self._prepare_rows, name="persistkv-rows", daemon=True
         )

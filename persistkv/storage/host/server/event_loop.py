@@ -110,7 +110,8 @@ class _Server:
                 self._is_ending = True
             case _ if self._session is not None:
                 self._session.handle(message)
-            case protocol.Job():  # engines send no jobs before the store is open
+            case protocol.Job():
+                # an engine sends no jobs before the store is open: answer that all keys failed
                 all_keys = None
                 answer = protocol.JobDone(message.job_id, failed=all_keys, num_bytes=0)
                 self._channel.send(answer)

@@ -83,8 +83,9 @@ class S3Blobs(Blobs):
         clock = Clock() if clock is None else clock
         self.connections = options.connections
         self._place = place
-        self._breaker = Breaker(str(place), options.slow_s, clock)
-        self._bucket = Bucket(transport, self._breaker, options.deadline_s, clock)
+        self._transport = transport
+        breaker = Breaker(str(place), options.slow_s, clock)
+        self._bucket = Bucket(transport, breaker, options.deadline_s, clock)
         self._closed = False
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -169,7 +170,7 @@ class S3Blobs(Blobs):
 
     def close(self) -> None:
         self._closed = True
-        self._bucket.close()
+        self._transport.close()
 
     def check(self, *, writes: bool) -> Iterator[Check]:
         """See ``Blobs.check``: the calls, throttling, and settings of the bucket."""
@@ -192,10 +193,10 @@ class S3Blobs(Blobs):
     def requests(self) -> Mapping[str, int]:
         """Return the number of requests by HTTP method: GET includes listings, POST is a deletion
         of several blobs."""
-        return self._bucket.requests
+        return self._transport.requests
 
     def state(self) -> str:
-        return self._breaker.state
+        return self._bucket.breaker.state
 
     def _key(self, name: str) -> str:
         """Return the key of a blob's object; raise ConfigurationError if the name is not valid."""

@@ -188,7 +188,7 @@ class Bucket:
     operation raises an ``S3Error``, or the error of its sink. ``Transport`` specifies arguments and
     results.
 
-    :param transport: client that makes the attempts; closed with the bucket.
+    :param transport: client that makes the attempts; its owner closes it.
     :param deadline_s: deadline of each operation: seconds after its start, including retries.
     """
 
@@ -207,10 +207,6 @@ class Bucket:
         """The last failure that the breaker has counted, for the error while it is open."""
         self.throttled = 0
         """Number of attempts that the server has refused because it wants fewer requests."""
-
-    @property
-    def requests(self) -> dict[str, int]:
-        return self._transport.requests
 
     def put(self, key: str, pieces: Sequence[Buffer]) -> float:
         """Upload an object, which replaces any with this key; return the server's time of the
@@ -444,7 +440,3 @@ class Bucket:
             raise
         record(well=True)
         return result
-
-    def close(self) -> None:
-        """Release connections; idempotent."""
-        self._transport.close()

@@ -274,7 +274,6 @@ def test_bucket_long_list_and_delete_send_several_requests() -> None:
         tuple(keys[2 * MOST_DELETED :]),
     ]
     bucket.delete([])
-    bucket.close()
 
 
 class NoJitter(Random):

@@ -107,6 +107,7 @@ class SocketConnection(Connection):
         self.push()
 
     def queue(self, message: ToStore | ToEngine) -> None:
+        """Append a message to the outbox, without a system call; drop it after the end."""
         if self.ended:
             discard(message)
             return
@@ -150,6 +151,7 @@ class SocketConnection(Connection):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def _drop_outbox(self) -> None:
+        """Drop the messages that are not sent, and close the descriptors of their tables."""
         for outgoing in self._outbox:
             if outgoing.table is not None:
                 outgoing.table.discard()
@@ -239,6 +241,7 @@ class SocketConnection(Connection):
         return message
 
     def close(self) -> None:
+        """Close this end, and the descriptors that were not sent or not taken; idempotent."""
         is_closed = self._socket.fileno() < 0
         if is_closed:
             return
@@ -277,6 +280,7 @@ class ThreadConnection(SocketConnection):
         super()._end_after_arrived()
 
     def _pull(self) -> bool:
+        """Read bytes only if the other end may have sent any; return False if there are none."""
         if not self.has_bytes:
             return False
         # reset before the call, because the other end may send during it
@@ -296,6 +300,7 @@ class _HostThreadConnection(SocketConnection):
         self._engine = engine
 
     def push(self) -> None:
+        """Send the outbox, and have the engine's end look for bytes, also if sending fails."""
         if self._outbox:
             try:
                 super().push()

@@ -213,6 +213,7 @@ class ProcessHost(Host):
             self._reap_spawner()
 
     def kill(self) -> None:
+        """Kill the host process, if its pidfd has arrived, and its spawner."""
         # the pidfd, without which the host cannot be killed, may have arrived since the last look
         self._receive_pidfd()
         if self._pidfd is not None:
@@ -237,6 +238,8 @@ class ProcessHost(Host):
         return True
 
     def cpu_wait_s(self) -> float:
+        """Return how long the host has waited for a CPU since its start, in seconds; 0 if
+        unknown."""
         try:
             statistics = Path(f"/proc/{self.pid}/schedstat").read_text()
             # nanoseconds on a CPU, nanoseconds of waiting for one, number of time slices

@@ -114,7 +114,8 @@ _DECODE = msgspec.msgpack.Decoder(Savings).decode
 
 
 class SavingsRecorder:
-    """Adds up the savings of one engine, and writes them into the store.
+    """Adds up the savings of one engine, the tokens that its requests restored, and writes the sums
+    of each day into a note of the store, its source.
 
     :ivar interval_s: seconds between two calls of ``write``.
     :ivar prefill: tokens and seconds of the measured prefills of this model, as recorded when the

@@ -44,8 +44,8 @@ same packs."""
 
 
 class Deleter:
-    """Deletes blocks of one namespace, by replacing the packs that hold them. For the tasks of one
-    event loop."""
+    """Deletes blocks of one namespace: deletes or replaces the packs that hold them. For the tasks
+    of one event loop."""
 
     def __init__(
         self,

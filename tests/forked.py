@@ -214,7 +214,7 @@ def _become(
     output = os.fdopen(1, "wb", 0 if is_unbuffered else -1, closefd=False)
     sys.stdout = io.TextIOWrapper(output, write_through=is_unbuffered)
     sys.stderr = os.fdopen(2, "w", closefd=False, errors="backslashreplace")
-    sys.stderr.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    sys.stderr.reconfigure(line_buffering=True)
     sys.path.insert(0, "")
     sys.argv[:] = ["-c", *arguments]
     if kind == "-m":

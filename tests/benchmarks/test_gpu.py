@@ -151,7 +151,7 @@ def test_results_add_ratio_is_compared_with_target(
     met: bool | None,
     smoke: bool,
 ) -> None:
-    make_results(tmp_path, smoke).add("figure", ratio, **target)  # type: ignore[arg-type]
+    make_results(tmp_path, smoke).add("figure", ratio, **target)
     assert read(tmp_path)[-1]["met"] is met
 
 

@@ -18,7 +18,9 @@ BLOCK = 4096
 
 def make_trace(seed: int = 0, count: int = 60) -> list[list[int]]:
     """Return the block hashes of conversations that grow and continue in random order."""
-    draw, chains, turns = random.Random(seed), [], {}
+    draw = random.Random(seed)
+    chains: list[list[int]] = []
+    turns: dict[int, int] = {}  # number of blocks of each conversation
     for _ in range(count):
         talk = draw.randrange(12)
         turns[talk] = turns.get(talk, 0) + draw.randint(1, 3)

@@ -9,7 +9,9 @@ from tests.benchmarks.test_replay import make_trace
 
 @pytest.mark.parametrize("name", OTHER_POLICIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_policy_any_capacity_never_exceeds_clairvoyant_hits(name, seed: int) -> None:
+def test_policy_any_capacity_never_exceeds_clairvoyant_hits(
+    name: str, seed: int
+) -> None:
     chains = make_trace(seed, 200)
     hits, distinct = OTHER_POLICIES[name], distinct_blocks(chains)
     for capacity in (0, 1, 2, 7, 20, distinct // 2, distinct - 1):
@@ -18,7 +20,7 @@ def test_policy_any_capacity_never_exceeds_clairvoyant_hits(name, seed: int) -> 
     assert hits(chains, distinct) == clairvoyant_hits(chains, distinct) > 0
 
 
-def hits(name, chains, capacity):
+def hits(name: str, chains: list[list[int]], capacity: int) -> int:
     return OTHER_POLICIES[name](chains, capacity)
 
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import socket
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def systemd() -> configparser.SectionProxy:
     return parser["Service"]
 
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[[], list[str]]] = {
     "kubernetes": lambda: kubernetes()[1]["vllm"]["command"],
     "compose": lambda: compose()["vllm"]["entrypoint"],
     "systemd": lambda: shlex.split(systemd()["ExecStart"]),

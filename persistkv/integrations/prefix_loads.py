@@ -23,7 +23,7 @@ from persistkv.tiering.probing import PROBE_S, ProbeTimer
 
 _STALLED_S = 1.0
 """A load that ends without bytes after so many seconds has hung; a shorter one found nothing."""
-_LATE = 3.0
+_HUNG_RATIO = 3.0
 """A load in progress counts as hung once it takes so many times its expected time."""
 
 
@@ -33,9 +33,9 @@ class _RunningLoad:
 
     began: float
     """Time at which the load began."""
-    late_at: float
+    hung_at: float
     """Time from which on the load counts as hung."""
-    is_reported: bool = False
+    is_reported_hung: bool = False
     """Whether the load was reported to ``LoadTimes`` as hung while it was in progress."""
 
 
@@ -103,9 +103,9 @@ class PrefixLoads:
         run = LoadRun(self, num_tokens, num_bytes)
         with self._lock:
             # end late loads first, so that the decision takes them into account
-            self._end_late()
+            self._report_hung()
             # the prefix is one run that begins at token 0: it is loaded whole or not at all
-            decision = self._chooser.choose([run], 0)
+            decision = self._chooser.choose([run], start=0)
             is_loaded = decision.num_runs > 0
             if not is_loaded:
                 self.num_declined += 1
@@ -117,9 +117,9 @@ class PrefixLoads:
         with self._lock:
             number = next(self._numbers)
             expected_s = self._times.expected_s(num_bytes)
-            late_s = max(self._stalled_s, _LATE * expected_s)
+            hung_s = max(self._stalled_s, _HUNG_RATIO * expected_s)
             self._times.begin(number, num_bytes)
-            self._running[number] = _RunningLoad(began=now, late_at=now + late_s)
+            self._running[number] = _RunningLoad(began=now, hung_at=now + hung_s)
         return number
 
     def end_load(self, number: int, loaded_bytes: int) -> None:
@@ -130,7 +130,7 @@ class PrefixLoads:
         with self._lock:
             load = self._running.pop(number)
             seconds = self._clock() - load.began
-            if not load.is_reported:
+            if not load.is_reported_hung:
                 has_hung = not loaded_bytes and seconds >= self._stalled_s
                 self._times.end(number, loaded_bytes, seconds, is_late=has_hung)
             elif loaded_bytes:
@@ -141,18 +141,23 @@ class PrefixLoads:
             if loaded_bytes:
                 self._probe_timer.reset()
 
-    def _end_late(self) -> None:
+    def _report_hung(self) -> None:
         """Report the loads that hang to ``LoadTimes``, each once, as if they had ended: from then
         on the store counts as stalled, until a probe or another load has brought bytes."""
         now = self._clock()
         for number, load in self._running.items():
-            if load.is_reported or now < load.late_at:
+            if load.is_reported_hung or now < load.hung_at:
                 continue
-            load.is_reported = True
+            load.is_reported_hung = True
             seconds = now - load.began
             self._times.end(number, loaded_bytes=0, seconds=seconds, is_late=True)
 
-    def probe(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
+    def probe(
+        self,
+        store: BlockStore,
+        key: bytes,
+        num_bytes: int,
+    ) -> None:
         """Read a block of a declined prefix in the background, if a probe is due. Ignored after
         ``close``.
 
@@ -166,9 +171,14 @@ class PrefixLoads:
                 return
         # RuntimeError means that this object was closed meanwhile
         with suppress(RuntimeError):
-            self._prober.submit(self._read, store, key, num_bytes)
+            self._prober.submit(self._read_probe, store, key, num_bytes)
 
-    def _read(self, store: BlockStore, key: bytes, num_bytes: int) -> None:
+    def _read_probe(
+        self,
+        store: BlockStore,
+        key: bytes,
+        num_bytes: int,
+    ) -> None:
         """Read a block for a probe, and discard it: the time shows whether the store is fast
         again."""
         begin = self._clock()

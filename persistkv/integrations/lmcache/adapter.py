@@ -162,13 +162,13 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         sizes = [memory.get_size() for memory in objects]
         self._store_bytes[task] = sum(sizes)
         for part in parts:
-            self._start(tasks, task, part)
+            self._start_part(tasks, task, part)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Return LMCache's ``L2StoreResult`` of each store task that has ended since the last
         call. A task succeeds if all its objects are durable."""
-        ended = self._store_tasks.take()
+        ended = self._store_tasks.take_done()
         results: dict[int, Any] = {}
         for task, is_stored in ended.items():
             # a task without parts may end before ``submit_store_task`` has noted its bytes
@@ -195,7 +195,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         task = tasks.begin(len(keys), len(parts))
         self._looked_up[task] = _Lookup(keys, parts)
         for part in parts:
-            self._start(tasks, task, part)
+            self._start_part(tasks, task, part)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -227,7 +227,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         sizes = [memory.get_size() for memory in objects]
         self._loads.begin(task, sizes)
         for part in parts:
-            self._start(tasks, task, part)
+            self._start_part(tasks, task, part)
         return task
 
     def query_load_result(self, task_id: int) -> Any:
@@ -240,27 +240,37 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
 
     # Calls
 
-    def _start(self, tasks: TaskQueue, task: int, part: Part) -> None:
+    def _start_part(
+        self,
+        tasks: TaskQueue,
+        task: int,
+        part: Part,
+    ) -> None:
         """Start a part of a task now, or once its store is open. A part whose store may not be
         opened fails."""
         place = part.place
         store = self._stores.get(place)
         if store is not None:
-            _start_on(store, tasks, task, part)
+            _start_part_on(store, tasks, task, part)
         elif self._stores.may_open(place):
             self._opener.submit(self._open_and_start, tasks, task, part)
         else:
             # do not log a store that has failed just now: its failure was logged
             self._report_unknown(place.model_name)
-            tasks.fail(task)
+            tasks.fail_part(task)
 
-    def _open_and_start(self, tasks: TaskQueue, task: int, part: Part) -> None:
+    def _open_and_start(
+        self,
+        tasks: TaskQueue,
+        task: int,
+        part: Part,
+    ) -> None:
         """Open the store of a part, and start the part; called in the opener's thread."""
         store = self._stores.open(part.place)
         if store is None:
-            tasks.fail(task)
+            tasks.fail_part(task)
         else:
-            _start_on(store, tasks, task, part)
+            _start_part_on(store, tasks, task, part)
 
     def _report_unknown(self, model_name: str) -> None:
         """Log, once, that a model is not in the options."""
@@ -288,7 +298,11 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         # announce the deletions now, not with the announcer's next tick
         self._announcer.announce()
 
-    def _delete_from(self, store: BlockStore, keys: Sequence[bytes]) -> None:
+    def _delete_from(
+        self,
+        store: BlockStore,
+        keys: Sequence[bytes],
+    ) -> None:
         """Delete the keys that a store holds; log a failure."""
         try:
             store.delete(keys, timeout_s=self.options.delete_timeout_s)
@@ -376,13 +390,18 @@ def _announce(
     announce(keys, sizes)
 
 
-def _start_on(store: BlockStore, tasks: TaskQueue, task: int, part: Part) -> None:
+def _start_part_on(
+    store: BlockStore,
+    tasks: TaskQueue,
+    task: int,
+    part: Part,
+) -> None:
     """Start a part of a task on its open store; if the store refuses the call, the part fails."""
     try:
-        tasks.start(task, part, store)
+        tasks.start_part(task, part, store)
     except (PersistKVError, ValueError) as error:
         logger.error("a task of LMCache is refused: %s", error)
-        tasks.fail(task)
+        tasks.fail_part(task)
 
 
 def _bitmap(results: Sequence[bool]) -> Any:

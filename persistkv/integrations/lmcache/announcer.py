@@ -87,7 +87,11 @@ class Announcer:
         with self._lock:
             self._announce_changes()
 
-    def add_listener(self, register: Callable[[], None], stored: Announce) -> None:
+    def add_listener(
+        self,
+        register: Callable[[], None],
+        stored: Announce,
+    ) -> None:
         """Register a listener. It may get a key twice that is stored during the call.
         Failures are logged.
 
@@ -102,7 +106,7 @@ class Announcer:
             register()
             for place, store in self._stores.items():
                 try:
-                    held = _held(store, self._list_timeout_s)
+                    held = _loadable_keys(store, self._list_timeout_s)
                     for keys in batched(held, _KEYS_PER_CALL):
                         stored(place, keys)
                 except PersistKVError as error:
@@ -124,9 +128,9 @@ class Announcer:
     def _announce_store(self, place: Place, store: BlockStore) -> None:
         """Announce the changes of a store since the last call, at first its whole content."""
         if place in self._announced:
-            changes = _changes(store)
+            changes = _take_changes(store)
         else:
-            changes = _content(store, self._list_timeout_s)
+            changes = _take_content(store, self._list_timeout_s)
             # add the place after the list was read, so that the next call retries a failed list
             self._announced.add(place)
         for keys in batched(changes.stored, _KEYS_PER_CALL):
@@ -142,21 +146,21 @@ class _Changes(NamedTuple):
     removed: Keys
 
 
-def _changes(store: BlockStore) -> _Changes:
-    """Return the changes since the last call."""
+def _take_changes(store: BlockStore) -> _Changes:
+    """Take the events of a store since the last call, and return their keys."""
     events = store.take_events()
     stored = [key for key, _ in events.stored]
     removed = [key for key, _ in events.removed]
     return _Changes(stored, removed)
 
 
-def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
-    """Return the content of a store as changes of an empty one. Events that are taken later tell
-    only of further changes."""
-    # drop the events until now, because the list below contains their keys
-    _changes(store)
-    listed = _held(store, list_timeout_s)
-    meanwhile = _changes(store)
+def _take_content(store: BlockStore, list_timeout_s: float) -> _Changes:
+    """Return the content of a store as changes of an empty one, and take the events until now, so
+    that events that are taken later tell only of further changes."""
+    # drop the events from before the listing, because the list contains their keys
+    _take_changes(store)
+    listed = _loadable_keys(store, list_timeout_s)
+    meanwhile = _take_changes(store)
     # announce each block once: one that was stored during the listing may also be in the list
     stored = dict.fromkeys([*listed, *meanwhile.stored])
     # announce the removal only of keys that were announced as stored
@@ -164,7 +168,7 @@ def _content(store: BlockStore, list_timeout_s: float) -> _Changes:
     return _Changes(list(stored), removed)
 
 
-def _held(store: BlockStore, list_timeout_s: float) -> list[bytes]:
+def _loadable_keys(store: BlockStore, list_timeout_s: float) -> list[bytes]:
     """Return the keys that can be loaded now."""
     blocks = store.stored_blocks(timeout_s=list_timeout_s)
     listed = [block.key for block in blocks]

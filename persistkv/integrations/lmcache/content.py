@@ -51,7 +51,12 @@ class Content:
         self._last_usage: dict[Place, Mapping[str, int]] = {}
         """For each store, the bytes of each salt in its last answer."""
 
-    def page(self, model_name: str | None, page_size: int, cursor: str | None) -> Any:
+    def page(
+        self,
+        model_name: str | None,
+        page_size: int,
+        cursor: str | None,
+    ) -> Any:
         """Return a page of the stored keys as LMCache's ``KeyListPage``, in ascending order.
 
         :param model_name: list only keys of this model; None: of all models.

@@ -87,13 +87,21 @@ class ObjectLoads:
             key = held.part.keys[held.key_index]
             self._loads.probe(store, key, held.layout.num_bytes)
 
-    def begin(self, task: int, sizes: Sequence[int]) -> None:
+    def begin(
+        self,
+        task: int,
+        sizes: Sequence[int],
+    ) -> None:
         """Note that a load task begins; ``sizes`` are the bytes of its objects."""
         num_bytes = sum(sizes)
         number = self._loads.begin_load(num_bytes)
         self._tasks[task] = _LoadTask(number, sizes)
 
-    def end(self, task: int, results: Sequence[bool]) -> None:
+    def end(
+        self,
+        task: int,
+        results: Sequence[bool],
+    ) -> None:
         """Note that a load task has ended, and learn from its time.
 
         :param results: for each object, whether it was loaded.
@@ -112,7 +120,10 @@ class ObjectLoads:
         self._loads.close()
 
 
-def _found(parts: Collection[Part], results: Sequence[bool]) -> dict[int, _Found]:
+def _found(
+    parts: Collection[Part],
+    results: Sequence[bool],
+) -> dict[int, _Found]:
     """Return the held keys of a lookup, by their positions in it."""
     found: dict[int, _Found] = {}
     for part in parts:

@@ -76,7 +76,11 @@ class GetPart(Part):
 P = TypeVar("P", bound=Part)
 
 
-def _part_at(place: Place, parts: dict[Place, P], kind: type[P]) -> P:
+def _part_at(
+    place: Place,
+    parts: dict[Place, P],
+    kind: type[P],
+) -> P:
     """Return the part of a place; create it if there is none."""
     if place not in parts:
         parts[place] = kind(place)

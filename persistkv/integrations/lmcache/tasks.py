@@ -19,7 +19,11 @@ class _Task:
         self.num_parts = num_parts
         """Parts that have not ended."""
 
-    def end_part(self, positions: Sequence[int], results: Sequence[bool]) -> None:
+    def end_part(
+        self,
+        positions: Sequence[int],
+        results: Sequence[bool],
+    ) -> None:
         """Add the results of a part that has ended.
 
         :param positions: for each result, the position of its key in the task.
@@ -63,8 +67,8 @@ class TaskQueue:
         return self._completions.fileno()
 
     def begin(self, num_keys: int, num_parts: int) -> int:
-        """Begin a task; return its number. ``start`` or ``fail`` must follow for each part. A task
-        without parts is done."""
+        """Begin a task; return its number. ``start_part`` or ``fail_part`` must follow for each
+        part. A task without parts is done."""
         # A task without parts gets an empty part. The end of this part, which follows at once,
         # makes the descriptor readable for LMCache, like that of any other part.
         is_empty = not num_parts
@@ -76,10 +80,15 @@ class TaskQueue:
             self._next_number += 1
             self._tasks[number] = task
         if is_empty:
-            self.fail(number)
+            self.fail_part(number)
         return number
 
-    def start(self, task: int, part: Part, store: BlockStore) -> None:
+    def start_part(
+        self,
+        task: int,
+        part: Part,
+        store: BlockStore,
+    ) -> None:
         """Start a part of a task.
 
         :raises ValueError, PersistKVError: it was not started.
@@ -89,7 +98,7 @@ class TaskQueue:
             number = part.submit(store, self._completions)
             self._calls[number] = _Call(task, part.positions)
 
-    def fail(self, task: int) -> None:
+    def fail_part(self, task: int) -> None:
         """End a part of a task without success."""
         # Record a call of no keys that has ended already, so that LMCache is woken as after any
         # other part. The keys of the part keep False, the result that each key has at first.
@@ -100,7 +109,7 @@ class TaskQueue:
             self._calls[number] = call
             self._completions.add(ended)
 
-    def take(self) -> dict[int, list[bool]]:
+    def take_done(self) -> dict[int, list[bool]]:
         """Remove and return the results of all tasks that are done."""
         with self._lock:
             self._collect()

@@ -81,12 +81,18 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         :raises ConfigurationError: the identity of the pages is incomplete.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        name = _name(host_pool_name)
+        name = _pool_name(host_pool_name)
         # SGLang registers the main pool twice: ignore the second time
         if name != MAIN_POOL or MAIN_POOL not in self._pools:
             self._register(name, host_pool, may_use_regions=True)
 
-    def _register(self, name: str, pool: Any, *, may_use_regions: bool) -> None:
+    def _register(
+        self,
+        name: str,
+        pool: Any,
+        *,
+        may_use_regions: bool,
+    ) -> None:
         """Make a store for the pages of a pool, in place of that of an earlier pool with this
         name."""
         memory = PageMemory.of(pool)
@@ -162,7 +168,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         # lengths of prefixes, in pages, that all pools so far can serve
         restorable = set(range(1, kv_pages + 1))
         for transfer in pool_transfers or ():
-            name = _name(transfer.name)
+            name = _pool_name(transfer.name)
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 # pages of this pool have their own keys, so they never limit the prefix
                 hits[name] = self._block_group_pages(name, transfer)
@@ -183,7 +189,12 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         held = self._held(name, transfer.keys or ())
         return block_groups(held, transfer.block_pages, transfer.group_pages)
 
-    def _restorable(self, name: str, keys: PageKeys, transfer: Any) -> set[int]:
+    def _restorable(
+        self,
+        name: str,
+        keys: PageKeys,
+        transfer: Any,
+    ) -> set[int]:
         """Return the lengths of the keys' prefixes that can be restored from a pool."""
         held = self._held(name, keys)
         if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
@@ -231,7 +242,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     def _store_for(self, transfer: Any) -> PoolStore | None:
         """Return the store of a transfer's pages; None if its pool is unknown, or if the transfer
         has more or fewer indices than its pages need."""
-        name = _name(transfer.name)
+        name = _pool_name(transfer.name)
         store = self._pools.get(name)
         indices = transfer.host_indices
         if store is None or indices is None:
@@ -314,14 +325,18 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         off."""
         if not self._config.enable_storage_metrics:
             return None
-        return self._transfers.take()
+        return self._transfers.take_metrics()
 
     def close(self) -> None:
         """Commit all accepted work and close the stores. Idempotent."""
         for store in list(self._pools.values()):
             store.close()
 
-    def _held(self, name: str, keys: PageKeys) -> list[bool]:
+    def _held(
+        self,
+        name: str,
+        keys: PageKeys,
+    ) -> list[bool]:
         """Return for each key whether a pool's page is durable."""
         store = self._pools.get(name)
         if store is None:
@@ -329,7 +344,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         return store.held(keys)
 
 
-def _name(name: Any) -> str:
+def _pool_name(name: Any) -> str:
     """Return the text of SGLang's ``PoolName``."""
     return str(getattr(name, "value", name))
 

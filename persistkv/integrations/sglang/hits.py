@@ -18,7 +18,10 @@ def all_pages(held: Sequence[bool]) -> set[int]:
     return set(range(1, leading(held) + 1))
 
 
-def trailing_pages(held: Sequence[bool], count: int) -> set[int]:
+def trailing_pages(
+    held: Sequence[bool],
+    count: int,
+) -> set[int]:
     """Return the lengths of the prefixes whose last ``count`` pages are held, or all pages if the
     prefix has fewer."""
     lengths = set()
@@ -30,7 +33,11 @@ def trailing_pages(held: Sequence[bool], count: int) -> set[int]:
     return lengths
 
 
-def block_groups(held: Sequence[bool], block_pages: int, group_pages: int) -> int:
+def block_groups(
+    held: Sequence[bool],
+    block_pages: int,
+    group_pages: int,
+) -> int:
     """Return how many pages the leading complete groups cover.
 
     :param held: for each key of the pool, whether it is held: ``group_pages`` keys for each group.

@@ -23,7 +23,11 @@ class StoreOpener:
     At most one attempt runs at a time: a hung medium holds one thread.
     """
 
-    def __init__(self, open_store: Callable[[], BlockStore], timeout_s: float) -> None:
+    def __init__(
+        self,
+        open_store: Callable[[], BlockStore],
+        timeout_s: float,
+    ) -> None:
         """Open the store; return when it is open or has failed, after ``timeout_s`` at the latest.
 
         :param open_store: opens the store; may hang.
@@ -36,7 +40,7 @@ class StoreOpener:
         self._is_closed = False
         self._retry_at = 0.0
         """Monotonic time before which no other attempt is made."""
-        self._attempt = self._begin()
+        self._attempt = self._begin_attempt()
         """The last attempt to open the store, which may still run."""
         try:
             self._attempt.result(timeout_s)
@@ -54,7 +58,7 @@ class StoreOpener:
         long enough ago, the next one begins."""
         with self._lock:
             if self._store is None and self._may_try_again():
-                self._attempt = self._begin()
+                self._attempt = self._begin_attempt()
             return self._store
 
     def _may_try_again(self) -> bool:
@@ -72,16 +76,19 @@ class StoreOpener:
         if store is not None:
             store.close()
 
-    def _begin(self) -> Future[None]:
+    def _begin_attempt(self) -> Future[None]:
         """Start an attempt in a daemon thread: the interpreter's exit does not wait for it."""
         attempt: Future[None] = Future()
         thread = threading.Thread(
-            target=self._run, args=(attempt,), name="persistkv-opener", daemon=True
+            target=self._run_attempt,
+            args=(attempt,),
+            name="persistkv-opener",
+            daemon=True,
         )
         thread.start()
         return attempt
 
-    def _run(self, attempt: Future[None]) -> None:
+    def _run_attempt(self, attempt: Future[None]) -> None:
         """Try to open the store, and set the result of the attempt."""
         try:
             self._open()

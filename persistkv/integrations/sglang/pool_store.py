@@ -107,10 +107,13 @@ class PoolStore:
         """Return for each key whether its page is durable. Does not wait for I/O."""
         timeout_s = self._options.timeout_s
 
-        def look_up(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+        def look_up(
+            store: BlockStore,
+            encoded: Sequence[bytes],
+        ) -> list[bool]:
             return store.contains(encoded, timeout_s=timeout_s)
 
-        return self._call(keys, look_up)
+        return self._call_store(keys, look_up)
 
     def is_worth(self, keys: PageKeys) -> bool:
         """Return whether held pages are expected to be loaded faster than computed."""
@@ -121,13 +124,17 @@ class PoolStore:
         # the load is declined: read a page now and then, to notice when the store is fast again
         store = self._opener.get()
         if store is not None:
-            (key,) = self._encode(keys[:1])
+            (key,) = self._store_keys(keys[:1])
             self._loads.probe(store, key, self._page_bytes)
         return False
 
     # Pages of the pool
 
-    def read(self, keys: PageKeys, host_indices: Any) -> list[bool]:
+    def read(
+        self,
+        keys: PageKeys,
+        host_indices: Any,
+    ) -> list[bool]:
         """Read pages into the pool; return for each whether the pool holds it."""
         memory = self.memory
         if not self.has_flat_pages:
@@ -141,7 +148,12 @@ class PoolStore:
                 memory.set_flat_page(host_indices, page, tensor)
         return found
 
-    def write(self, keys: PageKeys, host_indices: Any, depth: int | None) -> list[bool]:
+    def write(
+        self,
+        keys: PageKeys,
+        host_indices: Any,
+        depth: int | None,
+    ) -> list[bool]:
         """Store pages of the pool; return for each whether it is durable."""
         memory = self.memory
         if not self.has_flat_pages:
@@ -152,7 +164,11 @@ class PoolStore:
 
     # Pages in tensors
 
-    def read_tensors(self, keys: PageKeys, tensors: Sequence[Any]) -> list[bool]:
+    def read_tensors(
+        self,
+        keys: PageKeys,
+        tensors: Sequence[Any],
+    ) -> list[bool]:
         """Read pages into tensors; return for each whether its tensor holds it."""
         pages = _pages_of(tensors)
         return self._get(keys, pages)
@@ -171,11 +187,18 @@ class PoolStore:
 
     # Calls
 
-    def _get(self, keys: PageKeys, pages: Sequence[Page]) -> list[bool]:
+    def _get(
+        self,
+        keys: PageKeys,
+        pages: Sequence[Page],
+    ) -> list[bool]:
         """Read pages, and count the read and its time."""
         timeout_s = self._options.timeout_s
 
-        def get(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+        def get(
+            store: BlockStore,
+            encoded: Sequence[bytes],
+        ) -> list[bool]:
             return store.get(encoded, pages, timeout_s=timeout_s)
 
         begin = time.monotonic()
@@ -183,7 +206,7 @@ class PoolStore:
         # record the load, whose time counts in the decisions about later loads
         load = self._loads.begin_load(wanted_bytes)
         try:
-            found = self._call(keys, get)
+            found = self._call_store(keys, get)
         except BaseException:
             # a load that was begun must end
             self._loads.end_load(load, loaded_bytes=0)
@@ -192,7 +215,7 @@ class PoolStore:
         loaded_bytes = num_pages * self._page_bytes
         self._loads.end_load(load, loaded_bytes)
         seconds = time.monotonic() - begin
-        self._transfers.read(num_pages, loaded_bytes, seconds)
+        self._transfers.add_read(num_pages, loaded_bytes, seconds)
         return found
 
     def _put(
@@ -205,27 +228,34 @@ class PoolStore:
         timeout_s = self._options.timeout_s
         labels = self._labels
 
-        def put(store: BlockStore, encoded: Sequence[bytes]) -> list[bool]:
+        def put(
+            store: BlockStore,
+            encoded: Sequence[bytes],
+        ) -> list[bool]:
             return store.put(
                 encoded, pages, depth=depth, labels=labels, timeout_s=timeout_s
             )
 
         begin = time.monotonic()
-        stored = self._call(keys, put)
+        stored = self._call_store(keys, put)
         seconds = time.monotonic() - begin
         num_pages = sum(stored)
         num_bytes = num_pages * self._page_bytes
-        self._transfers.wrote(num_pages, num_bytes, seconds)
+        self._transfers.add_write(num_pages, num_bytes, seconds)
         return stored
 
-    def _call(self, keys: PageKeys, call: StoreCall) -> list[bool]:
+    def _call_store(
+        self,
+        keys: PageKeys,
+        call: StoreCall,
+    ) -> list[bool]:
         """Make a call of the store with its own keys of these pages; return all False if the store
         is not open, or fails."""
         misses = [False] * len(keys)
         store = self._opener.get()
         if store is None or not keys:
             return misses
-        encoded = self._encode(keys)
+        encoded = self._store_keys(keys)
         try:
             return call(store, encoded)
         except PersistKVError as error:
@@ -235,7 +265,7 @@ class PoolStore:
             )
             return misses
 
-    def _encode(self, keys: PageKeys) -> list[bytes]:
+    def _store_keys(self, keys: PageKeys) -> list[bytes]:
         """Return the store's keys of pages: SGLang's keys, followed by the tenant's name unless it
         is the default tenant."""
         suffix = b""

@@ -82,7 +82,12 @@ class PageMemory(NamedTuple):
         copy_page = self.pool.get_data_page
         return [copy_page(index, flat=True) for index in first_indices]
 
-    def set_flat_page(self, host_indices: Any, page: int, tensor: Any) -> None:
+    def set_flat_page(
+        self,
+        host_indices: Any,
+        page: int,
+        tensor: Any,
+    ) -> None:
         """Copy a tensor into a page.
 
         :param page: position of the page in ``host_indices``.
@@ -178,7 +183,11 @@ def plain_number(value: Any) -> int | None:
         return None
 
 
-def _dtype(pool: Any, options: SGLangOptions, name: str) -> str:
+def _dtype(
+    pool: Any,
+    options: SGLangOptions,
+    name: str,
+) -> str:
     """Return the dtype of a pool's pages, for their identity.
 
     :raises MissingOptionError: the pool does not show it, and the option does not name it.

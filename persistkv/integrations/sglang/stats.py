@@ -19,7 +19,12 @@ class _Calls:
         self.bandwidths: list[float] = []
         """Bandwidth of each call in GB/s."""
 
-    def add(self, pages: int, num_bytes: int, seconds: float) -> None:
+    def add(
+        self,
+        pages: int,
+        num_bytes: int,
+        seconds: float,
+    ) -> None:
         """Add a call, unless it transferred nothing or too many calls wait."""
         if not pages or len(self.pages) >= _MOST_CALLS:
             return
@@ -39,17 +44,27 @@ class Transfers:
         self._written = _Calls()
         """Calls that have stored pages."""
 
-    def read(self, pages: int, num_bytes: int, seconds: float) -> None:
+    def add_read(
+        self,
+        pages: int,
+        num_bytes: int,
+        seconds: float,
+    ) -> None:
         """Record a call that read pages."""
         with self._lock:
             self._read.add(pages, num_bytes, seconds)
 
-    def wrote(self, pages: int, num_bytes: int, seconds: float) -> None:
+    def add_write(
+        self,
+        pages: int,
+        num_bytes: int,
+        seconds: float,
+    ) -> None:
         """Record a call that stored pages."""
         with self._lock:
             self._written.add(pages, num_bytes, seconds)
 
-    def take(self) -> Any:
+    def take_metrics(self) -> Any:
         """Return SGLang's ``StorageMetrics`` of the calls since the last report."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 

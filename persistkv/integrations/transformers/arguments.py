@@ -104,7 +104,10 @@ class RequestArguments:
         )
 
 
-def check_names(options: Mapping[str, object], known: Iterable[str]) -> None:
+def check_names(
+    options: Mapping[str, object],
+    known: Iterable[str],
+) -> None:
     """Raise ConfigurationError if an option is none of the known ones."""
     for name, value in options.items():
         if name not in known:
@@ -117,14 +120,22 @@ def checks_names(function: Callable[P, T]) -> Callable[P, T]:
     known = set(signature(function).parameters) - {"cls"}
 
     @wraps(function)
-    def checked(*args: P.args, **options: P.kwargs) -> T:
+    def checked(
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> T:
         check_names(options, known)
         return function(*args, **options)
 
     return checked
 
 
-def integer(name: str, value: object, least: int, most: int | None = None) -> int:
+def integer(
+    name: str,
+    value: object,
+    least: int,
+    most: int | None = None,
+) -> int:
     """Return an integer from ``least`` to ``most`` (None: no limit).
 
     :raises ConfigurationError: the value is no integer, or out of range.
@@ -175,7 +186,11 @@ def flag(name: str, value: object) -> bool:
     return value
 
 
-def choice(name: str, value: object, known: Sequence[str]) -> None:
+def choice(
+    name: str,
+    value: object,
+    known: Sequence[str],
+) -> None:
     """Raise ConfigurationError if a value is none of the known ones."""
     if value not in known:
         raise ConfigurationError(name, value, f"one of {', '.join(known)}")
@@ -208,10 +223,11 @@ def _stop_tokens(value: object, vocabulary: int) -> frozenset[int]:
     found = set()
     for token in value:
         try:
-            found.add(integer("stop_token_ids", token, 0, vocabulary - 1))
+            token_id = integer("stop_token_ids", token, least=0, most=vocabulary - 1)
         except ConfigurationError as error:
             expected += f"; {token!r} is none"
             raise ConfigurationError("stop_token_ids", value, expected) from error
+        found.add(token_id)
     return frozenset(found)
 
 

@@ -169,8 +169,8 @@ class Engine:
         parse_codec(arguments.text("codec", codec))
         arguments.flag("strict_identity", strict_identity)
         arguments.flag("required", required)
-        deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, 0.0)
-        share = arguments.number("prewarm_share", prewarm_share, 0.0, 1.0)
+        deadline_s = arguments.number("lookup_deadline_s", lookup_deadline_s, least=0.0)
+        share = arguments.number("prewarm_share", prewarm_share, least=0.0, most=1.0)
         arguments.choice("load_policy", load_policy, LOAD_POLICIES)
         arguments.choice("tenant", tenant, TENANT_OPTIONS)
         loaded, checkpoint = _open_model(model, dtype, attn_implementation, device)
@@ -315,7 +315,7 @@ class Engine:
         :param request: a result, or the id of a request; one of the last 4,096 of this engine.
         :raises ConfigurationError: ``request`` is neither.
         """
-        seconds = arguments.number("timeout_s", timeout_s, 0.0)
+        seconds = arguments.number("timeout_s", timeout_s, least=0.0)
         req_id = request.req_id if isinstance(request, GenerateResult) else request
         if not (isinstance(req_id, str) and self._tiers.knows(req_id)):
             raise ConfigurationError(
@@ -340,7 +340,7 @@ class Engine:
         """Wait until all submitted blocks are durable or dropped in every store. Return False if
         the timeout passed first, or a store is not open. Requests of other threads wait meanwhile.
         """
-        seconds = arguments.number("timeout_s", timeout_s, 0.0)
+        seconds = arguments.number("timeout_s", timeout_s, least=0.0)
         with self._lock:
             self._check_open()
             return self._tiers.flush(seconds)
@@ -404,7 +404,7 @@ class Engine:
             until its process is killed, because it may use rows until then. Blocks that are not
             durable then may be lost.
         """
-        seconds = arguments.number("timeout_s", timeout_s, 0.0)
+        seconds = arguments.number("timeout_s", timeout_s, least=0.0)
         with self._lock:
             # ``detach`` returns None if the engine is closed already
             if self._closing.detach() is not None:
@@ -421,7 +421,11 @@ class Engine:
         state = "open" if self._closing.alive else "closed"
         return f"<Engine {type(self.model).__name__}, {stores}, {state}>"
 
-    def _checked_prompt(self, prompt: Prompt, max_new_tokens: int) -> list[int]:
+    def _checked_prompt(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+    ) -> list[int]:
         """Return the token ids of a prompt that, with the answer, fits the model and the device
         cache."""
         tokens = self._tokenizer.token_ids(prompt)
@@ -465,7 +469,11 @@ class Engine:
             raise EngineClosedError
 
 
-def _close(tiers: Tiers, timeout_s: float, owner_pid: int) -> None:
+def _close(
+    tiers: Tiers,
+    timeout_s: float,
+    owner_pid: int,
+) -> None:
     """End all streams of an engine, then flush and release its tiers.
 
     :param owner_pid: process that opened the engine. In another process, this does nothing: it also

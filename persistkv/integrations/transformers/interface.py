@@ -73,7 +73,11 @@ class ModelForward:
         if "logits_to_keep" in inspect.signature(model.forward).parameters:
             self._options["logits_to_keep"] = 1
 
-    def __call__(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        cache: Any,
+    ) -> torch.Tensor:
         """Run the model on tokens of shape (1, tokens) and append their KV to a cache of
         transformers.
 

@@ -65,7 +65,11 @@ class RequestLayer(DynamicLayer):  # type: ignore[misc]
     :param buffer: shape (2, kv_heads, capacity, head_dim): keys, then values.
     """
 
-    def __init__(self, buffer: torch.Tensor, sliding_window: int | None) -> None:
+    def __init__(
+        self,
+        buffer: torch.Tensor,
+        sliding_window: int | None,
+    ) -> None:
         super().__init__()
         # set the attributes that transformers expects of a layer; its own layers set some of them
         # in their first ``update``
@@ -367,7 +371,12 @@ class PagedKVCache:
     """The pages of all KV cache groups. The groups have the same number of blocks; their blocks
     differ in size."""
 
-    def __init__(self, geometry: KVGeometry, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
         self.geometry = geometry
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -270,7 +270,11 @@ def _check_kv(name: str, config: Any) -> None:
         )
 
 
-def _check_attention(name: str, model: Any, config: Any) -> None:
+def _check_attention(
+    name: str,
+    model: Any,
+    config: Any,
+) -> None:
     """Raise UnsupportedModelError unless the KV of a token depends on it and earlier tokens
     only."""
     if _attends_to_later_tokens(model, config):

@@ -107,8 +107,8 @@ class ForwardRecord:
         # as long as the model exists
         self._cache = weakref.ref(cache)
         handles = [
-            model.register_forward_pre_hook(self._observe, with_kwargs=True),
-            model.register_forward_hook(self._measure),
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
         ]
         # remove the hooks from the model when the cache is deleted
         for handle in handles:
@@ -121,9 +121,9 @@ class ForwardRecord:
         # A call replaces the tokens from its position on, because the cache may have been cropped
         # before.
         for call in self._calls:
-            known = self._fitted(known, call.position)
+            known = self._with_length(known, call.position)
             known.extend(call.token_ids.tolist())
-        return self._fitted(known, length)
+        return self._with_length(known, length)
 
     def check(self) -> None:
         """Raise if a call used a mask or positions that change the KV of a prefix.
@@ -146,15 +146,22 @@ class ForwardRecord:
                 "cache", self.problem, "a cache of plain forward passes"
             )
 
-    def _fitted(self, known: list[int], length: int) -> list[int]:
+    def _with_length(
+        self,
+        known: list[int],
+        length: int,
+    ) -> list[int]:
         """Return ``length`` tokens: the first known ones, and ``_UNSEEN`` for those missing at the
         end."""
         missing = length - len(known)
         return known[:length] + [self._UNSEEN] * missing
 
-    def _observe(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def _before_forward(
+        self, _: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
         """Record a call of the model, before it runs, if it gets the cache."""
-        # discard the start time of a forward pass that raised: ``_measure`` did not run after it
+        # discard the start time of a forward pass that raised, after which ``_after_forward`` did
+        # not run
         self._prefill_begin = None
         cache = self._cache()
         is_passed = any(value is cache for value in (*args, *options.values()))
@@ -189,11 +196,11 @@ class ForwardRecord:
         call = _ForwardCall(position, token_ids, position_ids)
         self._calls.append(call)
 
-    def _measure(self, *_: Any) -> None:
+    def _after_forward(self, *_: Any) -> None:
         """Record how long a prefill took, after the model has run."""
         if self._prefill_begin is None:
             return
-        # the last call that ``_observe`` has recorded is the one that has just ended
+        # the last call that ``_before_forward`` has recorded is the one that has just ended
         token_ids = self._calls[-1].token_ids
         _synchronize(token_ids.device)
         self.prefill_tokens += len(token_ids)
@@ -277,7 +284,11 @@ class PersistentCache(RequestCache):
         )
         return keys, values
 
-    def load(self, tokens: Sequence[int], model: Any) -> None:
+    def load(
+        self,
+        tokens: Sequence[int],
+        model: Any,
+    ) -> None:
         """Fill the empty cache with the KV of the longest stored prefix of ``tokens`` without the
         last one, which the model must run to predict the next token.
 
@@ -321,7 +332,12 @@ class PersistentCache(RequestCache):
             # leave unreadable blocks, which ``contains`` may still report, out of the next match
             unreadable.update(failed)
 
-    def save(self, tokens: Sequence[int], labels: Mapping[str, str], codec: str) -> str:
+    def save(
+        self,
+        tokens: Sequence[int],
+        labels: Mapping[str, str],
+        codec: str,
+    ) -> str:
         """Store the full blocks of the cache; see the function ``save``."""
         num_tokens = self._checked_length(tokens)
         group_keys = self._keys_of(tokens[:num_tokens])
@@ -485,7 +501,12 @@ class PersistentCache(RequestCache):
         stop = start + self._block_size
         return self.buffers[group][:, :, :, start:stop]
 
-    def _row(self, store: BlockingStore, row: int, group: int) -> torch.Tensor:
+    def _row(
+        self,
+        store: BlockingStore,
+        row: int,
+        group: int,
+    ) -> torch.Tensor:
         """Return a view of a row of the transfer memory, in the shape of a block of ``group``."""
         block = self._block(group, 0)
         stored = store.rows.array[row, : self._block_bytes[group]]
@@ -612,7 +633,10 @@ def save(
     return cache.save(one_row(token_ids), arguments.labels(labels), codec)
 
 
-def _holds(store: BlockingStore, group_keys: Sequence[Sequence[bytes]]) -> bool:
+def _holds(
+    store: BlockingStore,
+    group_keys: Sequence[Sequence[bytes]],
+) -> bool:
     """Return whether the store holds all of these blocks."""
     return all(store.contains(key) for keys in group_keys for key in keys)
 

@@ -24,7 +24,10 @@ _SPECIAL_TOKENS = 16
 _REPLACEMENT = "\ufffd"  # tokenizers show this for bytes that are no whole character
 
 
-def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
+def one_row(
+    token_ids: TokenIds,
+    name: str = "token_ids",
+) -> list[int]:
     """Convert one prompt to a list of token ids.
 
     :param name: name of the argument, for errors.
@@ -53,7 +56,11 @@ def one_row(token_ids: TokenIds, name: str = "token_ids") -> list[int]:
     return ids
 
 
-def check_token_ids(name: str, token_ids: Sequence[int], vocabulary_size: int) -> None:
+def check_token_ids(
+    name: str,
+    token_ids: Sequence[int],
+    vocabulary_size: int,
+) -> None:
     """Raise ConfigurationError unless there are token ids, all of them in the vocabulary."""
     expected = f"at least one token, each from 0 to {vocabulary_size - 1}"
     if not token_ids:
@@ -94,7 +101,11 @@ class Tokenizer:
     :param missing: the reason, in words that follow "a tokenizer"; unused if there is one.
     """
 
-    def __init__(self, tokenizer: Any | None, missing: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Any | None,
+        missing: str = "",
+    ) -> None:
         self._tokenizer = tokenizer
         self._missing = missing
 

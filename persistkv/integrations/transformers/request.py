@@ -29,6 +29,9 @@ HASH_NAME = "sha256 over parent and tokens as little-endian u32, salt at the roo
 """How ``BlockHashChain`` hashes; part of the identity of stored KV."""
 _ROOT = b"persistkv block chain 1\n"
 """Start of the bytes whose hash is the parent of each sequence's first block."""
+_MOST_WAITS = 2
+"""Number of waits for device blocks. The second one is for stores that find no room in the primary
+tier: they begin only with it."""
 # range of the seeds that a generator of torch accepts
 _MIN_SEED = -(1 << 63)
 _MAX_SEED = (1 << 64) - 1
@@ -99,10 +102,10 @@ class Sampler:
         seed: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._temperature = arguments.number("temperature", temperature, 0.0)
-        self._top_p = arguments.number("top_p", top_p, 0.0, 1.0, above=True)
+        self._temperature = arguments.number("temperature", temperature, least=0.0)
+        self._top_p = arguments.number("top_p", top_p, least=0.0, most=1.0, above=True)
         self._top_k = arguments.integer("top_k", top_k, least=0)
-        checked_seed = arguments.integer("seed", seed, _MIN_SEED, _MAX_SEED)
+        checked_seed = arguments.integer("seed", seed, least=_MIN_SEED, most=_MAX_SEED)
         self._generator = torch.Generator(device).manual_seed(checked_seed)
 
     def choose(self, logits: torch.Tensor) -> int:
@@ -244,7 +247,11 @@ class Request:
         """Drop the references to the device blocks."""
         self._truncate(0)
 
-    def _report_tokens(self, token_ids: Sequence[int], num_tokens: int) -> None:
+    def _report_tokens(
+        self,
+        token_ids: Sequence[int],
+        num_tokens: int,
+    ) -> None:
         """Report the next tokens, up to ``num_tokens`` in all, and the keys of the blocks that
         became full, to the scheduler of the tiers."""
         hashes = self._chain.extend(token_ids)
@@ -323,11 +330,15 @@ class Request:
             groups, self.tables, cache.buffers, strict=True
         ):
             needed = group.blocks.device_blocks(num_tokens)
-            block_ids = _present(table[needed.start :])
+            block_ids = _blocks_in(table[needed.start :])
             group.gather(buffer, needed, block_ids)
         cache.set_length(num_tokens)
 
-    def _forward(self, token_ids: Sequence[int], cache: RequestCache) -> torch.Tensor:
+    def _forward(
+        self,
+        token_ids: Sequence[int],
+        cache: RequestCache,
+    ) -> torch.Tensor:
         """Run the model on new tokens, append their KV to the cache, return the last logits, shape
         (vocabulary,)."""
         batch = [list(token_ids)]
@@ -376,20 +387,25 @@ class Request:
             table.append(block_id)
         group.scatter(buffer, new_positions, new_block_ids)
 
-    def _allocate(self, pool: BlockPool, count: int) -> list[int]:
+    def _allocate(
+        self,
+        pool: BlockPool,
+        count: int,
+    ) -> list[int]:
         """Return device blocks to write; if too few are available, wait for transfers of earlier
         requests first."""
-        for attempt in range(3):
-            # Ended requests keep their device blocks until their stores have ended. Wait twice: a
-            # store that finds no room in the primary tier begins only with the second wait.
-            if attempt:
-                self._tiers.step(wait=True)
-            allocated = pool.allocate(count)
+        allocated = pool.allocate(count)
+        for _ in range(_MOST_WAITS):
             if allocated is not None:
-                return allocated
-        raise PersistKVError(
-            f"{count} device blocks are needed, {pool.num_available} are available"
-        )
+                break
+            # ended requests keep their device blocks until their stores have ended
+            self._tiers.step(wait=True)
+            allocated = pool.allocate(count)
+        if allocated is None:
+            raise PersistKVError(
+                f"{count} device blocks are needed, {pool.num_available} are available"
+            )
+        return allocated
 
     def _publish(self, first: int) -> None:
         """Make the request's blocks from index ``first`` on reusable by later requests."""
@@ -402,7 +418,7 @@ class Request:
     def _truncate(self, num_blocks: int) -> None:
         """Release the request's device blocks, except the first ``num_blocks`` of each group."""
         for group, table in self._groups():
-            released = _present(table[num_blocks:])
+            released = _blocks_in(table[num_blocks:])
             group.pool.release(released)
             del table[num_blocks:]
 
@@ -416,6 +432,6 @@ class Request:
         return zip(self._paged_cache.groups, self.tables, strict=True)
 
 
-def _present(table: Iterable[int | None]) -> list[int]:
+def _blocks_in(table: Iterable[int | None]) -> list[int]:
     """Return the device blocks of a table, without the positions that have none."""
     return [block_id for block_id in table if block_id is not None]

@@ -196,7 +196,12 @@ class Tiers:
             loads = self.step()
         return loads[req_id]
 
-    def record_prefill(self, start: int, stop: int, seconds: float) -> None:
+    def record_prefill(
+        self,
+        start: int,
+        stop: int,
+        seconds: float,
+    ) -> None:
         """Record how long the prefill of the tokens from ``start`` to ``stop - 1`` took: for the
         choice between a load and a prefill, for ``prefill_s``, and for the savings that stores
         record. Prefills of less than 64 tokens are ignored: they do not show the speed of long

@@ -273,7 +273,10 @@ def engine_identity(
     }
 
 
-def _kv_cache(cache: Any, offloading: Any) -> dict[str, Any]:
+def _kv_cache(
+    cache: Any,
+    offloading: Any,
+) -> dict[str, Any]:
     """Return the identity of the numbers in the KV cache: their types and their order."""
     kv_cache = _fields(
         cache,
@@ -286,7 +289,10 @@ def _kv_cache(cache: Any, offloading: Any) -> dict[str, Any]:
     return kv_cache
 
 
-def _block(offloading: Any, shared: SharedLayout | None) -> dict[str, Any]:
+def _block(
+    offloading: Any,
+    shared: SharedLayout | None,
+) -> dict[str, Any]:
     """Return the identity of a block's size: that of the row in a shared layout, else that of one
     worker's part."""
     block = _fields(offloading.cache, "tokens_per_hash", "blocks_per_chunk")
@@ -297,7 +303,10 @@ def _block(offloading: Any, shared: SharedLayout | None) -> dict[str, Any]:
     return block
 
 
-def _world(offloading: Any, shared: SharedLayout | None) -> dict[str, Any]:
+def _world(
+    offloading: Any,
+    shared: SharedLayout | None,
+) -> dict[str, Any]:
     """Return the identity of the parallelism: the parallel sizes, unless rows do not depend on
     them. Engines with other sizes then find the same rows."""
     if shared is not None:
@@ -339,7 +348,11 @@ def has_random_hashes(algorithm: str) -> bool:
     return os.environ.get(_SEED_VARIABLE) is None and algorithm not in _FIXED_HASHES
 
 
-def _weights(model: Any, load: Any, name: str | None) -> str:
+def _weights(
+    model: Any,
+    load: Any,
+    name: str | None,
+) -> str:
     """Return what identifies the weights: their name, the seed of random ones, or the fingerprint
     of their files."""
     if name is not None:
@@ -394,7 +407,10 @@ def _unknown_weights(what: str) -> ConfigurationError:
     return MissingOptionError("secondary tier persistkv option weights", expected)
 
 
-def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
+def _adapters(
+    lora: Any,
+    name: str | None,
+) -> dict[str, Any] | None:
     """Return what identifies the LoRA adapters, which may be loaded at any time; None: there are
     none."""
     if lora is None:
@@ -409,7 +425,10 @@ def _adapters(lora: Any, name: str | None) -> dict[str, Any] | None:
     }
 
 
-def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
+def _speculation(
+    speculative: Any,
+    load: Any,
+) -> dict[str, Any] | None:
     """Return the identity of a draft model, whose layers may keep their KV in the same blocks;
     None: there is no speculative decoding."""
     if speculative is None:
@@ -427,6 +446,9 @@ def _speculation(speculative: Any, load: Any) -> dict[str, Any] | None:
     return identity
 
 
-def _fields(source: Any, *names: str) -> dict[str, Any]:
+def _fields(
+    source: Any,
+    *names: str,
+) -> dict[str, Any]:
     """Return these attributes as JSON values; None for those that a release of vLLM lacks."""
     return {name: plain(getattr(source, name, None)) for name in names}

@@ -79,7 +79,12 @@ class StepMeter:
         self._computed: dict[str, range] = {}
         """Tokens of the step that ended last whose chunks were stored so far, by request."""
 
-    def add(self, req_id: str, start: int, stop: int) -> None:
+    def add(
+        self,
+        req_id: str,
+        start: int,
+        stop: int,
+    ) -> None:
         """Count computed tokens of a request whose chunks are stored now."""
         counted = self._computed.get(req_id)
         # join the ranges, because the chunks of one step may arrive in several jobs
@@ -108,7 +113,11 @@ class StepMeter:
         if stored_step_s is not None and stored_tokens:
             self._observe(stored_tokens, stored_step_s)
 
-    def _observe(self, computed: Sequence[range], step_s: float) -> None:
+    def _observe(
+        self,
+        computed: Sequence[range],
+        step_s: float,
+    ) -> None:
         """Learn from one step. Ignore a step whose time may be mostly that of decoding or a pause.
 
         :param computed: for each request, its tokens that the step has computed.
@@ -198,7 +207,11 @@ class WaitingChunks:
         num_following = bisect_left(self._following, True, key=is_missing)
         return 1 + num_following
 
-    def held_by(self, tier: PersistentTier, most: int) -> list[OffloadKey]:
+    def held_by(
+        self,
+        tier: PersistentTier,
+        most: int,
+    ) -> list[OffloadKey]:
         """Return the keys of the chunks in a row that a tier holds, from the first one on, and not
         more than ``most`` of them. The caller knows that the tier holds the first one."""
         keys = [self.key_at(0)]
@@ -282,7 +295,7 @@ class StoreLoads:
         start = chunks.first_end - chunk_tokens
         stop = start + num_held * chunk_tokens
         run = LoadRun(tier, stop, num_bytes)
-        return self._chooser.choose([run], start)
+        return self._chooser.choose([run], start=start)
 
     def _group_sizes(self, config: OffloadingConfig) -> list[GroupSize]:
         """Return the sizes of the chunks of all KV cache groups that vLLM offloads. A load brings
@@ -296,7 +309,11 @@ class StoreLoads:
         return sizes
 
 
-def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> bool:
+def _is_faster(
+    other: PersistentTier,
+    tier: PersistentTier,
+    num_bytes: int,
+) -> bool:
     """Return whether ``other`` is expected to load so many bytes faster than ``tier``."""
     other_s = other.expected_load_s(num_bytes)
     own_s = tier.expected_load_s(num_bytes)
@@ -306,7 +323,10 @@ def _is_faster(other: PersistentTier, tier: PersistentTier, num_bytes: int) -> b
     return other_s < own_s
 
 
-def group_windows(offloading: Any, kv_cache_config: Any) -> tuple[int | None, ...]:
+def group_windows(
+    offloading: Any,
+    kv_cache_config: Any,
+) -> tuple[int | None, ...]:
     """Return ``OffloadingConfig.windows`` of vLLM's KV cache groups.
 
     :param kv_cache_config: vLLM's ``KVCacheConfig``; None: unknown.

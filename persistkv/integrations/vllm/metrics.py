@@ -160,7 +160,10 @@ class MetricsReader:
         return growth
 
 
-def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
+def totals(
+    observed: Observed,
+    stats: StoreStats,
+) -> dict[str, float]:
     """Return the value of each counter: the tier's since its construction, and the store process's
     since its start, 0 until its first report."""
     found: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -178,7 +181,10 @@ def totals(observed: Observed, stats: StoreStats) -> dict[str, float]:
     return found
 
 
-def levels(stats: StoreStats, held_chunks: int) -> dict[str, float]:
+def levels(
+    stats: StoreStats,
+    held_chunks: int,
+) -> dict[str, float]:
     """Return the gauges' values by name. A gauge whose value is not known is missing, and keeps its
     last value in Prometheus: ``breaker`` until the first report of the host process, and the bytes
     and the fill level also while the medium fails."""

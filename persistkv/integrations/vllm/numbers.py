@@ -93,7 +93,11 @@ def _dtype_name(cache: Any, attention: Any) -> str:
     return dtype_name(getattr(attention, "dtype", ""))
 
 
-def _has_fixed_numbers(engine: Any, offloading: Any, device: str) -> bool:
+def _has_fixed_numbers(
+    engine: Any,
+    offloading: Any,
+    device: str,
+) -> bool:
     """Return whether equal contexts have equal numbers, and the order of their bytes is known."""
     layouts = _CPU_LAYOUTS if device == "cpu" else _LAYOUTS
     if getattr(offloading, "kv_cache_layout", None) not in layouts:
@@ -187,7 +191,11 @@ class _TokenVectors(NamedTuple):
     """Bytes from the vectors of a token to those of the next one."""
 
 
-def _cpu_vectors(attention: Any, tokens: int, number_bytes: int) -> _TokenVectors:
+def _cpu_vectors(
+    attention: Any,
+    tokens: int,
+    number_bytes: int,
+) -> _TokenVectors:
     """Return the vectors in a block of vLLM's CPU platform: the keys of all tokens, followed by the
     values of all tokens, which are as long (``_is_plain``)."""
     length = attention.head_size
@@ -248,7 +256,11 @@ def by_group_index(groups: Mapping[int, T]) -> tuple[T, ...]:
     return tuple(groups.get(index, first) for index in range(num_indices))
 
 
-def _is_plain(spec: Any, tokens: int, device: str) -> bool:
+def _is_plain(
+    spec: Any,
+    tokens: int,
+    device: str,
+) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and
     head, unpadded."""
     # a spec without these numbers is that of a state-space model, or of a later release

@@ -212,7 +212,11 @@ def _sees_all_processes() -> bool:
     return own_namespace == _FIRST_PID_NAMESPACE
 
 
-def _old_files(directory: str, *, any_age: bool) -> dict[Path, FileId]:
+def _old_files(
+    directory: str,
+    *,
+    any_age: bool,
+) -> dict[Path, FileId]:
     """Return this user's files that an engine may have left, sorted by path.
 
     :param any_age: whether to include those that were modified in the last ten minutes.

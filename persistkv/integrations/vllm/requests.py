@@ -34,7 +34,7 @@ PREFETCH = "persistkv.prefetch"
 """Type of a hint whose payload is a ``Prefetch``."""
 HINT_VERSION = "1"
 
-_UNUSED = RequestOptions(store=False, load=False)
+_WITHOUT_STORE = RequestOptions(store=False, load=False)
 """Options of a request that neither uses nor fills the store."""
 
 
@@ -103,9 +103,7 @@ def request_options(
     # parse the prefetch on its own, because an invalid one must not refuse the request
     separated = _separate_prefetch(parameters)
     prefetches = _parse_prefetch(req_id, separated.prefetch)
-    options = (
-        _UNUSED  # if the parameters are invalid, hints are only checked for errors
-    )
+    options = _WITHOUT_STORE  # if the parameters are invalid, hints are only checked for errors
     is_refused = False
     try:
         options = RequestOptions.parse(separated.others)
@@ -128,7 +126,7 @@ def request_options(
             _log_invalid_hint(req_id, action, error, refuses=refuses)
             is_refused = is_refused or refuses
     if is_refused:
-        return GivenOptions(_UNUSED, prefetches=[], is_refused=True)
+        return GivenOptions(_WITHOUT_STORE, prefetches=[], is_refused=True)
     return GivenOptions(options, prefetches)
 
 
@@ -207,7 +205,10 @@ def _check_hint(action: Any) -> None:
         )
 
 
-def _with_hint(options: RequestOptions, payload: Mapping[str, Any]) -> RequestOptions:
+def _with_hint(
+    options: RequestOptions,
+    payload: Mapping[str, Any],
+) -> RequestOptions:
     """Return a request's options with those of a hint, which take precedence; labels of both are
     kept."""
     own = msgspec.to_builtins(options)
@@ -248,7 +249,11 @@ class RequestLoads:
         is_computed = decision is not None and not decision.num_runs
         return is_computed or self.are_elsewhere
 
-    def end(self, keys: Sequence[OffloadKey], failed: Set[OffloadKey]) -> None:
+    def end(
+        self,
+        keys: Sequence[OffloadKey],
+        failed: Set[OffloadKey],
+    ) -> None:
         """Record the result of a load.
 
         :param failed: keys that are misses from now on: the engine computes their chunks, and all
@@ -364,7 +369,11 @@ class LiveRequest(RequestDescription):
             return list(keys)
         return [of_tenant[key] for key in keys]
 
-    def must_store(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+    def must_store(
+        self,
+        keys: Sequence[OffloadKey],
+        min_tokens: int,
+    ) -> bool:
         """Return whether the chunks of ``keys`` must be stored: stores are enabled, and a chunk
         ends at token ``min_tokens`` or later, or at an unknown position. The length is checked for
         the request's first keys only.
@@ -373,10 +382,14 @@ class LiveRequest(RequestDescription):
             return False
         # decide once only: without its first chunks, later ones could not be restored
         if self._is_long is None:
-            self._is_long = min_tokens == 0 or self._reaches(keys, min_tokens)
+            self._is_long = min_tokens == 0 or self._may_reach(keys, min_tokens)
         return self._is_long
 
-    def _reaches(self, keys: Sequence[OffloadKey], min_tokens: int) -> bool:
+    def _may_reach(
+        self,
+        keys: Sequence[OffloadKey],
+        min_tokens: int,
+    ) -> bool:
         """Return whether a chunk ends at token ``min_tokens`` or later, or may do so, because its
         position is not known."""
         for key in keys:

@@ -128,7 +128,12 @@ class CPUOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
         """Results of ended transfers, for the next ``get_finished``."""
         self._release = release
 
-    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_store(
+        self,
+        job_id: int,
+        src_spec: Any,
+        dst_spec: Any,
+    ) -> bool:
         return self._submit(Direction.STORE, job_id, src_spec, dst_spec)
 
     def submit_load(

@@ -177,7 +177,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Unfinished requests by id."""
         self._results = JobResults(self._metrics)
 
-    def _open_store(self, engine: Any, spec: Any, rows: memoryview) -> GuardedTier:
+    def _open_store(
+        self,
+        engine: Any,
+        spec: Any,
+        rows: memoryview,
+    ) -> GuardedTier:
         """Open the store under the identity of the engine, and watch the workers' weights."""
         config = self._tier_config(engine, spec, rows)
         watch = attach_watch(
@@ -326,7 +331,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         else:
             self._tier.on_load_declined(keys, request.context, decision)
 
-    def _measure(self, request: LiveRequest, keys: Sequence[OffloadKey]) -> None:
+    def _count_computed(
+        self,
+        request: LiveRequest,
+        keys: Sequence[OffloadKey],
+    ) -> None:
         """Count the tokens of a request that the engine has computed: those up to the last of the
         chunks with these keys, which it stores now."""
         start = request.loads.first_unmeasured
@@ -357,12 +366,12 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             False  # remains if the check fails: the time of the step is then not used
         )
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
-            is_busy = self._has_going_request()
+            is_busy = self._has_earlier_request()
             for req_id in context.new_req_ids:
                 self._begin_measuring(req_id)
         self._meter.end_schedule(is_busy)
 
-    def _has_going_request(self) -> bool:
+    def _has_earlier_request(self) -> bool:
         """Return whether a request of an earlier step is still running. If none is, the engine may
         have been idle until a new one arrived.
 
@@ -399,7 +408,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         keys = list(job_metadata.keys)
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             if keys:
-                self._measure(request, keys)
+                self._count_computed(request, keys)
         is_detached = self._guard.follow_weights()
         if is_detached or not request.must_store(keys, self.options.min_tokens):
             self._results.pass_over(job_metadata.job_id)
@@ -431,7 +440,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
     def get_finished_jobs(self) -> Iterable[JobResult]:
         return self._results.translate(self._guard.get_finished_jobs())
 
-    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+    def touch(
+        self,
+        keys: Collection[OffloadKey],
+        req_context: ReqContext,
+    ) -> None:
         """Record a use of chunks, for the order of eviction; not for a request that may neither
         load nor store."""
         request = self._request(req_context)
@@ -481,11 +494,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
             # a new request has the id: end the earlier one, because the blocks of two tenants must
             # not be mixed
             self._end_request(request)
-        request = self._begin(context, given)
+        request = self._begin_request(context, given)
         self._requests[context.req_id] = request
         return request
 
-    def _begin(self, context: ReqContext, given: GivenOptions) -> LiveRequest:
+    def _begin_request(self, context: ReqContext, given: GivenOptions) -> LiveRequest:
         """Return a new request, which may use the store as its options say; begin the prefetches
         that they ask for."""
         options = given.options
@@ -727,7 +740,11 @@ def _row_layout(
     return RowLayout(stride, (group,) * num_groups, numbers)
 
 
-def _report_reuse(engine: Any, offloading: Any, shared: SharedLayout | None) -> None:
+def _report_reuse(
+    engine: Any,
+    offloading: Any,
+    shared: SharedLayout | None,
+) -> None:
     """Log which later engines will not find this engine's blocks."""
     algorithm = engine.cache_config.prefix_caching_hash_algo
     if has_random_hashes(algorithm):
@@ -746,7 +763,11 @@ def _report_reuse(engine: Any, offloading: Any, shared: SharedLayout | None) -> 
         )
 
 
-def _check_primary_size(engine: Any, offloading: Any, rows: memoryview) -> None:
+def _check_primary_size(
+    engine: Any,
+    offloading: Any,
+    rows: memoryview,
+) -> None:
     """Warn if the longest request does not fit the primary tier, through which all transfers
     pass."""
     max_tokens = engine.model_config.max_model_len

@@ -97,7 +97,7 @@ class GuardedTier:
         # handle a new name before a change, because a new epoch resets ``watch.change``
         is_named_anew = self._epoch != self.watch.epoch
         if is_named_anew or self._opening is not None:
-            self._follow_name()
+            self._advance_opening()
         if not self._is_detached and self.watch.change is not None:
             self._detach(self.watch.change)
         return self._is_detached
@@ -136,7 +136,7 @@ class GuardedTier:
         """Whether ``tier`` serves the present weights, as of the last ``follow_weights``."""
         return not self._is_detached and not self.is_opening
 
-    def _follow_name(self) -> None:
+    def _advance_opening(self) -> None:
         """Open the tier of the present epoch, and use it once it is open."""
         if self._opening is not None:
             if self._opening.is_alive():
@@ -180,13 +180,13 @@ class GuardedTier:
             return
         self._epoch = self.watch.epoch
         self._opening = threading.Thread(
-            target=self._open,
+            target=self._replace_tier,
             args=(self.tier, self.watch.weights),
             name="persistkv-epoch",
         )
         self._opening.start()
 
-    def _open(self, old: PersistentTier, weights: str | None) -> None:
+    def _replace_tier(self, old: PersistentTier, weights: str | None) -> None:
         """Shut the old tier down and open that of the new weights."""
         # the shutdown takes time, because the host of the old tier commits accepted blocks before
         # it ends
@@ -211,11 +211,11 @@ class GuardedTier:
         """Fail the stores that wait for a comparison; pass on the ends of requests among them."""
         for entry in self._take_held():
             if isinstance(entry, JobMetadata):
-                self._drop(entry)
+                self._fail_job(entry)
             else:
                 self.tier.on_request_finished(entry)
 
-    def _drop(self, job: JobMetadata) -> None:
+    def _fail_job(self, job: JobMetadata) -> None:
         """Fail a job that is not passed to the tier, because its KV may be of other weights."""
         self.dropped_blocks += len(job.keys)
         self._finished.append(JobResult(job.job_id, success=False))
@@ -255,7 +255,7 @@ class GuardedTier:
         """Submit a store, now or once the weights are known; fail it if they have changed."""
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
-            self._drop(job)
+            self._fail_job(job)
         # hold the job while anything is held: stores and ends of requests keep their order
         elif self._held or not self.watch.is_sure:
             self._held.append(job)
@@ -267,7 +267,7 @@ class GuardedTier:
         if the weights have changed."""
         is_detached = self.follow_weights()
         if is_detached or epoch != self.watch.epoch:
-            self._drop(job)
+            self._fail_job(job)
             return
         # ask now, so that the comparison and the load run at the same time
         ticket = self.watch.ask()
@@ -283,7 +283,11 @@ class GuardedTier:
         else:
             self._others_loaded = True
 
-    def touch(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
+    def touch(
+        self,
+        keys: Sequence[OffloadKey],
+        context: ReqContext,
+    ) -> None:
         if self.is_in_use:
             self.tier.touch(keys, context)
 
@@ -308,12 +312,12 @@ class GuardedTier:
             self.tier.on_request_finished(context)
 
     def get_finished_jobs(self) -> list[JobResult]:
-        self._advance()
+        self._advance_jobs()
         finished = self._finished
         self._finished = []
         return finished
 
-    def _advance(self) -> None:
+    def _advance_jobs(self) -> None:
         """Collect results. Submit held stores once the weights are known, and report to vLLM the
         loads whose comparison has ended."""
         self._collect()
@@ -325,7 +329,7 @@ class GuardedTier:
         self._ended_loads = []
         for result in results:
             if is_detached:
-                self._drop_load(result)
+                self._fail_load(result)
             elif self._is_verified(result):
                 del self._loads[result.job_id]
                 self._finished.append(result)
@@ -349,7 +353,7 @@ class GuardedTier:
         load = self._loads[result.job_id]
         return self.watch.is_answered(load.ticket) and self.watch.is_sure
 
-    def _drop_load(self, result: JobResult) -> None:
+    def _fail_load(self, result: JobResult) -> None:
         """Fail a load whose blocks may be KV of other weights."""
         load = self._loads.pop(result.job_id)
         self.dropped_blocks += load.num_blocks
@@ -372,7 +376,12 @@ class GuardedTier:
 
     # Contexts to promote (``RecentContexts``): there are none while the tier is not in use
 
-    def ask_recent(self, max_blocks: int, *, prefetched: bool = False) -> bool:
+    def ask_recent(
+        self,
+        max_blocks: int,
+        *,
+        prefetched: bool = False,
+    ) -> bool:
         if not self.is_in_use:
             return False
         return self.tier.ask_recent(max_blocks, prefetched=prefetched)
@@ -397,14 +406,14 @@ class GuardedTier:
         ``timeout_s`` seconds.
         """
         # Held stores are submitted or fail before the wait: after it, their rows must be free.
-        self._advance()
+        self._advance_jobs()
         self._give_up_held()
         # while a tier is being opened, there are no jobs
         drained = self.is_opening or self.tier.drain_jobs(timeout_s)
         # collect the results of the jobs that have ended
-        self._advance()
+        self._advance_jobs()
         # fail the loads that still wait for a comparison, which would take a step of the engine
         for result in self._ended_loads:
-            self._drop_load(result)
+            self._fail_load(result)
         self._ended_loads.clear()
         return drained

@@ -109,7 +109,11 @@ def watch_worker(worker: Any, probe: WeightsProbe) -> None:
     worker.get_finished = checked_finished
 
 
-def sample_parameters(modules: Iterable[Any], *, experts: bool = True) -> bytes:
+def sample_parameters(
+    modules: Iterable[Any],
+    *,
+    experts: bool = True,
+) -> bytes:
     """Return a digest of 16 elements of each parameter of these ``torch.nn.Module`` objects.
 
     :param experts: whether the parameters of experts count: a load balancer moves them, which
@@ -163,7 +167,11 @@ def _sample_of(tensor: Any) -> Any:
     return sample.view(integer)
 
 
-def watch_weights(offloading_worker: Any, spec: Any, worker: Any) -> None:
+def watch_weights(
+    offloading_worker: Any,
+    spec: Any,
+    worker: Any,
+) -> None:
     """Let a worker compare its weights, for the engine of ``spec``; do nothing if no persistkv tier
     is configured.
 

@@ -10,7 +10,7 @@ from persistkv.integrations.vllm.weights.word import WeightsWord
 
 logger = logging.getLogger(__name__)
 
-_PROOF = frozenset(
+_CHANGING = frozenset(
     {
         "finish_weight_update",
         "load_model",
@@ -148,10 +148,10 @@ class WeightsWatch:
         self._last_ticket += 1
         # parameters of a sleeping worker may not be readable; the call that wakes it asks again
         if not self.is_asleep:
-            self._publish()
+            self._publish_ticket()
         return self._last_ticket
 
-    def _publish(self) -> None:
+    def _publish_ticket(self) -> None:
         """Show the workers how many comparisons were asked for."""
         for word in self._words:
             word.asked = self._last_ticket
@@ -223,15 +223,19 @@ class WeightsWatch:
         """Observe all later calls of ``executor.collective_rpc``."""
         rpc: Rpc = executor.collective_rpc
 
-        def observed(method: Any, *args: Any, **kwargs: Any) -> Any:
+        def observed(
+            method: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
             call = _WorkerCall(method, args, kwargs)
             if call.is_harmless:
                 return rpc(method, *args, **kwargs)
-            return self._observe(rpc, call)
+            return self._call_watched(rpc, call)
 
         executor.collective_rpc = observed
 
-    def _observe(self, rpc: Rpc, call: _WorkerCall) -> Any:
+    def _call_watched(self, rpc: Rpc, call: _WorkerCall) -> Any:
         """Make a call that may change the weights; note when it has ended."""
         # set the reason before the call, because a load that ends during the call must not be
         # served
@@ -244,13 +248,13 @@ class WeightsWatch:
         try:
             result = rpc(call.method, *call.args, **call.kwargs)
         except BaseException:
-            self._ended(call)
+            self._on_call_end(call)
             raise
         # a call that does not block changes the weights later
         if call.kwargs.get("non_block") and hasattr(result, "add_done_callback"):
-            result.add_done_callback(lambda _: self._ended(call))
+            result.add_done_callback(lambda _: self._on_call_end(call))
         else:
-            self._ended(call)
+            self._on_call_end(call)
         return result
 
     def _reason_of(self, call: _WorkerCall) -> str | None:
@@ -266,7 +270,7 @@ class WeightsWatch:
         # an unknown method counts as a change, because no worker compares
         return f"call of {call.name}, with workers that report nothing"
 
-    def _ended(self, call: _WorkerCall) -> None:
+    def _on_call_end(self, call: _WorkerCall) -> None:
         """Note that a call that may change the weights has ended."""
         self._num_calls -= 1
         if call.wakes_weights:
@@ -301,7 +305,7 @@ class _WorkerCall(NamedTuple):
     @property
     def changes_weights(self) -> bool:
         """Whether the call changes weights, whatever a sample says."""
-        is_known = isinstance(self.method, str) and self.method in _PROOF
+        is_known = isinstance(self.method, str) and self.method in _CHANGING
         return is_known or self._loads_in_place
 
     @property

@@ -117,7 +117,11 @@ class WeightsWord:
         self._numbers[3] = number
 
 
-def _path(engine_id: str, rank: int, directory: str) -> Path:
+def _path(
+    engine_id: str,
+    rank: int,
+    directory: str,
+) -> Path:
     # an engine's id may have characters that a name of a file must not have
     digest = hashlib.blake2b(engine_id.encode(), digest_size=16)
     name = digest.hexdigest()

@@ -611,8 +611,8 @@ class OffloadingConnectorScheduler:
         if num_external_tokens and not self._plan_load(request):
             self.stats.failed_loads += 1
             request.num_external_tokens = 0
-        # Neither the loaded blocks are stored again, which are in the primary tier, nor those of
-        # the local tokens, which the requests that computed these have offered.
+        # Two kinds of blocks are not stored again: the loaded ones, which are in the primary tier,
+        # and those of the local tokens, which the requests that computed these have offered.
         request.skip_stores(request.num_matched_tokens)
         return request.num_external_tokens
 

@@ -154,6 +154,7 @@ class CUDACopyEngine(CopyEngine):
         rows = self.memory.rows[part.tensor_idx]
         page_ptrs = compute_sub_block_ptrs(part.blocks, 1, pages)
         row_ptrs = compute_sub_block_ptrs(part.sub_blocks, factor, rows)
+        # rows are registered with CUDA in ranges; for each copy, the number of the range of its row
         registrations = None
         if rows_per_registration is not None:
             row_numbers = part.sub_blocks // factor

@@ -617,16 +617,13 @@ class Supervisor:
         self.connection.close()
         left_s = max(0.0, deadline - time.monotonic())
         exited_in_time = self.host.wait(left_s)
-        if exited_in_time:
-            self._end(exited=True)
-            return True
-        has_exited = False
+        has_exited = exited_in_time
         # do not kill a host that has released the rows: it commits accepted work
-        if self.uses_rows:
+        if not has_exited and self.uses_rows:
             self.host.kill()
             has_exited = self.host.wait(KILL_S)
         self._end(exited=has_exited)
-        return False
+        return exited_in_time
 
     def _awaits_release(self) -> bool:
         """Receive messages, and clear ``uses_rows`` at ``Ended``. Return whether to wait longer for

@@ -602,8 +602,9 @@ class NamespaceView:
         self._counters.commits += 1
         # a pack that the backend held already was not written, and the index may lack it
         are_all_written = all(pack.written for pack in packs)
+        is_complete = follows_cursor and are_all_written
         # set before the index changes: if a change fails, ``_changing_index`` resets it to None
-        if follows_cursor and are_all_written:
+        if is_complete:
             self.cursor = result.cursor
         elif follows_cursor:
             # The refresh must read the whole catalogue: no change after the cursor names the pack
@@ -615,7 +616,7 @@ class NamespaceView:
             else:
                 self._counters.held_blocks += len(pack.keys)
         self._remove_evicted(result)
-        return follows_cursor and are_all_written
+        return is_complete
 
     def _add_written(self, table: PackTable) -> None:
         """Add and count a pack that this store wrote."""

@@ -80,10 +80,13 @@ def _options(parser: ArgumentParser) -> Iterator[str]:
     """Yield the lines of the manual page about the options of a parser."""
     actions: list[Action] = parser._actions  # argparse has no public list of them
     for action in actions:
+        # an argument without a name is no option
         if not action.option_strings:
             continue
         names = ", ".join(action.option_strings)
-        if action.nargs != 0:
+        # a flag takes no value
+        is_flag = action.nargs == 0
+        if not is_flag:
             names += f" {action.metavar}"
         yield from _entry(names, action.help or "")
 

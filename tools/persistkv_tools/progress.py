@@ -109,7 +109,8 @@ class Throttle:
         now = time.monotonic()
         pause_s = self._share_pause_s(now)
         if self._rate is not None:
-            # a transfer that begins late may exceed the rate, for a limited time
+            # After seconds without a transfer, ``_free_at`` is in the past: later transfers may
+            # exceed the rate until they have caught up. Limit how much they may catch up.
             begin = max(self._free_at, now - _MOST_UNUSED_S)
             self._free_at = begin + num_bytes / self._rate
             pause_s = max(pause_s, self._free_at - now)

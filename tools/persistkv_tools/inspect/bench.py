@@ -117,7 +117,11 @@ def _add_options(parser: ArgumentParser) -> None:
         "--size", metavar="SIZE", default="32MiB", help="Size of one pack."
     )
     parser.add_argument(
-        "--rounds", metavar="N", type=number(1), default=7, help="Number of rounds."
+        "--rounds",
+        metavar="N",
+        type=number(least=1),
+        default=7,
+        help="Number of rounds.",
     )
 
 

@@ -373,10 +373,12 @@ def sample_store(backend: Backend, most_bytes: int) -> bytes:
     tables: list[PackTable] = []
     for namespace in backend.namespaces():
         tables.extend(backend.changes(namespace.id, None).added)
+    if not tables:
+        return b""
     # spread the sample over all packs, because contexts of different models compress differently
     packs = _spread(tables, _SAMPLE_PACKS)
     most_frames = most_bytes // FRAME_BYTES
-    frames_per_pack = max(1, most_frames // max(1, len(packs)))
+    frames_per_pack = max(1, most_frames // len(packs))
     sample = bytearray()
     for table in packs:
         numbers = range(table.frame_count)

@@ -98,10 +98,14 @@ def ls(
 
 
 def _most_rows(limit: int | None, *, for_programs: bool) -> int | None:
-    """Return how many rows to show; None: all."""
-    if limit is not None:
-        return limit or None
-    return None if for_programs else _PAGE
+    """Return how many rows to show; None: all.
+
+    :param limit: value of --limit; 0: all; None: it is not given.
+    :param for_programs: whether a program reads the output: it gets all rows by default.
+    """
+    if limit is None:
+        return None if for_programs else _PAGE
+    return limit or None
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -122,11 +126,15 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--limit",
         metavar="N",
-        type=number(0),
+        type=number(least=0),
         help=_LIMIT_HELP,
     )
     parser.add_argument(
-        "--offset", metavar="N", type=number(0), default=0, help="Requests to skip."
+        "--offset",
+        metavar="N",
+        type=number(least=0),
+        default=0,
+        help="Requests to skip.",
     )
     add_flag(parser, "--ids", "Print only the full ids, one per line.")
     csv_help = "Print comma-separated values with a header; sizes in bytes."

@@ -213,14 +213,14 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        type=number(1, 10_000),
+        type=number(least=1, most=10_000),
         default=40,
         help="Largest number of tree nodes to draw.",
     )
     parser.add_argument(
         "--keys",
         metavar="N",
-        type=number(0),
+        type=number(least=0),
         default=4,
         help="Keys to show of each group.",
     )
@@ -362,11 +362,12 @@ def show_context(
     sharers = _sharers(backend, namespace, sorted(candidates), keys_by_group)
     groups = []
     for group, group_keys in enumerate(keys_by_group):
-        groups.append(_group_view(group, group_keys, places, key_limit))
+        view = _group_view(group, group_keys, places, key_limit)
+        groups.append(view)
     all_keys = chain.from_iterable(keys_by_group)
     num_shared = sum(key in sharers for key in all_keys)
-    # Engines count each later request with the same context as a hit of the oldest copy, and not of
-    # the others. So the hits of the oldest copy, which is the first one, are those of all copies.
+    # Each later request with the same context counts as a hit of the oldest copy, and not of the
+    # others. So the hits of the oldest copy, which is the first one, are those of all copies.
     copies = found.copies(backend)
     (oldest_use,) = catalogue.uses([copies[0].id])
     copies_hits = None if oldest_use is None else oldest_use.hits

@@ -157,7 +157,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--count",
         metavar="N",
-        type=number(1),
+        type=number(least=1),
         help=_COUNT_HELP,
     )
 

@@ -199,13 +199,14 @@ class _Usage:
 
     def _with_copies(self, named: Collection[tuple[bytes, str]]) -> list[str]:
         """Return the ids of these requests of the namespace, and of their copies."""
-        groups = set()
+        # two requests are copies of each other if they are in the same copy group
+        copy_groups = set()
         for namespace_id, name in named:
             if namespace_id == self.namespace.id and name in self.manifests:
-                groups.add(copy_group(self.manifests[name]))
+                copy_groups.add(copy_group(self.manifests[name]))
         names = []
         for name, manifest in self.manifests.items():
-            if copy_group(manifest) in groups:
+            if copy_group(manifest) in copy_groups:
                 names.append(name)
         return names
 
@@ -267,7 +268,7 @@ class _Usage:
     def used_since(self, backend: Backend) -> set[bytes]:
         """Return the ids of packs that are used by requests added after the plan was made.
 
-        :param backend: see ``present``.
+        :param backend: the backend that commits the plan (see ``present``).
         """
         added = self.present(backend) - self.manifests.keys()
         used: set[bytes] = set()

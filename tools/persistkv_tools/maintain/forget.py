@@ -55,18 +55,19 @@ def forget(
         raise MissingOptionError("forget", f"TENANT, or {_VERIFY}")
     check_tenant("tenant", tenant)
     ensure_consent("forget", "--yes", yes=yes, json=json)
-    target = None if receipt is None else _new_file(receipt)
+    # refuse an existing file before anything is destroyed
+    receipt_path = None if receipt is None else _new_file(receipt)
     with open_store(url, read_only=False) as store:
         question = f"Destroy all content and keys of {printable(tenant)}?"
         if not yes and not confirm(question):
             return
         done = store.forget(tenant)
-    if target is not None:
-        _write(target, done)
+    if receipt_path is not None:
+        _write(receipt_path, done)
     if json:
         render.print_json(done)
     else:
-        _print(done, target)
+        _print(done, receipt_path)
 
 
 def _new_file(path: str) -> Path:
@@ -85,8 +86,11 @@ def _write(target: Path, receipt: Receipt) -> None:
         raise FileError("write", target, error) from None
 
 
-def _print(receipt: Receipt, target: Path | None) -> None:
-    """Print the deleted content, and the copies that are out of reach of the store."""
+def _print(receipt: Receipt, path: Path | None) -> None:
+    """Print the deleted content, and the copies that are out of reach of the store.
+
+    :param path: file that the receipt was written to; None: it was not written.
+    """
     requests = render.count(receipt.requests, "request")
     packs = render.count(receipt.packs, "pack")
     size = render.format_size(receipt.stored_bytes)
@@ -95,8 +99,8 @@ def _print(receipt: Receipt, target: Path | None) -> None:
     render.say(f"destroyed: {keys}")
     if not receipt.signature:
         render.say("the store has no key: the receipt is not signed")
-    if target is not None:
-        render.say(f"receipt: {target}")
+    if path is not None:
+        render.say(f"receipt: {path}")
     render.say("out of reach:")
     for text in receipt.out_of_reach:
         render.say(f"- {text}")

@@ -458,7 +458,7 @@ class Verifier:
         """
         try:
             if is_suspect:
-                tally.findings += self._confirmed(held_packs, table, tally)
+                tally.findings += self._check_again(held_packs, table, tally)
         except UnknownCodecError:
             tally.other_release_packs += 1
             return
@@ -466,14 +466,14 @@ class Verifier:
         tally.frames += table.frame_count
         tally.stored_bytes += table.payload_length
 
-    def _confirmed(
+    def _check_again(
         self,
         held_packs: NamespacePacks,
         table: PackTable,
         tally: Tally,
     ) -> list[Defect]:
         """Check a suspect pack again and return its findings; none if it was deleted or replaced by
-        a good one."""
+        a good one, which is counted in ``tally.went_meanwhile``."""
         findings: list[Defect] = []
         for _ in range(_ATTEMPTS):
             held_packs.refresh()

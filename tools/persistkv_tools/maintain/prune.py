@@ -78,10 +78,9 @@ def prune(
         expired=expired,
     )
     keep_bytes = _keep_bytes(keep_size)
-    # whether an option limits the deletion of the chosen requests
-    keeps = (keep_size, keep_last, keep_daily) != (None, None, None)
+    has_keep_options = (keep_size, keep_last, keep_daily) != (None, None, None)
     has_conditions = selection != Selection()
-    deletes_requests = any([request, has_conditions, namespace, keeps])
+    deletes_requests = any([request, has_conditions, namespace, has_keep_options])
     if not any([deletes_requests, orphans, quarantined]):
         raise MissingOptionError("prune", _ONE_OF)
     ensure_consent("prune", "--yes or --dry-run", yes=yes or dry_run, json=json)
@@ -115,7 +114,11 @@ def prune(
         _print_outcome(pruning, outcome, keep_bytes)
     if outcome.failure is not None:
         raise outcome.failure
-    expects_all_deleted = _expects_all_deleted(request, selection, keeps=keeps)
+    expects_all_deleted = _expects_all_deleted(
+        request,
+        selection,
+        has_keep_options=has_keep_options,
+    )
     if expects_all_deleted and pruning.plan.private_blocks_left:
         raise SystemExit(1)
 
@@ -128,19 +131,20 @@ def _expects_all_deleted(
     requests: list[str] | None,
     selection: Selection,
     *,
-    keeps: bool,
+    has_keep_options: bool,
 ) -> bool:
     """Return whether the user expects all content of the chosen requests to be deleted: requests
     are named, or are chosen by labels alone.
 
-    :param keeps: whether an option limits the deletion of the chosen requests.
+    :param has_keep_options: whether --keep-size, --keep-last or --keep-daily limits the deletion of
+        the chosen requests.
     """
     if requests:
         return True
     # If a schedule deletes by age or size, blocks that stay because other requests use their packs
     # are no reason for an error.
     only_labels = selection == Selection(labels=selection.labels)
-    return bool(selection.labels) and only_labels and not keeps
+    return bool(selection.labels) and only_labels and not has_keep_options
 
 
 class _Outcome(NamedTuple):
@@ -217,13 +221,13 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--keep-last",
         metavar="N",
-        type=number(0),
+        type=number(least=0),
         help="Keep the N newest of these requests.",
     )
     parser.add_argument(
         "--keep-daily",
         metavar="N",
-        type=number(0),
+        type=number(least=0),
         help="Keep the newest of these requests of each of the N newest days with any.",
     )
     add_flag(parser, "--orphans", "Also delete packs that no request uses.")

@@ -106,7 +106,7 @@ def _add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--newest",
         metavar="N",
-        type=number(1),
+        type=number(least=1),
         help="Only the N newest of these requests.",
     )
     add_shared(parser, "--rate")

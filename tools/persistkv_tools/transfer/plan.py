@@ -223,7 +223,10 @@ class CopyPlan:
         everything: bool,
     ) -> None:
         """Add the requests and packs of a source that the target lacks, and count those that it
-        holds."""
+        holds.
+
+        :param everything: also add orphans, which are packs that no request of the source names.
+        """
         comparison = _compared(source, target)
         lacking_packs = comparison.lacking_packs
         # only packs that the target lacks are copied, so other orphans need not be found
@@ -244,11 +247,11 @@ class CopyPlan:
                     source, manifest, keys, lacking_packs
                 )
 
-        packs_to_have = packs_of_missing
+        selected_packs = packs_of_missing
         if everything:
-            packs_to_have = set(source.packs.tables)
+            selected_packs = set(source.packs.tables)
             self._add_orphans(source, lacking_packs - packs_of_requests)
-        self._counted.packs_held += len(packs_to_have - lacking_packs)
+        self._counted.packs_held += len(selected_packs - lacking_packs)
 
     def _add_orphans(self, source: Source, orphans: set[bytes]) -> None:
         """Add packs that no request names."""
@@ -313,7 +316,8 @@ class CopyPlan:
         by_age: list[tuple[float, str, bytes]] = []
         for source in self.sources:
             for manifest in source.requests:
-                by_age.append((*_age_order(manifest), source.namespace.id))
+                created, request_id = _age_order(manifest)
+                by_age.append((created, request_id, source.namespace.id))
         by_age.sort(reverse=True)
         return [(namespace, request_id) for _, request_id, namespace in by_age]
 

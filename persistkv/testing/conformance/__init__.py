@@ -167,6 +167,7 @@ class BackendConformance(BackendSuite):
         # a handle stays usable after another one is closed
         first.close()
         second.check_read(pack)
+        # without ``seen``, a commit is never stale
         unchecked = second.commit(other)
         assert not unchecked.stale
         second.check_totals()

@@ -303,6 +303,7 @@ class BlobsConformance:
             times = {info.name: info.time for info in blobs.list("")}
             listed = times[name]
             assert listed <= returned + _ROUNDING_S
+            # both times are of this put, which took no longer
             assert returned - listed < _PATIENCE_S
 
     def test_put_times_ascend(self, blobs: Blobs, opener: Opener) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from typing import ClassVar
 
 import pytest
@@ -24,6 +24,7 @@ from persistkv.storage.backend import (
     ManifestWrite,
     ReadSpan,
 )
+from persistkv.storage.catalog.quotas import TenantTotals
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter
@@ -399,16 +400,13 @@ def check_totals(backend: Backend) -> BackendStats:
 
 def check_tenants(backend: Backend, packs: Sequence[PackTable]) -> None:
     """Assert that ``backend.tenants()`` equals a count of ``packs``, all packs of the store."""
-    num_packs: Counter[str] = Counter()
-    stored_bytes: Counter[str] = Counter()
+    expected: dict[str, TenantTotals] = {}
     for pack in packs:
-        num_packs[pack.tenant] += 1
-        stored_bytes[pack.tenant] += pack.payload_length
-    quotas = backend.policy().quotas
-    found = backend.tenants()
-    names = [totals.tenant for totals in found]
-    assert names == sorted({*num_packs, *quotas})
-    for totals in found:
-        assert totals.packs == num_packs[totals.tenant]
-        assert totals.stored_bytes == stored_bytes[totals.tenant]
-        assert totals.quota == quotas.get(totals.tenant)
+        totals = expected.setdefault(pack.tenant, TenantTotals(pack.tenant))
+        totals.packs += 1
+        totals.stored_bytes += pack.payload_length
+    for tenant, quota in backend.policy().quotas.items():
+        totals = expected.setdefault(tenant, TenantTotals(tenant))
+        totals.quota = quota
+    by_name = sorted(expected.values(), key=attrgetter("tenant"))
+    assert backend.tenants() == by_name

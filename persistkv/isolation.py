@@ -70,8 +70,9 @@ class Isolation:
         try:
             return method(*arguments, **keywords)
         except Exception as error:
-            # a partial function has no name
-            call = getattr(method, "__name__", repr(method))
+            # A partial function has no name: its type is logged. Not its text, because a tier that
+            # is half built may raise in ``__repr__``.
+            call = getattr(method, "__name__", type(method).__name__)
             self.report(call, consequence, error)
             return default
 

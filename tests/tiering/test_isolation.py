@@ -309,3 +309,22 @@ def test_has_pending_work_method_without_name_raises_counts_as_idle(
     stack.tiers[0].has_pending_work = partial(fail, "no")
     assert not stack.manager.has_pending_work()
     assert "the tier is taken as idle" in caplog.text
+
+
+def test_has_pending_work_raises_while_repr_raises_too_counts_as_idle(
+    make_stack: MakeStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A tier whose construction failed half-way may not have a text, either."""
+
+    class HalfBuilt:
+        def __call__(self) -> bool:
+            raise OSError("no")
+
+        def __repr__(self) -> str:
+            raise AttributeError("name")
+
+    stack = make_stack(4, recording_tier)
+    stack.tiers[0].has_pending_work = HalfBuilt()
+    assert not stack.manager.has_pending_work()
+    assert "the tier is taken as idle" in caplog.text

@@ -302,7 +302,7 @@ class BlockStore:
         :param deadline: monotonic time at which this must return.
         """
         num_keys = len(job.keys)
-        # this object copies each block only when the call reads it, and no block after ``revoke``
+        # ``copies`` copies a block only when the call reads it, and no block after ``revoke``
         try:
             copies = BlocksToStore(self._pool, regions, self._block_bytes(job.group))
         except OSError:  # no memory is left

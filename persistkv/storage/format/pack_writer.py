@@ -150,8 +150,8 @@ class NewPack(ABC):
 
     def end_reads(self) -> None:
         """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was
-        abandoned. No effect here, because only ``PackWriter`` reads them after ``stream``."""
-        return
+        abandoned. A class whose ``stream`` leaves work to other threads must override this, because
+        the memory of the blocks may be released afterwards."""
 
 
 class PlacedPack(NewPack):

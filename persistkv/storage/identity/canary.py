@@ -309,8 +309,8 @@ class Canary:
 
     def loaded_elsewhere(self, keys: Iterable[bytes]) -> None:
         """Record that another tier loaded blocks, which the engine therefore did not compute. If no
-        keys are given, the blocks are unknown. Unknown blocks, or too many of them, end all
-        comparisons.
+        keys are given, the blocks are unknown. Unknown blocks, or too many known ones, end
+        all comparisons.
         """
         if not self.active or self._has_unknown_loads:
             return
@@ -341,7 +341,8 @@ class Canary:
         comparable: list[Block] = []
         for block in _by_depth(blocks):
             is_held = block.key not in absent
-            # the engine may have computed other blocks of the request from this one
+            # Nothing is known of a block without a depth; from a loaded block, the engine may have
+            # computed other blocks of the request.
             if block.depth == UNKNOWN_DEPTH or block.key in self._loaded:
                 state.foreign = True
             is_new = state.offer(block, is_held=is_held)
@@ -481,7 +482,6 @@ class Canary:
         theirs = Rows(memoryview(memory), layout)
         keys = [held.block.key for held in batch]
         holders = [held.pack for held in batch]
-        # the batch is small enough for one part, and for one scratch buffer
         parts, missing = plan_reads(
             holders,
             theirs,

@@ -148,10 +148,10 @@ class NewPack(ABC):
         self.end_reads()
         self.written = False
 
+    @abstractmethod
     def end_reads(self) -> None:
         """Wait until this object no longer reads the blocks, after a ``stream`` that ended or was
-        abandoned. A class whose ``stream`` leaves work to other threads must override this, because
-        the memory of the blocks may be released afterwards."""
+        abandoned. Their memory may be released afterwards."""
 
 
 class PlacedPack(NewPack):
@@ -181,6 +181,9 @@ class PlacedPack(NewPack):
     def stream(self) -> Iterator[Buffer]:
         self.written = True
         return iter(())
+
+    def end_reads(self) -> None:
+        """Do nothing: no blocks are read."""
 
 
 class PackCopy(NewPack):
@@ -249,6 +252,9 @@ class PackCopy(NewPack):
     def restart(self) -> None:
         super().restart()
         self._table = None
+
+    def end_reads(self) -> None:
+        """Do nothing: ``stream`` starts no work in other threads."""
 
 
 class PackWriter(NewPack):

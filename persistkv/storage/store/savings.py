@@ -117,9 +117,6 @@ class SavingsRecorder:
     """Adds up the savings of one engine, the tokens that its requests restored, and writes the sums
     of each day into a note of the store, its source.
 
-    :ivar interval_s: seconds between two calls of ``write``.
-    :ivar prefill: tokens and seconds of the measured prefills of this model, as recorded when the
-        store was opened; 0 if none is known, and in a remote store, whose answer would take time.
     :param backend: the store; a read-only one records nothing.
     """
 
@@ -137,9 +134,11 @@ class SavingsRecorder:
         # sets ``_day``, ``_name`` and ``_total``
         self._begin(today())
         self.prefill = (0, 0.0)
-        """Tokens of measured prefills in this namespace, and their seconds."""
+        """Tokens and seconds of the measured prefills of this model, as recorded when the store was
+        opened; 0 if none is known, and in a remote store, whose answer would take time."""
         is_remote = backend.capabilities.remote
         self.interval_s = _REMOTE_S if is_remote else _LOCAL_S
+        """Seconds between two calls of ``write``."""
         if not is_remote:  # waiting for the answer would delay the opening
             self._read_prefill()
 

@@ -261,7 +261,7 @@ class Store:
             if are_durable and not job.lost:
                 return []
             missing = self.missing(job.blocks.keys)
-            # the missing blocks were in packs of this job alone, which were dropped
+            # no missing block is borrowed: they were in packs of this job alone, which were dropped
             if job.borrowed.isdisjoint(missing):
                 return missing
             # the content of a forgotten tenant must not be stored again
@@ -274,7 +274,8 @@ class Store:
         return job.lost
 
     def _count_refused(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks that a read-only store neither holds nor accepts. Log the first ones."""
+        """Count the blocks that a read-only store neither holds nor accepts. Log the first ones
+        only, because every job has some."""
         absent = self.index.absent(keys)
         if absent and not self.counters.dropped_blocks:
             logger.warning(
@@ -311,6 +312,7 @@ class Store:
             held = await self._held_keys(blocks.keys)
             # No ``await`` follows, so no other task changes the states of the keys.
             in_flight = self.queue.in_flight(blocks.keys)
+            # earlier jobs are writing these blocks from rows of their own
             borrowed = set(in_flight)
             writes = set(in_flight.values())
             new_blocks = self._blocks_to_write(blocks, held | borrowed)

@@ -274,8 +274,8 @@ class Store:
         return job.lost
 
     def _count_refused(self, keys: Sequence[bytes]) -> None:
-        """Count the blocks that a read-only store neither holds nor accepts. Log the first ones
-        only, because every job has some."""
+        """Count the blocks that a read-only store neither holds nor accepts. Log the first
+        ones only: each further job may drop some, too."""
         absent = self.index.absent(keys)
         if absent and not self.counters.dropped_blocks:
             logger.warning(

@@ -145,6 +145,20 @@ class StepMeter:
         return sum_s
 
 
+def chunk_key(request: Any, end: int, group: int, hash_tokens: int) -> OffloadKey:
+    """Return vLLM's key of a chunk.
+
+    :param request: vLLM's ``Request``.
+    :param end: tokens of the request up to the end of the chunk.
+    :param group: index of the chunk's KV cache group.
+    :param hash_tokens: tokens of one of the request's block hashes.
+    """
+    # a chunk spans several hashes; the last one covers all tokens up to its end
+    last_hash = end // hash_tokens - 1
+    block_hash = bytes(request.block_hashes[last_hash])
+    return make_offload_key(block_hash, group)
+
+
 class WaitingChunks:
     """Chunks of one KV cache group of a request that waits for its lookups, from the first chunk to
     load on.
@@ -188,11 +202,8 @@ class WaitingChunks:
 
     def _key_of(self, chunk: int) -> OffloadKey:
         """Return the key under which stores have a chunk, by its index in the request."""
-        # vLLM hashes shorter parts; the last hash in a chunk covers all tokens up to its end
         end = (chunk + 1) * self.chunk_tokens
-        last_hash = end // self._hash_tokens - 1
-        block_hash = bytes(self._request.block_hashes[last_hash])
-        key = make_offload_key(block_hash, self._group)
+        key = chunk_key(self._request, end, self._group, self._hash_tokens)
         return tenant_key(self._tenant, key)
 
     def num_held(self, tier: PersistentTier) -> int:

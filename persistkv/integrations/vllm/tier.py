@@ -61,6 +61,7 @@ from persistkv.integrations.vllm.loading import (
     StepMeter,
     StoreLoads,
     WaitingChunks,
+    chunk_key,
     group_windows,
     shared_prefill,
 )
@@ -851,9 +852,6 @@ def _context_keys(
     for group in offloading.groups:
         chunk_tokens = group.tokens_per_block * offloading.cache.blocks_per_chunk
         for end in range(chunk_tokens, len(token_ids) + 1, chunk_tokens):
-            # a chunk spans several hashes; the last one covers all tokens up to its end
-            last_hash = end // hash_tokens - 1
-            block_hash = bytes(request.block_hashes[last_hash])
-            key = ours.make_offload_key(block_hash, group.group_id)
+            key = chunk_key(request, end, group.group_id, hash_tokens)
             keys.append(key)
     return keys

@@ -34,7 +34,7 @@ class Part(ABC):
         """LMCache's ``cache_salt`` of each key."""
 
     def add(self, position: int, key: Any) -> None:
-        """Add an ``ObjectKey`` of LMCache."""
+        """Add the ``ObjectKey`` of LMCache that is at this position in the task."""
         self.positions.append(position)
         encoded = encode_key(key)
         self.keys.append(encoded)

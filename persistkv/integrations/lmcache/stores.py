@@ -70,7 +70,11 @@ class LayoutStores:
 
     def items_of(self, model_name: str) -> list[tuple[Place, BlockStore]]:
         """Return the open stores of a model."""
-        return [item for item in self.items() if item[0].model_name == model_name]
+        found = []
+        for place, store in self.items():
+            if place.model_name == model_name:
+                found.append((place, store))
+        return found
 
     def may_open(self, place: Place) -> bool:
         """Return whether a store may be opened now: its model is known, and it has not just

@@ -287,7 +287,10 @@ class PoolStore:
         deadline = time.monotonic() + timeout_s
         blocks = store.stored_blocks(timeout_s=timeout_s)
         tenant = self._options.tenant
-        keys = [block.key for block in blocks if tenant_of(block.key) == tenant]
+        keys = []
+        for block in blocks:
+            if tenant_of(block.key) == tenant:
+                keys.append(block.key)
         for some_keys in batched(keys, _KEYS_PER_DELETION):
             left_s = max(0.0, deadline - time.monotonic())
             store.delete(some_keys, timeout_s=left_s)

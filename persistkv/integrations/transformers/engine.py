@@ -317,7 +317,8 @@ class Engine:
         """
         seconds = arguments.number("timeout_s", timeout_s, least=0.0)
         req_id = request.req_id if isinstance(request, GenerateResult) else request
-        if not (isinstance(req_id, str) and self._tiers.knows(req_id)):
+        is_known = isinstance(req_id, str) and self._tiers.knows(req_id)
+        if not is_known:
             raise ConfigurationError(
                 "request",
                 req_id,
@@ -459,6 +460,7 @@ class Engine:
     def _stop_tokens(self) -> frozenset[int]:
         """Return the tokens with which the model itself ends an answer."""
         config = getattr(self.model, "generation_config", None)
+        # one token, several tokens, or None
         found = getattr(config, "eos_token_id", None)
         if isinstance(found, int):
             return frozenset([found])

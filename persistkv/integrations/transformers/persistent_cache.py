@@ -131,8 +131,10 @@ class ForwardRecord:
         :raises ConfigurationError: one did.
         """
         # Read tensors here, not in each forward pass, because they may be on a device.
-        if self._mask is not None and not bool(self._mask.all()):
-            self.problem = "an attention mask that hides tokens"
+        if self._mask is not None:
+            shows_all = bool(self._mask.all())
+            if not shows_all:
+                self.problem = "an attention mask that hides tokens"
         for call in self._calls:
             given = call.position_ids
             if given is None:

@@ -213,8 +213,8 @@ class WaitingChunks:
         def is_missing(chunk: int) -> bool:
             return not tier.holds(self._key_of(chunk))
 
-        # A store evicts the deepest chunks of a context first, so it holds a prefix: the first
-        # missing chunk can be found by bisection.
+        # A store evicts the deepest chunks of a context first, so it holds a prefix. ``is_missing``
+        # is therefore False for some chunks and True for all after them: search the first True.
         num_following = bisect_left(self._following, True, key=is_missing)
         return 1 + num_following
 

@@ -164,10 +164,12 @@ def _vectors(
         vectors = _device_vectors(attention, strides["N"], number_bytes)
     layers = (len(group.layer_names), strides["L"])
     heads_of_layer = (heads, strides["H"])
+    blocks_of_chunk = (blocks, strides["B"])
+    tokens_of_block = (tokens, vectors.token_bytes)
     return VectorLayout(
-        offset=0,
+        offset=0,  # the first part begins with the row
         cells=(workers, layers, heads_of_layer, vectors.of_token),
-        tokens=((blocks, strides["B"]), (tokens, vectors.token_bytes)),
+        tokens=(blocks_of_chunk, tokens_of_block),
         length=vectors.length,
     )
 

@@ -661,7 +661,11 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         observed.requests_too_short = counts[Reason.TOO_SHORT]
         observed.requests_deadline = counts[Reason.DEADLINE]
         observed.requests_refused = counts[Reason.REFUSED]
-        if self._guard.is_opening or not self._metrics.is_due(time.monotonic()):
+        # while a tier is being opened, only the opening thread may use it
+        if self._guard.is_opening:
+            return None
+        now = time.monotonic()
+        if not self._metrics.is_due(now):
             return None
         client = self._tier.client
         held_chunks = len(client)

@@ -244,8 +244,8 @@ class GuardedTier:
         :param epoch: epoch of the request that asks. This method, and all below that have this
             parameter, refuse requests of earlier epochs.
         """
-        # A detached tier needs no check, because it holds nothing. The epoch needs one: ``tier`` is
-        # that of ``_epoch``, which becomes the watch's epoch only once the old tier has no jobs.
+        # A detached tier holds nothing, so it needs no check. The epoch needs one: when a request
+        # has named new weights, ``tier`` remains that of the old ones until its jobs have ended.
         is_present = epoch == self._epoch == self.watch.epoch
         if self.is_opening or not is_present:
             return False

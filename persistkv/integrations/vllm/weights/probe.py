@@ -142,15 +142,16 @@ def sample_parameters(
 
 
 def _sample_of(tensor: Any) -> Any:
-    """Return elements of a tensor as a tensor of integers, without a copy; None if it has no
-    bytes."""
+    """Return elements of a tensor as a tensor of integers, without a copy; None if it has no bytes,
+    or if no integer has the size of its elements."""
     import torch
 
     # compare bits, because a float that is NaN differs from itself
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     element_bytes = tensor.element_size()
     integer = integers.get(element_bytes)
-    if tensor.numel() == 0 or tensor.device.type == "meta" or integer is None:
+    has_bytes = tensor.numel() > 0 and tensor.device.type != "meta"
+    if not has_bytes or integer is None:
         return None
     # The sample ignores the strides of the tensor: it is taken from consecutive elements of the
     # storage, as many as the tensor has. The storage of a tensor that repeats elements (stride 0)

@@ -184,7 +184,9 @@ class WeightsWatch:
         if weights in self._unusable_names:
             return False
         may_hold_old_kv = self._may_hold_kv or not self._is_only_source
-        if may_hold_old_kv or self._num_calls:
+        # during a call that may change them, it is not known which weights the name is meant for
+        may_change_now = self._num_calls > 0
+        if may_hold_old_kv or may_change_now:
             self._refuse_name(weights)
             return False
         self._unusable_names.add(self.weights)

@@ -172,6 +172,7 @@ class LayoutStores:
             return
         for identity in identities:
             decoded = BlockIdentity.decode(identity)
+            # None: an engine with a tier of its own, such as vLLM, has stored this namespace
             if decoded is None:
                 continue
             block_identity, group_bytes = decoded

@@ -210,7 +210,7 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> dict[Any, list[bool]]:
         """Read pages into their pools; return for each pool, and each of its pages, whether the
         pool holds it."""
-        return self._transfer(transfers, PoolStore.read)
+        return self._call_each(transfers, PoolStore.read)
 
     def batch_set_v2(
         self,
@@ -220,23 +220,23 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         """Store pages of pools; return for each pool, and each of its pages, whether it is
         durable."""
         write = partial(PoolStore.write, depth=_depth(extra_info))
-        return self._transfer(transfers, write)
+        return self._call_each(transfers, write)
 
-    def _transfer(
+    def _call_each(
         self,
         transfers: Sequence[Any],
         call: Callable[..., list[bool]],
     ) -> dict[Any, list[bool]]:
-        """Make a call for the store, the keys and the host indices of each transfer; return the
-        results by pool."""
+        """Call ``call`` for each transfer, with the store of its pool, its keys and its host
+        indices; return the results by pool. Pages of a transfer without a store fail."""
         results = {}
         for transfer in transfers:
             keys = transfer.keys or []
-            done = [False] * len(keys)
             store = self._store_for(transfer)
-            if store is not None:
-                done = call(store, keys, transfer.host_indices)
-            results[transfer.name] = done
+            if store is None:
+                results[transfer.name] = [False] * len(keys)
+            else:
+                results[transfer.name] = call(store, keys, transfer.host_indices)
         return results
 
     def _store_for(self, transfer: Any) -> PoolStore | None:

@@ -24,7 +24,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _POSITIONAL = ("prompt", "max_new_tokens")
-"""Arguments of a request that are no ``GenerateOptions``."""
+"""Arguments of a request that are no ``GenerateOptions``; an error that lists the known names has
+them, too."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -96,6 +97,7 @@ class RequestArguments:
             stop=stop,
             salt=salt,
             tenant=request_tenant(options.get("tenant"), parameters),
+            # of both forms, all labels count, and ``load`` and ``store`` are off if either says so
             labels={**labels(options.get("labels")), **tier_options.labels},
             load=load and tier_options.load,
             store=store and tier_options.store,

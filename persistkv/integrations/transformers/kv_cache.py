@@ -184,6 +184,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         buffers = []
         for group in self._geometry:
             num_layers = len(group.layers)
+            # dimension 1 has keys and values
             shape = (num_layers, 2, group.num_heads, capacity, group.head_dim)
             buffer = torch.empty(shape, dtype=group.dtype, device=group.device)
             buffers.append(buffer)
@@ -308,7 +309,7 @@ class GroupPages:
         shape = (
             num_blocks,
             len(geometry.layers),
-            2,
+            2,  # keys and values
             geometry.num_heads,
             block_size,
             geometry.head_dim,

@@ -171,7 +171,9 @@ class Tiers:
             )
             if matched is not None:
                 return matched
+            # None: some blocks are still being promoted
             if time.monotonic() >= deadline:
+                # from now on, the scheduler never returns None for this request
                 self.scheduler.give_up_waiting(req_id)
             else:
                 self.step()

@@ -167,6 +167,7 @@ def totals(
     """Return the value of each counter: the tier's since its construction, and the store process's
     since its start, 0 until its first report."""
     found: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+    # the attributes of ``Observed`` have the names of counters
     found.update(vars(observed))
     found["stores_refused"] = stats.client.refused_jobs
     found["restarts"] = stats.client.restarts

@@ -639,6 +639,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if self._guard.is_in_use:
             identity = Identity.of(self._tier.config.identity)
             namespace = identity.digest.hex()
+        # in the order of ``CONFIG_INFO``
         values = (
             options.scheme,
             namespace,

@@ -172,7 +172,7 @@ class LayoutStores:
             return
         for identity in identities:
             decoded = BlockIdentity.decode(identity)
-            # None: an engine with a tier of its own, such as vLLM, has stored this namespace
+            # None: this namespace is not that of a block store
             if decoded is None:
                 continue
             block_identity, group_bytes = decoded

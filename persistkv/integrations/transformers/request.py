@@ -225,7 +225,7 @@ class Request:
         first_token = sampler.choose(logits)
         self._stats.prefill_s = time.perf_counter() - begin
         self._tiers.record_prefill(num_restored, len(prompt), self._stats.prefill_s)
-        # leave out tokens that the device held, which would not have been computed in any case
+        # only the tokens from stores count as saved; they are taken for the last restored ones
         first_loaded = num_restored - self._stats.persistent_tokens
         self._stats.saved_s = self._tiers.prefill_s(first_loaded, num_restored)
         return first_token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.memory import MemoryBackend
+from tests.storage.stores import StoreSettings
 
 IDENTITY = Identity.of({"weights": "w", "dtype": "float32"})
 
@@ -75,7 +77,7 @@ def open_store(
         url: str,
         rows: Rows | None = None,
         identity: Identity = IDENTITY,
-        **options: object,
+        **options: Unpack[StoreSettings],
     ) -> BlockingStore:
         parsed = StoreUrl.parse(url)
         backend = (
@@ -84,7 +86,8 @@ def open_store(
             else open_backend(url)
         )
         try:
-            settings = StoreOptions(**{"events": True, **options})  # type: ignore[arg-type]
+            options.setdefault("events", True)
+            settings = StoreOptions(**options)
             store = BlockingStore(
                 backend, identity, rows or make_rows(), settings, url=url
             )

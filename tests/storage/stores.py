@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, TypedDict
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from persistkv.storage.backend import Backend, ReadSpan
 from persistkv.storage.format.manifest import RequestManifest
@@ -14,14 +16,29 @@ from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 
 
+class StoreSettings(TypedDict, total=False):
+    """Arguments of ``StoreOptions``."""
+
+    codec: str
+    staging_bytes: int
+    max_age_s: float
+    durability: str
+    io_threads: int
+    refresh_s: float
+    strict_identity: bool
+    adopt: Literal["canary", "never"]
+    events: bool
+
+
 def end(
     request: str,
     *chains: list[bytes],
     tokens: int | None = None,
-    **more: Any,
+    **more: object,
 ) -> RequestEnd:
     count = 16 * len(chains[0]) if tokens is None else tokens
-    return RequestEnd(request, f"manifest-{request}", chains, count, 16, **more)
+    ended = RequestEnd(request, f"manifest-{request}", chains, count, 16)
+    return msgspec.structs.replace(ended, **more)
 
 
 def manifests(store: BlockingStore) -> list[RequestManifest]:
@@ -31,7 +48,7 @@ def manifests(store: BlockingStore) -> list[RequestManifest]:
     )
 
 
-def refill(store: BlockingStore) -> np.ndarray[Any, Any]:
+def refill(store: BlockingStore) -> npt.NDArray[np.uint8]:
     """Zero the rows; return a copy of their previous content."""
     before = store.rows.array.copy()
     store.rows.array[:] = 0

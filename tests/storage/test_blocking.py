@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from typing import Unpack
 
 import pytest
 
@@ -19,14 +20,15 @@ from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing import FaultyBackend
 from persistkv.testing.memory import MemoryBackend
 from tests.storage.conftest import IDENTITY
+from tests.storage.stores import StoreSettings
 
 URL = "memory://test"
 THREADS = ("persistkv-loop", "persistkv-reader", "persistkv-writer")
 
 
-def open_alone(rows: Rows, **options: str) -> BlockingStore:
+def open_alone(rows: Rows, **options: Unpack[StoreSettings]) -> BlockingStore:
     backend = MemoryBackend.open(StoreUrl.parse(URL))
-    return BlockingStore(backend, IDENTITY, rows, StoreOptions(**options), url=URL)  # type: ignore[arg-type]
+    return BlockingStore(backend, IDENTITY, rows, StoreOptions(**options), url=URL)
 
 
 def store_threads() -> list[str]:

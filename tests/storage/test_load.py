@@ -4,14 +4,14 @@ of its blocks."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from persistkv.config import GroupLayout, RowLayout
-from persistkv.memory.rows import Rows
+from persistkv.memory.rows import RowBlocks, Rows
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
+from persistkv.storage.format.pack_writer import Segment
 from persistkv.storage.store.commit_pipeline import Blocks, blocks_per_pack, plan_packs
 
 STRIDE = 4096
@@ -41,15 +41,25 @@ def joined(one: Blocks, other: Blocks) -> Blocks:
     )
 
 
-def shape(packs: Iterable[Any]) -> list[list[tuple[Any, ...]]]:
+SegmentShape = tuple[int, int, list[bytes], list[int], int]
+"""Group, bytes per block, keys, rows and depth of a segment."""
+
+
+def shape(packs: Iterable[Sequence[Segment]]) -> list[list[SegmentShape]]:
     """Describe the content of each pack by its segments."""
-    return [
-        [
-            (s.group, s.block_bytes, list(s.keys), list(s.source.block_ids), s.depth)
-            for s in segments
-        ]
-        for segments in packs
-    ]
+    return [[shape_of(segment) for segment in segments] for segments in packs]
+
+
+def shape_of(segment: Segment) -> SegmentShape:
+    source = segment.source
+    assert isinstance(source, RowBlocks)
+    return (
+        segment.group,
+        segment.block_bytes,
+        list(segment.keys),
+        list(source.block_ids),
+        segment.depth,
+    )
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, 61])

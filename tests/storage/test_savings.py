@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -189,7 +188,7 @@ def test_fold_beside_another_fold_loses_nothing(
     put_note = type(backend).put_note
 
     def delete_one_and_stop(
-        own: Any,
+        own: Backend,
         namespace: bytes,
         name: str,
         content: bytes | None,
@@ -198,7 +197,9 @@ def test_fold_beside_another_fold_loses_nothing(
         if content is None:
             raise KeyboardInterrupt
 
-    def read_late(own: Any, namespace: bytes, names: Any) -> Any:
+    def read_late(
+        own: Backend, namespace: bytes, names: Sequence[str]
+    ) -> list[bytes | None]:
         monkeypatch.setattr(type(backend), "notes", notes)
         monkeypatch.setattr(type(backend), "put_note", delete_one_and_stop)
         with pytest.raises(KeyboardInterrupt):
@@ -226,7 +227,9 @@ def test_read_beside_a_fold_never_counts_less(
     other = store()
     notes = type(backend).notes
 
-    def read_late(own: Any, namespace: bytes, names: Any) -> Any:
+    def read_late(
+        own: Backend, namespace: bytes, names: Sequence[str]
+    ) -> list[bytes | None]:
         monkeypatch.setattr(type(backend), "notes", notes)
         fold(other, 20_000)
         return notes(own, namespace, names)
@@ -248,7 +251,9 @@ def test_fold_killed_between_its_steps_counts_nothing_twice(
     left = deleted
     put_note = type(backend).put_note
 
-    def kill_at(own: Any, namespace: bytes, name: str, content: bytes | None) -> None:
+    def kill_at(
+        own: Backend, namespace: bytes, name: str, content: bytes | None
+    ) -> None:
         nonlocal left
         if content is None:
             if not left:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import pytest
 
 from persistkv.memory.rows import Rows
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store.blocking import BlockingStore
-from tests.storage.stores import end, manifests
+from tests.storage.stores import StoreSettings, end, manifests
 
 Keys = Callable[..., list[bytes]]
 OpenStore = Callable[..., BlockingStore]
@@ -22,7 +22,7 @@ def small_store(
     tmp_path: Path,
     open_store: OpenStore,
     make_rows: Callable[..., Rows],
-    **options: Any,
+    **options: Unpack[StoreSettings],
 ) -> BlockingStore:
     """Open a store of 8 MiB on LMDB, with rows of 64 KiB."""
     return open_store(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
@@ -176,7 +176,7 @@ def test_read_unknown_codec_misses_and_keeps_pack(
     store.put("r", names, range(64), None)
     store.flush()
 
-    def unknown(text: str) -> Any:
+    def unknown(text: str) -> NoReturn:
         raise ConfigurationError("codec", text, "one that this release knows")
 
     with monkeypatch.context() as patch:

@@ -10,13 +10,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from unittest import mock
 from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
 import pytest
+from botocore.awsrequest import AWSPreparedRequest
 
 from persistkv.config import StoreUrl
 from persistkv_s3 import S3Backend
@@ -109,14 +110,17 @@ class CountingClient(BotoClient):
     def __init__(self, place: BucketPlace, options: S3Options) -> None:
         super().__init__(place, options)
         self.counts: Counter[str] = Counter()
-        self.sent: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[tuple[str, dict[str, str]]] = []
         """Method and headers of each request."""
         self.before: Callable[[str, str], None] = lambda verb, key: None
         self._client.meta.events.register("before-send.s3", self._count)
 
-    def _count(self, request: Any, **_: Any) -> None:
+    def _count(self, request: AWSPreparedRequest, **_: object) -> None:
         self.counts[request.method] += 1
-        self.sent.append((request.method, dict(request.headers)))
+        headers: dict[str, str] = {}
+        for name, value in request.headers.items():
+            headers[name] = value.decode() if isinstance(value, bytes) else value
+        self.sent.append((request.method, headers))
         self.before(request.method, request.url)
 
     def take(self) -> dict[str, int]:

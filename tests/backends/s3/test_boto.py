@@ -56,7 +56,7 @@ def test_expected_bucket_owner_is_sent_with_every_request(open_store: Opener) ->
     assert {"GET", "PUT", "DELETE"} <= {method for method, _ in client.sent}
     assert {
         headers.get("x-amz-expected-bucket-owner") for _, headers in client.sent
-    } == {b"012345678901"}
+    } == {"012345678901"}
 
 
 def test_expected_bucket_owner_unset_sends_no_header(open_store: Opener) -> None:

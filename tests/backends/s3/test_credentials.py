@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from botocore.credentials import Credentials, DeferredRefreshableCredentials
@@ -163,7 +162,7 @@ class Source:
         self.answers.set()
         self.error: Exception | None = None
 
-    def find(self) -> Any:
+    def find(self) -> Credentials:
         self.searches += 1
         number = self.searches
         self.answers.wait(60)
@@ -217,7 +216,7 @@ def test_credentials_are_searched_once_for_many_threads(source: Source) -> None:
 def test_credentials_without_expiry_are_searched_once() -> None:
     searches: list[None] = []
 
-    def find() -> Any:
+    def find() -> Credentials:
         searches.append(None)
         return Credentials("id", "secret")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,6 +25,7 @@ from persistkv.testing.conformance.suite import (
     tables,
 )
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
+from persistkv_s3 import S3Backend
 from tests.backends.s3.conftest import Opener
 from tests.backends.s3.faults import FaultProxy
 
@@ -53,7 +54,7 @@ def short_breaker_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("persistkv_s3.client.bucket.LONGEST_PAUSE_S", 1.0)
 
 
-def wait_until_recovered(backend: Any) -> None:
+def wait_until_recovered(backend: S3Backend) -> None:
     """Repeat a request until the breaker has closed."""
     until = time.monotonic() + 60
     while True:

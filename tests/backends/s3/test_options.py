@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,12 +19,12 @@ from persistkv.testing.conformance.suite import sample_identity
 from persistkv.testing.samples import sample_pack
 from persistkv_s3 import S3Backend
 from persistkv_s3.client.boto import make_client
-from persistkv_s3.options import parse_url
+from persistkv_s3.options import BucketPlace, S3Options, parse_url
 from persistkv_tools.cli import main
 from tests.backends.s3.conftest import Opener
 
 
-def parse(url: str) -> Any:
+def parse(url: str) -> tuple[BucketPlace, S3Options]:
     return parse_url(StoreUrl.parse(url))
 
 

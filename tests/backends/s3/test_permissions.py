@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
+from botocore.model import OperationModel
 
 from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import StoreError
@@ -234,7 +235,9 @@ class RecordingClient(BotoClient):
         self.calls: set[Call] = set()
         self._client.meta.events.register("before-parameter-build.s3", self._record)
 
-    def _record(self, params: dict[str, Any], model: Any, **_: Any) -> None:
+    def _record(
+        self, params: dict[str, Any], model: OperationModel, **_: object
+    ) -> None:
         keys = (
             [params["Key"]]
             if "Key" in params
@@ -416,7 +419,7 @@ def test_documented_policy_of_doctor_allows_exactly_its_other_calls(
 class Users:
     """Users of a Ceph server, created with ``radosgw-admin``."""
 
-    def __init__(self, bucket: str, root: Any) -> None:
+    def __init__(self, bucket: str, root: S3Client) -> None:
         self.bucket = bucket
         self._root = root
         self._statements: list[dict[str, Any]] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -30,7 +31,7 @@ SHARED = 12
 """Number of packs that all writers store."""
 
 
-def keys_under(client: Any, bucket: str, prefix: str) -> list[str]:
+def keys_under(client: S3Client, bucket: str, prefix: str) -> list[str]:
     return [
         entry["Key"]
         for entry in client.list_objects_v2(Bucket=bucket, Prefix=prefix).get(
@@ -108,7 +109,7 @@ def seeds_of(writer: int, number: int) -> list[int]:
     return [(writer * 5 + number) % SHARED, 1000 * (writer + 1) + number]
 
 
-def write_requests(url: str, writer: int, done: Any) -> None:
+def write_requests(url: str, writer: int, done: Connection) -> None:
     backend = S3Backend.open(StoreUrl.parse(url))
     namespace = backend.open_namespace(sample_identity()).id
     for number in range(COMMITS):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from persistkv.errors import ConfigurationError, StoreUnavailableError
+from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import State
 from tests.backends.s3.faults import FaultProxy
 from tests.storage.host.hosted import Hosted
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from types_boto3_s3 import S3Client
 
 
-def works(hosted: Hosted, client: Any) -> bool:
+def works(hosted: Hosted, client: StoreClient) -> bool:
     """Store four blocks; return whether lookups find them."""
     keys = make_keys(4)
     client.submit_store(1, "a", keys, range(4), None, 4 * BLOCK)

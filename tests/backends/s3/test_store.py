@@ -8,10 +8,11 @@ from collections.abc import Callable
 from functools import partial
 from mmap import mmap
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import pytest
+from botocore.response import StreamingBody
 
 from persistkv.base import make_offload_key
 from persistkv.config import GroupLayout, RowLayout
@@ -25,9 +26,10 @@ from persistkv.storage.shared.format import Latest, Names, encode, seal_object
 from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import sample_identity
 from persistkv_s3 import S3Backend
-from persistkv_s3.client.transport import LateError
+from persistkv_s3.client.transport import LateError, Sink
 from tests.backends.s3.conftest import Opener
 from tests.storage.host.hosted import STRIDE, Hosted
+from tests.storage.stores import StoreSettings
 
 if TYPE_CHECKING:
     from types_boto3_s3 import S3Client
@@ -51,14 +53,12 @@ def make_rows(count: int) -> Rows:
     )
 
 
-def open_on(backend: S3Backend, rows: Rows, **options: Any) -> BlockingStore:
-    return BlockingStore(
-        backend,
-        sample_identity(),
-        rows,
-        StoreOptions(**{"events": True, **options}),
-        url="s3://test",
-    )
+def open_on(
+    backend: S3Backend, rows: Rows, **options: Unpack[StoreSettings]
+) -> BlockingStore:
+    options.setdefault("events", True)
+    settings = StoreOptions(**options)
+    return BlockingStore(backend, sample_identity(), rows, settings, url="s3://test")
 
 
 def end(request: str, keys: list[bytes]) -> RequestEnd:
@@ -147,7 +147,7 @@ def test_read_broken_off_keeps_blocks_received_before(
     expected = rows.array.copy()
     rows.array[:] = 0
 
-    def break_off(body: Any, what: str, sink: Any, deadline: object) -> None:
+    def break_off(body: StreamingBody, what: str, sink: Sink, deadline: object) -> None:
         while sink.position < 70_000:
             sink.advance(body.readinto(sink.room()[:10_000]))
         raise LateError("the deadline passed")

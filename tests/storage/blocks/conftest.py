@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from persistkv import BlockIdentity, BlockStore
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
+from persistkv.storage.blocks.store import TenantOf
 from persistkv.storage.records import StoreOptions
 from persistkv.testing import FaultyBackend, MemoryBackend
 from persistkv.testing.blobs import MemoryBlobs
@@ -23,19 +25,19 @@ BLOCK_BYTES = 64 << 10  # 64 KiB
 BlockArray = npt.NDArray[np.uint8]
 
 
-def identity(**other: Any) -> BlockIdentity:
+def identity(**other: object) -> BlockIdentity:
     """Return an identity of one KV cache group, with other values for some fields."""
-    fields: dict[str, Any] = {
-        "model_name": "test",
-        "weights": "name:test",
-        "engine": "test",
-        "release": "1.0",
-        "dtype": "bfloat16",
-        "shapes": ((2, 4, 16, 8, 64),),
-        "layout": "page_first",
-        "rank": "tp 0 of 1",
-    }
-    return BlockIdentity(**{**fields, **other})
+    common = BlockIdentity(
+        model_name="test",
+        weights="name:test",
+        engine="test",
+        release="1.0",
+        dtype="bfloat16",
+        shapes=((2, 4, 16, 8, 64),),
+        layout="page_first",
+        rank="tp 0 of 1",
+    )
+    return msgspec.structs.replace(common, **other)
 
 
 class OpenBlocks(Protocol):
@@ -47,7 +49,8 @@ class OpenBlocks(Protocol):
         block_bytes: Sequence[int] = (BLOCK_BYTES,),
         faulty: bool = False,
         options: StoreOptions | None = None,
-        **settings: Any,
+        identity: BlockIdentity = ...,
+        tenant_of: TenantOf | None = None,
     ) -> BlockStore: ...
 
 
@@ -92,14 +95,14 @@ def open_blocks(open_backend_of: Callable[[], Backend]) -> Iterator[OpenBlocks]:
         faulty: bool = False,
         options: StoreOptions | None = None,
         identity: BlockIdentity = identity(),  # noqa: B008 - immutable
-        **settings: Any,
+        tenant_of: TenantOf | None = None,
     ) -> BlockStore:
         backend = open_backend_of()
         if faulty:
             backend = FaultyBackend.of(backend)
         chosen = options or StoreOptions(adopt="never", events=True)
         store = BlockStore(
-            backend, identity, block_bytes, chosen, url="test", **settings
+            backend, identity, block_bytes, chosen, url="test", tenant_of=tenant_of
         )
         opened.append(store)
         return store

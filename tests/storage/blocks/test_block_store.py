@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -333,7 +332,7 @@ def run_before(
     """Run an action before each call of a method of a backend."""
     method = getattr(backend, step)
 
-    def after_action(*args: Any) -> Any:
+    def after_action(*args: object) -> object:
         action()
         return method(*args)
 

@@ -4,7 +4,6 @@ table."""
 from __future__ import annotations
 
 import tracemalloc
-from typing import Any
 
 import pytest
 import xxhash
@@ -139,19 +138,21 @@ def test_pack_table_parse_garbage_raises_corrupt(data: bytes) -> None:
             PackTable.parse(candidate)
 
 
-def forged(**changes: Any) -> bytes:
+def forged(**changes: int | bytes) -> bytes:
     """Return a table of one frame of 4 blocks; ``changes`` replace fields of its header and
     frame."""
-    header = {
+    header: dict[str, int | bytes] = {
         "version": 1, "key_length": 36, "frames": 1, "blocks": 4, "codec_length": 3, "tenant_length": 0, "payload": 16384, "raw": 16384,
         "namespace": NAMESPACE, "name": bytes(16), "key": bytes(8), "salt": bytes(16),
     }  # fmt: skip
-    frame = {
+    frame: dict[str, int | bytes] = {
         "group": 0, "count": 4, "block_bytes": 4096, "depth": 0, "offset": 0,
         "stored": 16384, "tag": bytes(16),
     }  # fmt: skip
     codec = changes.pop("codec", b"raw")
     keys = changes.pop("keys", b"".join(sample_keys(1, 4)))
+    assert isinstance(codec, bytes)
+    assert isinstance(keys, bytes)
     for name, value in changes.items():
         (header if name in header else frame)[name] = value
     body = HEADER.pack(*header.values()) + codec + FRAME.pack(*frame.values()) + keys
@@ -200,7 +201,7 @@ def test_pack_table_parse_valid_table_returns_frames() -> None:
     ],
 )
 def test_pack_table_parse_wrong_field_raises_and_names_it(
-    changes: dict[str, Any],
+    changes: dict[str, int | bytes],
     field: str,
 ) -> None:
     tracemalloc.start()
@@ -228,13 +229,13 @@ def table_with(keys: list[bytes], key_length: int) -> bytes:
         "stored": len(keys),
         "payload": align(len(keys)),
     }
-    changes = {
+    changes: dict[str, int | bytes] = {
         "blocks": len(keys),
         "count": len(keys),
         "key_length": key_length,
         **sizes,
     }
-    return forged(keys=lengths + b"".join(keys), **changes)
+    return forged(**changes, keys=lengths + b"".join(keys))
 
 
 @pytest.mark.parametrize("key_length", [0, 4, 12, 36])

@@ -6,6 +6,7 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from persistkv.storage.host.protocol import Hello
 from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
+from tests.storage.stores import StoreSettings
 
 STRIDE = 64 << 10
 NUM_ROWS = 128
@@ -42,7 +44,7 @@ class Hosted:
         identity: dict[str, str] | None = None,
         max_queue_bytes: int = 1 << 30,
         watchdog_s: float = 60.0,
-        **options: object,
+        **options: Unpack[StoreSettings],
     ) -> StoreClient:
         """Return a client that is not open yet."""
         hosts: dict[str, Callable[[], Host]] = {
@@ -52,7 +54,8 @@ class Hosted:
         host = hosts[kind]()
         layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
         encoded = Identity.of(identity or {"weights": "w"}).encode()
-        hello = Hello(url, encoded, layout, StoreOptions(**{"events": True, **options}))  # type: ignore[arg-type]
+        options.setdefault("events", True)
+        hello = Hello(url, encoded, layout, StoreOptions(**options))
         client = StoreClient(
             host, hello, max_queue_bytes=max_queue_bytes, watchdog_s=watchdog_s
         )

@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import (
@@ -119,9 +118,9 @@ class Served:
         )
         self._thread.start()
 
-    def receive_until(self, kind: type, timeout_s: float = 90.0) -> list[Any]:
+    def receive_until(self, kind: type, timeout_s: float = 90.0) -> list[ToEngine]:
         """Return the messages that arrive up to one of this kind."""
-        received: list[Any] = []
+        received: list[ToEngine] = []
         deadline = time.monotonic() + timeout_s
         while not any(isinstance(message, kind) for message in received):
             assert time.monotonic() < deadline, f"got only {received}"

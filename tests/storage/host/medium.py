@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
@@ -106,5 +106,5 @@ def load_message(job: int, keys: list[bytes], first_row: int = 0) -> LoadJob:
     return LoadJob(job, PackedKeys.of(keys), rows)
 
 
-def of_kind(messages: list[Any], kind: type[T]) -> list[T]:
+def of_kind(messages: Iterable[object], kind: type[T]) -> list[T]:
     return [message for message in messages if isinstance(message, kind)]

@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.protocol import Touch
+from persistkv.storage.host.protocol import ToStore, Touch
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import RequestEnd, StoreReport
 from tests.storage.host.hosted import Hosted
@@ -92,7 +91,7 @@ def test_touch_sends_held_keys_once_and_drops_overflow(
     sent: list[int] = []
     send = client.supervisor.connection.send
 
-    def count(message: Any) -> None:
+    def count(message: ToStore) -> None:
         if isinstance(message, Touch):
             sent.append(len(message.keys))
         send(message)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +14,7 @@ from persistkv.errors import StoreError
 from persistkv.storage.backend import ReadSpan
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import (
     JobDone,
     Loaded,
@@ -122,8 +122,8 @@ def test_store_job_with_keys_in_flight_rewrites_failed_blocks(
     assert (hosted.array[:96] == before).all()
 
 
-def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, Any]:
-    ended: dict[int, Any] = {}
+def finish_all(client: StoreClient, jobs: set[int]) -> dict[int, JobOutcome]:
+    ended: dict[int, JobOutcome] = {}
     deadline = time.monotonic() + PATIENCE_S
     while not jobs <= ended.keys():
         assert time.monotonic() < deadline

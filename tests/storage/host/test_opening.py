@@ -12,7 +12,6 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import msgspec
@@ -33,6 +32,7 @@ from persistkv.errors import (
     StoreUnavailableError,
 )
 from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.connection import SocketConnection, discard
 from persistkv.storage.host.protocol import (
@@ -375,7 +375,7 @@ def block_open_backend(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Prevent stores from opening before the returned event is set."""
     gate = threading.Event()
 
-    def late(url: str) -> Any:
+    def late(url: str) -> Backend:
         assert gate.wait(90)
         return open_backend(url)
 

@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -31,7 +30,7 @@ def pair() -> tuple[SocketConnection, SocketConnection]:
 def test_connection_large_and_small_messages_arrive_in_order(make: MakePair) -> None:
     engine, store = make()
     keys = PackedKeys.of([number.to_bytes(36, "little") for number in range(100_000)])
-    sent: list[Any] = [
+    sent: list[ToEngine] = [
         JobDone(1, PackedKeys(), 5),
         StoreReport(
             stored=keys.unpack(),

@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
 from persistkv.memory.rows import RowBlocks
+from persistkv.storage.backend import Changes
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.supervisor import State
 from persistkv.storage.store import committer, loading
@@ -35,7 +36,7 @@ def reloads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         backend: LmdbBackend,
         namespace: bytes,
         cursor: bytes | None,
-    ) -> Any:
+    ) -> Changes:
         times.append(time.monotonic())
         return changes(backend, namespace, None)
 
@@ -156,7 +157,7 @@ def test_host_lack_of_memory_fails_job_only(
     client.open()
     store_blocks(client, hosted, 1, make_keys(2))
 
-    def fail(*arguments: object, **options: object) -> Any:
+    def fail(*arguments: object, **options: object) -> NoReturn:
         raise error("too little memory")
 
     with monkeypatch.context() as patch:
@@ -189,7 +190,7 @@ def test_host_lack_of_memory_for_copies_drops_the_job_and_later_commits_succeed(
     client = hosted.connect(f"lmdb://{tmp_path}/store", "thread", max_age_s=0.1)
     client.open()
 
-    def fail(*arguments: object) -> Any:
+    def fail(*arguments: object) -> NoReturn:
         raise MemoryError("too little memory")
 
     with monkeypatch.context() as patch:

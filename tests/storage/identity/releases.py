@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store.blocking import BlockingStore
+from tests.storage.stores import StoreSettings
 
 LAYERS, HEADS, TOKENS, SIZE = 4, 2, 16, 32
 """Layers and KV heads of the model, tokens per block, numbers per head."""
@@ -58,6 +59,15 @@ def prompt(number: int, blocks: int = BLOCKS) -> list[int]:
     )
 
 
+class ModelOptions(TypedDict, total=False):
+    """Arguments of ``model``."""
+
+    seed: int
+    dtype: str
+    theta: float
+    deviation: float
+
+
 @cache
 def model(
     seed: int = 0,
@@ -86,7 +96,7 @@ def compute(
     *,
     pieces: Sequence[int] = (),
     companions: Sequence[Sequence[int]] = (),
-    **options: Any,
+    **options: Unpack[ModelOptions],
 ) -> KV:
     """Return the KV that a model computes of a context.
 
@@ -133,7 +143,7 @@ def keys_of(tokens: Sequence[int]) -> list[bytes]:
     ]
 
 
-def identity(release: str, **fields: Any) -> Identity:
+def identity(release: str, **fields: object) -> Identity:
     return Identity.of(
         {"engine": {"name": "vllm", "release": release}, "weights": "w"} | fields
     )
@@ -148,9 +158,9 @@ class Release:
         release: str,
         dtype: str = "float32",
         *,
-        fields: Mapping[str, Any] | None = None,
+        fields: Mapping[str, object] | None = None,
         described: bool = True,
-        **options: Any,
+        **options: Unpack[StoreSettings],
     ) -> None:
         """
         :param fields: further fields of the identity.

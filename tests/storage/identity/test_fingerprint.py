@@ -5,7 +5,6 @@ import os
 import struct
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,9 @@ def safetensors(
     tensors: dict[str, tuple[str, list[int], bytes]],
     metadata: bool = False,
 ) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
+    header: dict[str, dict[str, object]] = (
+        {"__metadata__": {"format": "pt"}} if metadata else {}
+    )
     payload = b""
     for name, (dtype, shape, data) in tensors.items():
         header[name] = {
@@ -182,7 +183,7 @@ def entry(
     end: object,
     shape: object = (2,),
     dtype: object = "F32",
-) -> dict[str, Any]:
+) -> dict[str, object]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 

@@ -11,7 +11,13 @@ import torch
 
 from persistkv.storage.identity.verdict import read_verdict
 from persistkv.testing.memory import MemoryBackend
-from tests.storage.identity.releases import Release, compute, identity, prompt
+from tests.storage.identity.releases import (
+    ModelOptions,
+    Release,
+    compute,
+    identity,
+    prompt,
+)
 
 PROMPTS = [prompt(number) for number in range(2)]
 NUMBERS = [
@@ -39,7 +45,7 @@ def check(runs: int, seed: int = 0) -> None:
     verdicts: list[tuple[int, str | None]] = []
     for number in range(runs):
         computes, dtype = NUMBERS[number % len(NUMBERS)]
-        options = {
+        options: ModelOptions = {
             "dtype": computes,
             "seed": int(random.integers(3)),
             "deviation": float(random.choice([0.02, 0.06])),

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
@@ -244,8 +244,8 @@ def temporary_of(root: Path, blobs: DirBlobs, monkeypatch: pytest.MonkeyPatch) -
     return left
 
 
-def raising(error: OSError) -> Callable[..., Any]:
-    def fail(*_: object, **__: object) -> None:
+def raising(error: OSError) -> Callable[..., NoReturn]:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise error
 
     return fail

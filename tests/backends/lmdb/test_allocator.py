@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import lmdb
 import pytest
@@ -46,6 +46,8 @@ from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
 
+P = ParamSpec("P")
+T = TypeVar("T")
 FREE, RESERVED, HOLE = 0, -1, -2
 
 
@@ -64,24 +66,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.reserved: dict[int, set[tuple[int, int]]] = {}
         self.number = 0
 
-    def change(self, change: Callable[..., Any]) -> Any:
+    def change(self, change: Callable[[Allocator, TableRows], T]) -> T:
         with self.env.begin(write=True, buffers=True) as txn:
-            space = Allocator(TableRows(txn, self.db))
-            found = change(space, txn)
+            rows = TableRows(txn, self.db)
+            space = Allocator(rows)
+            found = change(space, rows)
             space.finish()
         return found
 
     @rule(segment=st.integers(0, 2), more=st.integers(1, 40))
     def grow(self, segment: int, more: int) -> None:
         held = sum(1 for page in self.pages if page[0] == segment)
-        self.change(lambda space, txn: space.fill(Extent(segment, held, more), more))
+        self.change(lambda space, rows: space.fill(Extent(segment, held, more), more))
         self.pages.update({(segment, held + page): FREE for page in range(more)})
 
     @rule(pages=st.integers(1, 60), at_most=st.integers(1, 3))
     def empty(self, pages: int, at_most: int) -> None:
         """Free pages become holes, and count neither as free nor as disk space."""
         free = sum(owner == FREE for owner in self.pages.values())
-        holes = self.change(lambda space, txn: space.make_holes(pages, at_most))
+        holes = self.change(lambda space, rows: space.make_holes(pages, at_most))
         assert len(holes) <= at_most
         assert pages_of(holes) <= min(pages, free)
         assert pages_of(holes) == min(pages, free) or len(holes) == at_most
@@ -94,7 +97,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def fill(self, pages: int) -> None:
         """The first pages of the first hole are free again."""
 
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
+        def work(space: Allocator, rows: TableRows) -> Extent | None:
             hole = next(space.holes(), None)
             if hole is not None:
                 hole_part = hole._replace(pages=min(pages, hole.pages))
@@ -118,7 +121,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         self.number += 1
 
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
+        def work(space: Allocator, rows: TableRows) -> tuple[list[Extent], bool]:
             single = space.largest() >= pages
             taken = space.allocate(pages)
             if keep:
@@ -148,7 +151,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         ):
             return
 
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
+        def work(space: Allocator, rows: TableRows) -> list[Extent]:
             taken = space.allocate(pages)
             space.reserve(writer, taken)
             return taken
@@ -171,9 +174,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         sizes = data.draw(st.lists(st.integers(1, 12), max_size=4))
 
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> Any:
-            rest = read_reserved(TableRows(txn, self.db), writer)
-            packs = []
+        def work(space: Allocator, rows: TableRows) -> list[list[Extent]]:
+            rest = read_reserved(rows, writer)
+            packs: list[list[Extent]] = []
             for size in sizes:
                 if pages_of(rest) >= size:
                     place, rest = split(rest, size)
@@ -197,7 +200,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(writer=st.integers(0, 3))
     def release(self, writer: int) -> None:
-        self.change(lambda space, txn: space.release(writer))
+        self.change(lambda space, rows: space.release(writer))
         self.pages.update(dict.fromkeys(self.reserved.pop(writer, ()), FREE))
 
     @rule(data=st.data())
@@ -207,7 +210,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.held)))
         name = number.to_bytes(32, "big")
 
-        def work(space: Allocator, txn: lmdb.Transaction[memoryview]) -> None:
+        def work(space: Allocator, rows: TableRows) -> None:
             space.free_pack(name)
             free = space.free
             space.free_pack(name)
@@ -553,16 +556,18 @@ def test_commit_one_failed_disk_call_keeps_stored_packs(
     a full disk."""
     held = sample_pack(namespace, 1)
     backend.commit(namespace, CommitBatch([held]))
-    real = getattr(os, call)
     left = [True]
 
-    def fail_once(*arguments: Any) -> Any:
-        if left:
-            left.clear()
-            raise OSError(code, os.strerror(code))
-        return real(*arguments)
+    def failing_once(real: Callable[P, T]) -> Callable[P, T]:
+        def fail_once(*arguments: P.args, **options: P.kwargs) -> T:
+            if left:
+                left.clear()
+                raise OSError(code, os.strerror(code))
+            return real(*arguments, **options)
 
-    monkeypatch.setattr(os, call, fail_once)
+        return fail_once
+
+    monkeypatch.setattr(os, call, failing_once(getattr(os, call)))
     pack = sample_pack(namespace, 2, blocks=20, block_bytes=1 << 20)
     if code == errno.ENOSPC:
         backend.commit(namespace, CommitBatch([pack]))

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,13 +49,15 @@ def commit_many(
     namespace: bytes,
     count: int,
     packs_per_commit: int = 1,
-    **size: Any,
+    *,
+    blocks: int = 4,
+    block_bytes: int = 4096,
 ) -> int:
     """Commit ``count`` packs of one size. Return the maximum size on disk, in bytes."""
     most = 0
     for first in range(0, count, packs_per_commit):
         packs = [
-            sample_pack(namespace, seed, **size)
+            sample_pack(namespace, seed, blocks=blocks, block_bytes=block_bytes)
             for seed in range(first, first + packs_per_commit)
         ]
         backend.commit(namespace, CommitBatch(packs))

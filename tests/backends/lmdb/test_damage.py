@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import pytest
@@ -98,7 +97,7 @@ def inspections(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Results of the inspections so far."""
     found = []
 
-    def counted(directory: Path) -> Any:
+    def counted(directory: Path) -> Finding:
         found.append(inspect(directory))
         return found[-1]
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Literal, ParamSpec, TypeVar
 
 import lmdb
 import pytest
@@ -25,6 +25,8 @@ from persistkv_lmdb.fsck import CheckResult, inspect
 from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 
+P = ParamSpec("P")
+T = TypeVar("T")
 KILLED_IN_COMMIT = """
 import os, signal, sys
 from persistkv.config import StoreUrl
@@ -72,25 +74,33 @@ class Handle:
         self.env = env
         self.panics = False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.env, name)
 
-    def begin(self, **options: Any) -> Any:
+    def begin(
+        self,
+        *,
+        write: bool = False,
+        buffers: Literal[True],
+    ) -> lmdb.Transaction[memoryview]:
         if self.panics:
             raise lmdb.PanicError("mdb_txn_begin")
-        return self.env.begin(**options)
+        return self.env.begin(write=write, buffers=buffers)
 
 
 @pytest.fixture
 def handles(monkeypatch: pytest.MonkeyPatch) -> list[Handle]:
     """LMDB handles that are opened after this fixture."""
-    found, opens = [], lmdb.open
+    found: list[Handle] = []
 
-    def opened(*arguments: Any, **options: Any) -> Handle:
-        found.append(Handle(opens(*arguments, **options)))
-        return found[-1]
+    def noting(opens: Callable[P, lmdb.Environment]) -> Callable[P, Handle]:
+        def opened(*arguments: P.args, **options: P.kwargs) -> Handle:
+            found.append(Handle(opens(*arguments, **options)))
+            return found[-1]
 
-    monkeypatch.setattr(lmdb, "open", opened)
+        return opened
+
+    monkeypatch.setattr(lmdb, "open", noting(lmdb.open))
     return found
 
 
@@ -243,7 +253,7 @@ def forge_meta_page(backend: LmdbBackend, handle: Handle, ahead: int = 1) -> int
     with (shared.path / "data.mdb").open("r+b") as file:
         file.seek(number % 2 * mmap.PAGESIZE + 8)
         file.write(known[8:])
-    assert handle.info()["last_txnid"] == number
+    assert handle.env.info()["last_txnid"] == number
     return number
 
 
@@ -311,14 +321,16 @@ def test_read_panicked_handle_failed_reopen_is_retried_by_next_read(
     handles[-1].panics = True
     left = [True] * times
 
-    def failing(*arguments: Any, **options: Any) -> Any:
-        if left:
-            left.pop()
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return opens(*arguments, **options)
+    def failing(opens: Callable[P, T]) -> Callable[P, T]:
+        def opened(*arguments: P.args, **options: P.kwargs) -> T:
+            if left:
+                left.pop()
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return opens(*arguments, **options)
 
-    opens = lmdb.open
-    monkeypatch.setattr(lmdb, "open", failing)
+        return opened
+
+    monkeypatch.setattr(lmdb, "open", failing(lmdb.open))
     while left:
         with pytest.raises(StoreError):
             read_pack(backend, namespace, held.table)
@@ -467,10 +479,15 @@ def test_commit_full_disk_without_segment_directory_refuses_only_packs(
         pytest.skip("an inline store has no segments")
     mkdir = os.mkdir
 
-    def refuse(name: Any, *arguments: Any, **options: Any) -> None:
+    def refuse(
+        name: str | Path,
+        mode: int = 0o777,
+        *,
+        dir_fd: int | None = None,
+    ) -> None:
         if name == "segments":
             raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-        mkdir(name, *arguments, **options)
+        mkdir(name, mode, dir_fd=dir_fd)
 
     backend = open_store()
     namespace = backend.open_namespace(identity).id

@@ -8,7 +8,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import numpy as np
@@ -289,7 +288,7 @@ def test_open_and_close_in_many_threads_keeps_all_commits(
     namespace = open_store().open_namespace(identity).id
     failures = []
 
-    def work(number: int) -> Any:
+    def work(number: int) -> None:
         try:
             for step in range(10):
                 backend = open_store()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,8 @@ from persistkv.testing.samples import (
 from persistkv_lmdb.files import WriterLock
 from tests.storage.stores import end
 
+P = ParamSpec("P")
+T = TypeVar("T")
 NAMESPACE = sample_identity().digest
 PLANTED = "planted-by-"
 BLOCK = 2048  # bytes
@@ -442,7 +444,7 @@ def test_two_operators_forget_while_engine_runs(
         forgotten = [first.recv(), second.recv()]
     assert sum(forgotten) >= 11
     last = 0
-    heard: list[Any] = []
+    heard: list[int | str] = []
     while "dropped" not in heard or len(heard) < 30:
         heard.append(engine.recv())
     last = max(number for number in heard if isinstance(number, int))
@@ -463,21 +465,19 @@ def forget_and_die(url: str, deaths: int) -> None:
     """Forget, and die at a system call that changes a file."""
     left = deaths
 
-    def counted(name: str) -> None:
-        call = getattr(os, name)
-
-        def die_or_call(*arguments: Any, **options: Any) -> Any:
+    def counted(call: Callable[P, T]) -> Callable[P, T]:
+        def die_or_call(*arguments: P.args, **options: P.kwargs) -> T:
             nonlocal left
             left -= 1
             if left < 0:
                 os._exit(9)
             return call(*arguments, **options)
 
-        setattr(os, name, die_or_call)
+        return die_or_call
 
     with closing(open_backend(url)) as backend:
         for name in ("fsync", "fdatasync", "pwrite", "rename", "write", "unlink"):
-            counted(name)
+            setattr(os, name, counted(getattr(os, name)))
         backend.forget("anna")
     os._exit(0)
 
@@ -695,8 +695,13 @@ def test_forget_holds_lock_for_milliseconds_whatever_others_store(
         hold = WriterLock.held
 
         @contextmanager
-        def timed(lock: WriterLock, *given: Any, **named: Any) -> Iterator[None]:
-            with hold(lock, *given, **named):
+        def timed(
+            lock: WriterLock,
+            patience_s: float | None = None,
+            *,
+            recover: Callable[[], None] | None = None,
+        ) -> Iterator[None]:
+            with hold(lock, patience_s, recover=recover):
                 # of this thread: other processes do not count
                 begin = time.thread_time()
                 yield

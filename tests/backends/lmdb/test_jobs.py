@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from persistkv.storage.store.blocking import BlockingStore
 from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import sample_pack
 from tests.backends.lmdb.conftest import Opener
+from tests.storage.stores import StoreSettings
 
 BLOCK = 64 << 10
 BLOCKS = 256
@@ -65,7 +66,9 @@ def open_store_with_rows(
     """Open a store with rows: stores read from the first half, loads write to the second half."""
     opened = []
 
-    def open_store_with_rows(seed: int = 1, **options: Any) -> BlockingStore:
+    def open_store_with_rows(
+        seed: int = 1, **options: Unpack[StoreSettings]
+    ) -> BlockingStore:
         backend = open_store("?capacity=256MiB")
         store = BlockingStore(
             backend,
@@ -176,7 +179,7 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
     ]
     preadv, overwritten, overwriting = os.preadv, list[bool](), threading.Lock()
 
-    def overwrite_first(*arguments: Any) -> int:
+    def overwrite_first(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         with overwriting:
             if not overwritten:
                 overwritten.append(True)
@@ -184,7 +187,7 @@ def test_read_pack_overwritten_meanwhile_misses_and_counts_no_damage(
                 # in what was reserved for it
                 other.commit(store.namespace, CommitBatch(new[:4]))
                 other.commit(store.namespace, CommitBatch(new[4:]))
-        return preadv(*arguments)
+        return preadv(fd, buffers, offset)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", overwrite_first)
@@ -209,11 +212,11 @@ def test_read_one_failing_disk_call_misses_its_blocks_only(
     held = [row.tobytes() for row in store.rows.array[:BLOCKS]]
     preadv, calls = os.preadv, []
 
-    def fails_once(*arguments: Any) -> int:
-        calls.append(arguments)
+    def fails_once(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        calls.append(offset)
         if len(calls) == 2:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return preadv(*arguments)
+        return preadv(fd, buffers, offset)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fails_once)

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -168,7 +167,7 @@ def test_open_on_read_only_file_system_loads_and_drops_with_one_line_each(
     fill(hosted, f"lmdb://{path}?placement={placement}", 8)
     before = files_of(path)
     loaded = tmp_path / "loaded"
-    command: list[Any] = [
+    command: list[str | Path] = [
         "unshare",
         "--mount",
         "sh",

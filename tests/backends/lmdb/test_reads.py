@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 
@@ -41,9 +41,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     found = []
     real = os.preadv
 
-    def preadv(fd: int, buffers: Sequence[memoryview], offset: int, *rest: Any) -> int:
+    def preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         found.append(bool(os.O_DIRECT & int(flags_of(fd), 8)))
-        return real(fd, buffers, offset, *rest)
+        return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
     return found
@@ -135,11 +135,17 @@ def test_read_o_direct_unsupported_reads_through_page_cache(
 ) -> None:
     real, asked = os.open, []
 
-    def refused(name: str, flags: int, *arguments: Any, **named: Any) -> int:
+    def refused(
+        name: str,
+        flags: int,
+        mode: int = 0o777,
+        *,
+        dir_fd: int | None = None,
+    ) -> int:
         if flags & os.O_DIRECT:
             asked.append(name)
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(name, flags, *arguments, **named)
+        return real(name, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", refused)
     backend = open_store("?capacity=16MiB")
@@ -228,10 +234,16 @@ def test_open_namespace_bad_segment_file_succeeds_and_defers_to_read(
     first.close()
     real = os.open
 
-    def refused(name: str, *arguments: Any, **named: Any) -> int:
+    def refused(
+        name: str,
+        flags: int,
+        mode: int = 0o777,
+        *,
+        dir_fd: int | None = None,
+    ) -> int:
         if str(name).endswith(".seg"):
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return real(name, *arguments, **named)
+        return real(name, flags, mode, dir_fd=dir_fd)
 
     if fault == "is lost":
         (path / "segments" / "00000000.seg").unlink()
@@ -252,7 +264,7 @@ def test_read_failing_disk_raises(
     backend = open_store("?capacity=16MiB")
     namespace, pack, payload = stored(backend, identity, PAGE)
 
-    def preadv(*arguments: Any) -> int:
+    def preadv(*arguments: object) -> NoReturn:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", preadv)

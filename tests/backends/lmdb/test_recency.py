@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import pytest
@@ -20,15 +20,40 @@ from tests.backends.lmdb.conftest import Opener
 HOUR_S = 3600
 
 
-@pytest.fixture
-def edit(path: Path) -> Any:
-    """Return a function that edits named databases of the closed store."""
+class Tables:
+    """Named databases of a closed store, in one transaction."""
 
-    def edit(change: Callable[..., Any], *names: str) -> Any:
-        with lmdb.open(str(path), max_dbs=32, map_size=64 << 20) as env:
-            opened = [env.open_db(name.encode()) for name in names]
-            with env.begin(write=True) as txn:
-                return change(txn, *opened)
+    def __init__(self, env: lmdb.Environment, txn: lmdb.Transaction[bytes]) -> None:
+        self._env = env
+        self._txn = txn
+
+    def rows(self, table: str) -> dict[bytes, bytes]:
+        return dict(self._txn.cursor(db=self._open(table)))
+
+    def put(self, table: str, key: bytes, row: bytes) -> None:
+        self._txn.put(key, row, db=self._open(table))
+
+    def delete(self, table: str, key: bytes) -> None:
+        assert self._txn.delete(key, db=self._open(table))
+
+    def _open(self, table: str) -> lmdb._Database:
+        return self._env.open_db(table.encode(), txn=self._txn)
+
+
+Edit = Callable[[], AbstractContextManager[Tables]]
+
+
+@pytest.fixture
+def edit(path: Path) -> Edit:
+    """Return a function that opens the tables of the closed store."""
+
+    @contextmanager
+    def edit() -> Iterator[Tables]:
+        with (
+            lmdb.open(str(path), max_dbs=32, map_size=64 << 20) as env,
+            env.begin(write=True) as txn,
+        ):
+            yield Tables(env, txn)
 
     return edit
 
@@ -36,31 +61,28 @@ def edit(path: Path) -> Any:
 def test_commit_damaged_use_in_future_is_reset_to_current_moment(
     open_store: Opener,
     closed_pack: PackWriter,
-    edit: Callable[..., Any],
+    edit: Edit,
 ) -> None:
     """Otherwise, the damaged row would protect the pack from eviction forever."""
     name = closed_pack.namespace + closed_pack.pack_id
-
-    def damage(txn: lmdb.Transaction[bytes], uses: Any, order: Any) -> None:
-        row = txn.get(name, db=uses)
-        assert row is not None
-        txn.put(name, struct.pack("<Q", 1 << 63) + row[8:], db=uses)
-        ((key, _),) = txn.cursor(db=order)
-        txn.delete(key, db=order)
-        txn.put(key[:1] + struct.pack(">Q", 1 << 63) + key[9:], b"", db=order)
-
-    edit(damage, "uses", "order")
+    with edit() as tables:
+        row = tables.rows("uses")[name]
+        tables.put("uses", name, struct.pack("<Q", 1 << 63) + row[8:])
+        (key,) = tables.rows("order")
+        tables.delete("order", key)
+        tables.put("order", key[:1] + struct.pack(">Q", 1 << 63) + key[9:], b"")
     backend = open_store()
     backend.commit(closed_pack.namespace, CommitBatch(touches=[closed_pack.pack_id]))
     backend.close()
-    ((key, _),) = edit(lambda txn, order: list(txn.cursor(db=order)), "order")
+    with edit() as tables:
+        (key,) = tables.rows("order")
     assert struct.unpack_from(">BQ", key) == (1, 2)
 
 
 def test_commit_with_evictions_advances_clock_by_one_moment(
     open_store: Opener,
     identity: Identity,
-    edit: Callable[..., Any],
+    edit: Edit,
 ) -> None:
     backend = open_store("?capacity=4MiB")
     namespace = backend.open_namespace(identity).id
@@ -76,7 +98,8 @@ def test_commit_with_evictions_advances_clock_by_one_moment(
         evicted += len(backend.commit(namespace, batch).evicted)
     assert evicted > 10
     backend.close()
-    clock = edit(lambda txn, meta: txn.get(b"clock", db=meta), "meta")
+    with edit() as tables:
+        clock = tables.rows("meta")[b"clock"]
     assert struct.unpack_from("<Q", clock) == (19,)
 
 

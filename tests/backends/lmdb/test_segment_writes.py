@@ -9,9 +9,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +18,13 @@ import pytest
 from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch
+from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Segment
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_keys
 from persistkv_lmdb import LmdbBackend
+from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.room import Room
 from tests.backends.lmdb.consistency import find_faults
 
@@ -84,7 +85,7 @@ def test_commit_disk_full_waits_for_segment_writes_before_evicting(
     )
     pwritev, begin = os.pwritev, Room.__init__
 
-    def write(*arguments: Any) -> Any:
+    def write(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         calls.append(True)
         if len(calls) == 2:
             assert writes.wait(SECONDS)
@@ -94,13 +95,19 @@ def test_commit_disk_full_waits_for_segment_writes_before_evicting(
         running.append(True)
         writes.set()
         assert may_write.wait(SECONDS)
-        written = pwritev(*arguments)
+        written = pwritev(fd, buffers, offset)
         running.pop()
         return written
 
-    def note_begin(self: Room, *arguments: Any, **options: Any) -> None:
+    def note_begin(
+        self: Room,
+        environment: Environment,
+        transaction: TableRows,
+        *,
+        without_growth: bool = False,
+    ) -> None:
         begun.append(len(running))
-        begin(self, *arguments, **options)
+        begin(self, environment, transaction, without_growth=without_growth)
 
     pack = aligned_pack(namespace)
     with monkeypatch.context() as patch:
@@ -127,10 +134,10 @@ def test_commit_failed_waits_for_its_segment_writes(
     may_write, running, writes = threading.Event(), list[bool](), list[int]()
     pwritev = os.pwritev
 
-    def slow(*arguments: Any) -> Any:
+    def slow(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         running.append(True)
         assert may_write.wait(SECONDS)
-        writes.append(pwritev(*arguments))
+        writes.append(pwritev(fd, buffers, offset))
         running.pop()
         return writes[-1]
 
@@ -175,7 +182,7 @@ may_write, begun, pwritev = threading.Event(), threading.Event(), os.pwritev
 def slow(*arguments):
     begun.set()
     may_write.wait(5)
-    return pwritev(*arguments)
+    return pwritev(fd, buffers, offset)
 
 def press():
     begun.wait()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import NoReturn, cast
 
 import pytest
 
@@ -153,7 +153,7 @@ def start(path: Path, namespace: bytes) -> Iterator[Callable[..., OtherProcess]]
     """Start other processes, and end them after the test."""
     started = []
 
-    def start(options: Any = "") -> OtherProcess:
+    def start(options: str = "") -> OtherProcess:
         command = [
             sys.executable,
             "-uc",
@@ -498,7 +498,7 @@ class WaitingPack:
         self.pack = pack
         self.inside, self.go_on = threading.Event(), threading.Event()
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.pack, name)
 
     def stream(self) -> Iterator[Buffer]:
@@ -559,7 +559,7 @@ def test_open_slow_store_does_not_block_opening_other_stores(
     entered, go_on = threading.Event(), threading.Event()
     errors = []
 
-    def slow(*_: object) -> Any:
+    def slow(*_: object) -> NoReturn:
         entered.set()
         assert go_on.wait(PATIENCE_S)
         raise StoreBusyError("it took too long")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,16 @@ import pytest
 import torch
 
 from tests.integrations.lmcache import stand_ins
+
+if TYPE_CHECKING:
+    from persistkv.integrations.lmcache.adapter import PersistKVL2Adapter
+    from tests.integrations.lmcache.stand_ins import (
+        Bitmap,
+        L1MemoryDesc,
+        L2StoreResult,
+        MemoryLayoutDesc,
+        ObjectKey,
+    )
 
 HAS_LMCACHE = find_spec("lmcache") is not None
 if not HAS_LMCACHE:
@@ -84,11 +94,11 @@ def object_keys(
     rank: int = 0x01000100,
     salt: str = "",
     group: int = 0,
-) -> list[Any]:
+) -> list[ObjectKey]:
     """Return LMCache's keys of chunks with these numbers."""
     from lmcache.v1.distributed.api import ObjectKey
 
-    keys = []
+    keys: list[ObjectKey] = []
     for number in numbers:
         keys.append(ObjectKey(number.to_bytes(32, "big"), model, rank, group, salt))
     return keys
@@ -97,7 +107,7 @@ def object_keys(
 def descriptions(
     shape: tuple[int, ...] = SHAPE,
     dtype: torch.dtype = torch.bfloat16,
-) -> dict[int, Any]:
+) -> dict[int, MemoryLayoutDesc]:
     """Return the layouts of a lookup."""
     from lmcache.v1.distributed.api import MemoryLayoutDesc
 
@@ -107,13 +117,13 @@ def descriptions(
 class Driver:
     """Calls an adapter as LMCache's controllers do: submit, wait for the descriptor, query."""
 
-    def __init__(self, adapter: Any) -> None:
+    def __init__(self, adapter: PersistKVL2Adapter) -> None:
         self.adapter = adapter
 
-    def store(self, keys: Sequence[Any], objects: Sequence[Any]) -> bool:
+    def store(self, keys: Sequence[ObjectKey], objects: Sequence[Memory]) -> bool:
         adapter = self.adapter
         task = adapter.submit_store_task(list(keys), list(objects))
-        done: dict[int, Any] = {}
+        done: dict[int, L2StoreResult] = {}
 
         def has_ended() -> bool:
             done.update(adapter.pop_completed_store_tasks())
@@ -128,8 +138,8 @@ class Driver:
 
     def lookup(
         self,
-        keys: Sequence[Any],
-        layouts: dict[int, Any] | None = None,
+        keys: Sequence[ObjectKey],
+        layouts: dict[int, MemoryLayoutDesc] | None = None,
     ) -> list[bool]:
         adapter = self.adapter
         layouts = descriptions() if layouts is None else layouts
@@ -137,14 +147,16 @@ class Driver:
         query = adapter.query_lookup_and_lock_result
         return self._bits(adapter.get_lookup_and_lock_event_fd(), query, task)
 
-    def load(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[bool]:
+    def load(self, keys: Sequence[ObjectKey], objects: Sequence[Memory]) -> list[bool]:
         adapter = self.adapter
         task = adapter.submit_load_task(list(keys), list(objects))
         query = adapter.query_load_result
         return self._bits(adapter.get_load_event_fd(), query, task)
 
-    def _bits(self, fd: int, query: Callable[[int], Any], task: int) -> list[bool]:
-        results: list[Any] = []
+    def _bits(
+        self, fd: int, query: Callable[[int], Bitmap | None], task: int
+    ) -> list[bool]:
+        results: list[Bitmap] = []
 
         def has_ended() -> bool:
             result = query(task)
@@ -172,17 +184,19 @@ class Listener:
     """Records what an adapter announces."""
 
     def __init__(self) -> None:
-        self.stored: dict[Any, int] = {}
-        self.deleted: list[Any] = []
-        self.accessed: list[Any] = []
+        self.stored: dict[ObjectKey, int] = {}
+        self.deleted: list[ObjectKey] = []
+        self.accessed: list[ObjectKey] = []
 
-    def on_l2_keys_stored(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
+    def on_l2_keys_stored(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int]
+    ) -> None:
         self.stored.update(zip(keys, sizes, strict=True))
 
-    def on_l2_keys_accessed(self, keys: Sequence[Any]) -> None:
+    def on_l2_keys_accessed(self, keys: Sequence[ObjectKey]) -> None:
         self.accessed += keys
 
-    def on_l2_keys_deleted(self, keys: Sequence[Any]) -> None:
+    def on_l2_keys_deleted(self, keys: Sequence[ObjectKey]) -> None:
         self.deleted += keys
 
 
@@ -204,9 +218,11 @@ def open_adapter(params: dict[str, Any]) -> Iterator[Open]:
     """Return a function that opens adapters, with other options; close them after the test."""
     from persistkv.integrations.lmcache.adapter import PersistKVL2Adapter
 
-    opened: list[Any] = []
+    opened: list[PersistKVL2Adapter] = []
 
-    def open_one(l1_memory_desc: Any = None, **options: Any) -> Driver:
+    def open_one(
+        l1_memory_desc: L1MemoryDesc | None = None, **options: object
+    ) -> Driver:
         adapter = PersistKVL2Adapter({**params, **options}, l1_memory_desc)
         opened.append(adapter)
         return Driver(adapter)

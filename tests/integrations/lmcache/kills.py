@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from tests.integrations.lmcache.conftest import (
     memories,
     object_keys,
 )
+from tests.integrations.lmcache.stand_ins import ObjectKey
 
 CAPACITY = 32 << 20  # 32 MiB: full after a few processes
 SHAPE = (2, 4, 64, 256)  # 256 KiB
@@ -187,21 +189,21 @@ def _url(store: Path) -> str:
     return f"lmdb://{store}?capacity={CAPACITY}"
 
 
-def _keys(task: int) -> list[Any]:
+def _keys(task: int) -> list[ObjectKey]:
     """Return the keys of a task: 1, 4 or 7 MiB of one of three salts."""
     count = 4 + 12 * (task % 3)
     start = task * _TASK_NUMBERS
     return object_keys(range(start, start + count), salt=("", "a", "b")[task // 3 % 3])
 
 
-def _object(key: Any) -> Memory:
+def _object(key: ObjectKey) -> Memory:
     number = int.from_bytes(key.chunk_hash, "big")
     return memories(1, seed=number, shape=SHAPE)[0]
 
 
-def _listed(driver: Driver) -> list[Any]:
+def _listed(driver: Driver) -> list[ObjectKey]:
     """Return all keys that an adapter lists."""
-    keys: list[Any] = []
+    keys: list[ObjectKey] = []
     cursor = None
     while True:
         page = driver.adapter.list_l2_keys(cursor=cursor)
@@ -225,7 +227,9 @@ def _disk_bytes(path: Path) -> int:
     return total
 
 
-def _start(work: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
+def _start(
+    work: Callable[..., None], *arguments: object
+) -> tuple[ForkProcess, Connection]:
     """Start a forked process; return it, and the connection on which it reports."""
     context = multiprocessing.get_context("fork")
     receiving, sending = context.Pipe(duplex=False)

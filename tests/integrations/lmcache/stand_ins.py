@@ -11,7 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Protocol
+
+import torch
 
 from tests.integrations.stand_ins import install_package
 
@@ -45,6 +47,20 @@ class ObjectKey:
         )
 
 
+class KeyListener(Protocol):
+    """What adapters call."""
+
+    def on_l2_keys_stored(
+        self,
+        keys: Sequence[ObjectKey],
+        sizes: Sequence[int],
+    ) -> None: ...
+
+    def on_l2_keys_accessed(self, keys: Sequence[ObjectKey]) -> None: ...
+
+    def on_l2_keys_deleted(self, keys: Sequence[ObjectKey]) -> None: ...
+
+
 @dataclass(frozen=True)
 class KeyEntry:
     key: EncodedObjectKey
@@ -59,8 +75,8 @@ class KeyListPage:
 
 @dataclass(frozen=True)
 class MemoryLayoutDesc:
-    shapes: list[Any]
-    dtypes: list[Any]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
 
 
 @dataclass(frozen=True)
@@ -106,12 +122,12 @@ class L2AdapterInterface(ABC):  # noqa: B024
     """Calls its listeners, and counts bytes, as LMCache's class does."""
 
     def __init__(self, max_capacity_bytes: int = 0) -> None:
-        self._listeners: list[Any] = []
+        self._listeners: list[KeyListener] = []
         self._max_capacity_bytes = max_capacity_bytes
         self._usage_lock = threading.Lock()
         self._bytes_by_salt: Counter[str] = Counter()
 
-    def register_listener(self, listener: Any) -> None:
+    def register_listener(self, listener: KeyListener) -> None:
         self._listeners.append(listener)
 
     @property
@@ -125,17 +141,21 @@ class L2AdapterInterface(ABC):  # noqa: B024
             dict(self._bytes_by_salt),
         )
 
-    def _notify_keys_stored(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
+    def _notify_keys_stored(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int]
+    ) -> None:
         for key, size in zip(keys, sizes, strict=True):
             self._bytes_by_salt[key.cache_salt] += size
         for listener in self._listeners:
             listener.on_l2_keys_stored(keys, sizes)
 
-    def _notify_keys_accessed(self, keys: Sequence[Any]) -> None:
+    def _notify_keys_accessed(self, keys: Sequence[ObjectKey]) -> None:
         for listener in self._listeners:
             listener.on_l2_keys_accessed(keys)
 
-    def _notify_keys_deleted(self, keys: Sequence[Any], sizes: Sequence[int]) -> None:
+    def _notify_keys_deleted(
+        self, keys: Sequence[ObjectKey], sizes: Sequence[int]
+    ) -> None:
         for key, size in zip(keys, sizes, strict=True):
             self._bytes_by_salt[key.cache_salt] -= size
         for listener in self._listeners:

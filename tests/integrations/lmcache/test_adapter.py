@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from tests.integrations.lmcache.conftest import (
     MODEL,
     OTHER_MODEL,
     Listener,
+    Memory,
     Open,
     descriptions,
     memories,
     object_keys,
 )
+from tests.integrations.lmcache.stand_ins import KeyEntry, ObjectKey
 from tests.memory.mappings import prefers_huge_pages
 
 OBJECT_BYTES = 2 * 4 * 16 * 64 * 2
@@ -237,7 +239,7 @@ def test_required_tenant_refuses_objects_without_salt(
 )
 def test_other_engine_or_weights_miss(
     open_adapter: Open,
-    changed: dict[str, Any],
+    changed: dict[str, object],
 ) -> None:
     driver, keys = open_adapter(), object_keys(range(3))
     assert driver.store(keys, memories(3, seed=7))
@@ -330,7 +332,7 @@ def test_usage_and_lists_are_exact(open_adapter: Open) -> None:
     assert usage.total_capacity_bytes == 0
     assert not driver.adapter.supports_global_eviction
 
-    listed: list[Any] = []
+    listed: list[KeyEntry] = []
     cursor = None
     while True:
         page = driver.adapter.list_l2_keys(page_size=4, cursor=cursor)
@@ -392,7 +394,9 @@ def test_failing_listener_does_not_end_announcements(
     class FailingListener(Listener):
         has_failed = False
 
-        def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+        def on_l2_keys_stored(
+            self, keys: Sequence[ObjectKey], sizes: Sequence[int]
+        ) -> None:
             if keys and not self.has_failed:
                 self.has_failed = True
                 raise RuntimeError("listener")
@@ -473,7 +477,7 @@ def test_flipped_bits_serve_no_wrong_bytes(open_adapter: Open, tmp_path: Path) -
     assert wrong == 0
 
 
-def _flip_bits(segments: Path, objects: Any) -> int:
+def _flip_bits(segments: Path, objects: Sequence[Memory]) -> int:
     """Flip a bit of each object in the payload files; return how many were found."""
     flipped = 0
     for file in segments.iterdir():

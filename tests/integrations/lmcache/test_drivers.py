@@ -13,7 +13,6 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
@@ -106,7 +105,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def server(adapter: str, log: Path) -> Iterator[tuple[str, str, subprocess.Popen[Any]]]:
+def server(
+    adapter: str, log: Path
+) -> Iterator[tuple[str, str, subprocess.Popen[bytes]]]:
     """Run LMCache's server until the end of the ``with`` block, which kills it; yield its two URLs
     and the process."""
     port, http = free_port(), free_port()
@@ -131,7 +132,7 @@ def server(adapter: str, log: Path) -> Iterator[tuple[str, str, subprocess.Popen
     Path(f"/dev/shm/lmcache_l1_pool_persistkv-{port}").unlink(missing_ok=True)
 
 
-def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         try:

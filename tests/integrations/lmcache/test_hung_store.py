@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from persistkv.storage import open_backend
+from persistkv.storage.backend import Backend
 from persistkv.testing import FaultyBackend
 from tests.integrations.lmcache.conftest import (
     Listener,
@@ -28,11 +28,11 @@ class Medium:
     """The backends of one test."""
 
     def __init__(self) -> None:
-        self._opened: list[FaultyBackend[Any]] = []
+        self._opened: list[FaultyBackend[Backend]] = []
         self._goes_on = threading.Event()
         self._opening_hangs = False
 
-    def open(self, url: str) -> FaultyBackend[Any]:
+    def open(self, url: str) -> FaultyBackend[Backend]:
         if self._opening_hangs:
             self._goes_on.wait(120)
         backend = FaultyBackend.of(open_backend(url))

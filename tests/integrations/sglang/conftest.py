@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ from tests.integrations.sglang.host_pools import (
     storage_config,
 )
 from tests.integrations.sglang.preparation import HAS_SGLANG, prepare
+from tests.integrations.sglang.stand_ins import HostPool
+
+if TYPE_CHECKING:
+    from persistkv.integrations.sglang.backend import PersistKVStorage
 
 if HAS_SGLANG:
     prepare()
@@ -35,12 +39,12 @@ def make_pool(
     dtype: torch.dtype = torch.bfloat16,
     heads: int = HEADS,
     layers: int = LAYERS,
-) -> Any:
+) -> HostPool:
     """Return a host pool of 32 pages of 16 tokens."""
     return make_host_pool(PAGES, layers=layers, heads=heads, layout=layout, dtype=dtype)
 
 
-def fill(pool: Any, seed: int) -> None:
+def fill(pool: HostPool, seed: int) -> None:
     """Fill a pool with random numbers."""
     flat = pool.kv_buffer.view(torch.uint8)
     generator = torch.Generator().manual_seed(seed)
@@ -52,7 +56,7 @@ def page_keys(numbers: range, prefix: str = "") -> list[str]:
     return [f"{prefix}{number:0{64 - len(prefix)}x}" for number in numbers]
 
 
-def pages_of(pool: Any, first: int, count: int) -> Any:
+def pages_of(pool: HostPool, first: int, count: int) -> torch.Tensor:
     """Return a copy of consecutive pages."""
     tokens = slice(first * PAGE, (first + count) * PAGE)
     if pool.layout == "page_first":
@@ -60,12 +64,12 @@ def pages_of(pool: Any, first: int, count: int) -> Any:
     return pool.kv_buffer[:, :, tokens].clone()
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether tensors have the same bytes; random numbers include NaN."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-Open = Callable[..., Any]
+Open = Callable[..., "PersistKVStorage"]
 
 
 @pytest.fixture
@@ -83,15 +87,15 @@ def options(tmp_path: Path) -> dict[str, Any]:
 def open_backend(options: dict[str, Any]) -> Iterator[Open]:
     """Return a function that creates backends through SGLang's factory, with the main pool
     registered; close them after the test."""
-    opened: list[Any] = []
+    opened: list[PersistKVStorage] = []
 
     def open_one(
-        pool: Any = None,
+        pool: HostPool | None = None,
         *,
         interface_v1: int = 1,
-        config: Any = None,
-        **changed: Any,
-    ) -> Any:
+        config: Mapping[str, object] | None = None,
+        **changed: object,
+    ) -> PersistKVStorage:
         fields = config or {}
         made = storage_config(
             {**options, **changed}, interface_v1=interface_v1, **fields

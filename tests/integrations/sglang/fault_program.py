@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from tests.integrations.sglang.host_pools import (
     page_indices,
     storage_config,
 )
+from tests.integrations.sglang.stand_ins import HostPool
 
 PAGES = 4096
 """Pages with content, of 8 KiB each: 32 MiB. The store should have room for half of them."""
@@ -63,8 +63,8 @@ class Engine:
     def __init__(
         self,
         url: str,
-        pool: Any,
-        content: Any,
+        pool: HostPool,
+        content: HostPool,
         tally: Tally,
         seed: str,
     ) -> None:
@@ -135,7 +135,7 @@ class Engine:
                 self._tally.add("wrong")
 
 
-def _pages(pool: Any, first: int, count: int) -> torch.Tensor:
+def _pages(pool: HostPool, first: int, count: int) -> torch.Tensor:
     """Return the bytes of consecutive pages: a view."""
     numbers: torch.Tensor = pool.kv_buffer.view(torch.int16)
     return numbers[:, first * PAGE : (first + count) * PAGE]
@@ -182,7 +182,7 @@ def _kill_later(child: int, tally: Tally, chance: random.Random) -> None:
     os.waitpid(child, 0)
 
 
-def _live(url: str, pool: Any, content: Any, tally: Tally, seed: str) -> None:
+def _live(url: str, pool: HostPool, content: HostPool, tally: Tally, seed: str) -> None:
     """Make calls until this process is killed."""
     try:
         Engine(url, pool, content, tally, seed).run()

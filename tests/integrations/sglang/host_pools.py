@@ -4,12 +4,16 @@ stand-ins must be importable."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.integrations.sglang import stand_ins
 from tests.integrations.sglang.preparation import HAS_SGLANG
+from tests.integrations.sglang.stand_ins import HiCacheStorageConfig, HostPool
+
+if TYPE_CHECKING:
+    from persistkv.integrations.sglang.backend import PersistKVStorage
 
 PAGE = 16  # tokens
 HEAD_DIM = 128
@@ -22,7 +26,7 @@ def make_host_pool(
     heads: int,
     layout: str = "page_first",
     dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+) -> HostPool:
     """Return a host pool of an even number of pages."""
     if not HAS_SGLANG:
         return stand_ins.HostPool(
@@ -51,7 +55,7 @@ def make_host_pool(
         end_layer=layers - 1,
         enable_alt_stream=False,
     )
-    return MHATokenToKVPoolHost(
+    pool: HostPool = MHATokenToKVPoolHost(
         device_pool.get_device_pool_infos()[0].buffer_info,
         float(host_to_device),
         0,
@@ -64,9 +68,10 @@ def make_host_pool(
         start_layer=0,
         end_layer=layers - 1,
     )
+    return pool
 
 
-def page_indices(first: int, count: int) -> Any:
+def page_indices(first: int, count: int) -> torch.Tensor:
     """Return the host indices of consecutive pages."""
     return torch.arange(first * PAGE, (first + count) * PAGE)
 
@@ -75,13 +80,13 @@ def storage_config(
     options: Mapping[str, Any],
     *,
     interface_v1: int = 1,
-    **changed: Any,
-) -> Any:
+    **changed: object,
+) -> HiCacheStorageConfig:
     """Return SGLang's ``HiCacheStorageConfig`` of one rank, with other values for some fields.
 
     :param options: those of persistkv.
     """
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+    from sglang.srt.mem_cache import hicache_storage
 
     fields: dict[str, Any] = {
         "tp_rank": 0,
@@ -103,14 +108,22 @@ def storage_config(
         "interface_v1": interface_v1,
         "persistkv": dict(options),
     }
-    return HiCacheStorageConfig(**fields, extra_config=extra)
+    config: HiCacheStorageConfig = hicache_storage.HiCacheStorageConfig(
+        **fields, extra_config=extra
+    )
+    return config
 
 
-def create_storage(config: Any, pool: Any = None) -> Any:
+def create_storage(
+    config: HiCacheStorageConfig,
+    pool: HostPool | None = None,
+) -> PersistKVStorage:
     """Return a backend that SGLang's factory has created, with the main pool registered."""
     from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 
-    backend = StorageBackendFactory.create_backend("dynamic", config, pool)
+    backend: PersistKVStorage = StorageBackendFactory.create_backend(
+        "dynamic", config, pool
+    )
     if pool is not None:
         backend.register_mem_pool_host(pool)
     return backend

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 HAS_SGLANG = find_spec("sglang") is not None
-_kept: list[Any] = []
+_kept: list[torch.library.Library] = []
 
 
 def prepare() -> None:

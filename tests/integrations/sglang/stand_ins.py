@@ -43,7 +43,7 @@ class HiCacheStorageConfig:
 @dataclass
 class HiCacheStorageExtraInfo:
     prefix_keys: list[str] | None = None
-    extra_info: dict[str, Any] | None = None
+    extra_info: dict[str, object] | None = None
 
 
 class PoolName(StrEnum):
@@ -63,11 +63,11 @@ class PoolHitPolicy(StrEnum):
 @dataclass
 class PoolTransfer:
     name: PoolName
-    host_indices: Any = None
-    device_indices: Any = None
+    host_indices: torch.Tensor | None = None
+    device_indices: torch.Tensor | None = None
     keys: list[str] | None = None
     hit_policy: PoolHitPolicy = PoolHitPolicy.ALL_PAGES
-    nodes_to_load: Any = None
+    nodes_to_load: list[object] | None = None
     indices_from_pool: PoolName | None = None
     block_pages: int = 0
     group_pages: int = 0
@@ -89,12 +89,14 @@ class StorageMetrics:
 
 
 class HiCacheStorage(ABC):  # noqa: B024
-    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
         self.mem_pool_host = mem_pool_host
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+    def register_mem_host_pool_v2(
+        self, host_pool: HostPool, host_pool_name: str
+    ) -> None:
         if not hasattr(self, "registered_pools"):
-            self.registered_pools: dict[Any, Any] = {}
+            self.registered_pools: dict[str, HostPool] = {}
         self.registered_pools[host_pool_name] = host_pool
 
 
@@ -103,13 +105,15 @@ class StorageBackendFactory:
     def create_backend(
         name: str,
         config: HiCacheStorageConfig,
-        pool: Any,
-        **kwargs: Any,
-    ) -> Any:
+        pool: HostPool | None,
+        **kwargs: object,
+    ) -> HiCacheStorage:
         assert name == "dynamic"
         assert config.extra_config is not None
         module = importlib.import_module(config.extra_config["module_path"])
-        return getattr(module, config.extra_config["class_name"])(config, kwargs)
+        backend = getattr(module, config.extra_config["class_name"])(config, kwargs)
+        assert isinstance(backend, HiCacheStorage)
+        return backend
 
 
 class HostPool:
@@ -136,7 +140,9 @@ class HostPool:
         }[layout]
         self.kv_buffer = torch.zeros(shape, dtype=dtype)
 
-    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
+    def get_page_buffer_meta(
+        self, indices: torch.Tensor
+    ) -> tuple[list[int], list[int]]:
         flat = self.kv_buffer.view(torch.uint8).reshape(-1)
         base = flat.data_ptr()
         half = flat.numel() // 2
@@ -156,20 +162,20 @@ class HostPool:
                 sizes += [size, size]
         return addresses, sizes
 
-    def _page(self, index: int) -> Any:
+    def _page(self, index: int) -> torch.Tensor:
         page = slice(int(index), int(index) + self.page_size)
         if self.layout == "page_first":
             return self.kv_buffer[:, page]
         return self.kv_buffer[:, :, page]
 
-    def get_data_page(self, index: int, flat: bool = True) -> Any:
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         page = self._page(index)
         return page.flatten() if flat else page
 
-    def get_dummy_flat_data_page(self) -> Any:
+    def get_dummy_flat_data_page(self) -> torch.Tensor:
         return torch.zeros_like(self._page(0)).flatten()
 
-    def set_from_flat_data_page(self, index: int, data_page: Any) -> None:
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
         target = self._page(index)
         target[:] = data_page.reshape(target.shape)
 

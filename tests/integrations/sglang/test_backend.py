@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -24,6 +24,10 @@ from tests.integrations.sglang.conftest import (
 )
 from tests.integrations.sglang.host_pools import page_indices
 from tests.integrations.sglang.preparation import HAS_SGLANG
+from tests.integrations.sglang.stand_ins import HostPool, PoolTransfer
+
+if TYPE_CHECKING:
+    from persistkv.integrations.sglang.backend import PersistKVStorage
 
 
 @pytest.mark.parametrize("layout", ["page_first", "layer_first"])
@@ -91,7 +95,7 @@ def test_engines_of_tenants_share_no_page_and_clear_their_own(
     open_backend: Open,
 ) -> None:
     keys, indices = page_keys(range(4)), page_indices(0, 4)
-    pools: dict[str, Any] = {}
+    pools: dict[str, HostPool] = {}
     for seed, tenant in enumerate(("default", "anna", "berta"), 30):
         pools[tenant] = make_pool()
         fill(pools[tenant], seed)
@@ -151,8 +155,8 @@ def test_float16_engine_misses_bfloat16_pages(open_backend: Open) -> None:
 )
 def test_other_rank_weights_or_attention_miss(
     open_backend: Open,
-    config: dict[str, Any],
-    changed: dict[str, Any],
+    config: dict[str, object],
+    changed: dict[str, object],
 ) -> None:
     pool, keys = make_pool(), page_keys(range(2))
     assert all(open_backend(pool).batch_set_v1(keys, page_indices(0, 2)))
@@ -176,7 +180,7 @@ def test_ranks_of_mla_models_share_pages(open_backend: Open) -> None:
     assert second.batch_get_v2(transfers) == {"mamba": [False, False]}
 
 
-def _arrives(backend: Any, keys: list[str]) -> bool:
+def _arrives(backend: PersistKVStorage, keys: list[str]) -> bool:
     """Return whether pages that another backend has stored are found: it looks for them each
     second."""
     deadline = time.monotonic() + 20
@@ -187,18 +191,27 @@ def _arrives(backend: Any, keys: list[str]) -> bool:
     return False
 
 
-def _transfer(name: str, keys: list[str], host_indices: Any = None, **more: Any) -> Any:
-    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+def _transfer(
+    name: str,
+    keys: list[str],
+    host_indices: torch.Tensor | None = None,
+    **more: object,
+) -> PoolTransfer:
+    from sglang.srt.mem_cache import hicache_storage
 
-    return PoolTransfer(
-        name=PoolName(name), keys=keys, host_indices=host_indices, **more
+    transfer: PoolTransfer = hicache_storage.PoolTransfer(
+        name=hicache_storage.PoolName(name),
+        keys=keys,
+        host_indices=host_indices,
+        **more,
     )
+    return transfer
 
 
 @pytest.mark.parametrize("missing", ["url", "attention_backend"])
 def test_missing_option_is_refused(
     open_backend: Open,
-    options: dict[str, Any],
+    options: dict[str, object],
     missing: str,
 ) -> None:
     del options[missing]
@@ -210,7 +223,7 @@ def test_missing_option_is_refused(
 
 def test_weights_are_required_and_fingerprinted(
     open_backend: Open,
-    options: dict[str, Any],
+    options: dict[str, object],
     tmp_path: Path,
 ) -> None:
     del options["weights"]
@@ -261,7 +274,7 @@ def test_pages_in_tensors_are_restored(open_backend: Open, layout: str) -> None:
 
 
 @pytest.fixture
-def hybrid(open_backend: Open) -> Any:
+def hybrid(open_backend: Open) -> PersistKVStorage:
     """A backend with a main pool, and pools of Mamba states, a sliding window, an indexer and a
     draft model."""
     backend = open_backend(make_pool())
@@ -271,7 +284,7 @@ def hybrid(open_backend: Open) -> Any:
     return backend
 
 
-def test_v2_transfers_of_several_pools(hybrid: Any) -> None:
+def test_v2_transfers_of_several_pools(hybrid: PersistKVStorage) -> None:
     names = ["mamba", "swa", "indexer", "draft"]
     keys = page_keys(range(3))
     for seed, name in enumerate(names):
@@ -295,7 +308,7 @@ def test_v2_transfers_of_several_pools(hybrid: Any) -> None:
     assert list(hybrid.batch_set_v2(other).values()) == [[False] * 3] * 2
 
 
-def _store(backend: Any, name: str, held: str) -> list[str]:
+def _store(backend: PersistKVStorage, name: str, held: str) -> list[str]:
     """Store the pages of a pool whose letter is ``x``; return the keys of all."""
     keys = page_keys(range(len(held)))
     for page, letter in enumerate(held):
@@ -318,7 +331,7 @@ def _store(backend: Any, name: str, held: str) -> list[str]:
     ],
 )
 def test_v2_hit_policies(
-    hybrid: Any,
+    hybrid: PersistKVStorage,
     kv: str,
     other: str,
     policy: str,
@@ -343,7 +356,7 @@ def test_v2_hit_policies(
     assert found == expected
 
 
-def test_v2_block_groups_never_limit_the_prefix(hybrid: Any) -> None:
+def test_v2_block_groups_never_limit_the_prefix(hybrid: PersistKVStorage) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy
 
     keys = page_keys(range(8))
@@ -412,7 +425,7 @@ def test_call_during_close_misses(open_backend: Open, call: str) -> None:
     backend = open_backend(make_pool())
 
     class ClosingKey(str):
-        def encode(self, *_: Any, **__: Any) -> bytes:
+        def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
             backend.close()
             return super().encode()
 
@@ -423,8 +436,9 @@ def test_call_during_close_misses(open_backend: Open, call: str) -> None:
 
 def test_geometry_in_numpy_integers_is_in_the_identity(open_backend: Open) -> None:
     pool, other, keys = make_pool(), make_pool(), page_keys(range(6))
-    pool.head_num, pool.head_dim = np.int64(2), np.int64(32)
-    other.head_num, other.head_dim = np.int64(4), np.int64(16)
+    for changed, heads, numbers in ((pool, 2, 32), (other, 4, 16)):
+        # not by assignment: the pool declares plain integers
+        vars(changed).update(head_num=np.int64(heads), head_dim=np.int64(numbers))
     assert all(open_backend(pool).batch_set_v1(keys, page_indices(0, 6)))
     assert open_backend(other).batch_exists(keys) == 0
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fcntl import LOCK_EX, flock
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +20,9 @@ from tests.integrations.sglang.conftest import (
     page_keys,
 )
 from tests.integrations.sglang.host_pools import page_indices
+
+if TYPE_CHECKING:
+    from persistkv.integrations.sglang.backend import PersistKVStorage
 
 MOST_S = 5.0
 """An upper bound of a call with a deadline. Without one, opening takes 30 s, and commits 10 s."""
@@ -52,7 +55,7 @@ def store(tmp_path: Path, open_backend: Open) -> Path:
     return tmp_path / "store"
 
 
-def wait_until_open(backend: Any) -> None:
+def wait_until_open(backend: PersistKVStorage) -> None:
     end = time.monotonic() + 60
     while backend.batch_exists(KEYS) < len(KEYS):
         assert time.monotonic() < end, "the store does not open"

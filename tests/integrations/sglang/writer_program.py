@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tests.integrations.sglang.conftest import fill, make_pool, page_keys
 from tests.integrations.sglang.host_pools import (
@@ -15,6 +15,10 @@ from tests.integrations.sglang.host_pools import (
     page_indices,
     storage_config,
 )
+from tests.integrations.sglang.stand_ins import HostPool
+
+if TYPE_CHECKING:
+    from persistkv.integrations.sglang.backend import PersistKVStorage
 
 BATCH = 8  # pages
 
@@ -24,7 +28,7 @@ def batch_keys(batch: int) -> list[str]:
     return page_keys(range(batch * BATCH, (batch + 1) * BATCH))
 
 
-def open_storage(url: str, pool: Any) -> Any:
+def open_storage(url: str, pool: HostPool) -> PersistKVStorage:
     """Return a backend with the main pool registered."""
     options = {
         "url": url,

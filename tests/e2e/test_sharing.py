@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from persistkv import Engine
-from tests.e2e.engine_process import PROMPT, open_engine, page_digests
+from tests.e2e.engine_process import PROMPT, Report, open_engine, page_digests
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 BLOCKS = len(PROMPT) // 16
@@ -38,25 +37,25 @@ def near_url(tmp_path: Path, name: str) -> str:
     return f"lmdb://{tmp_path}/{name}?capacity=256MiB"
 
 
-def compute_and_kill(checkpoint: Path, urls: list[str]) -> dict[str, Any]:
+def compute_and_kill(checkpoint: Path, urls: list[str]) -> Report:
     """Run an engine in its own process until its context is durable in all stores, then kill it."""
     command = [sys.executable, str(SCRIPT), str(checkpoint), " ".join(urls), "cold"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ) as process:
         try:
             assert process.stdout is not None
-            report: dict[str, Any] = json.loads(process.stdout.readline())
+            report = msgspec.json.decode(process.stdout.readline(), type=Report)
             process.send_signal(signal.SIGKILL)
         finally:
             process.kill()
     return report
 
 
-def restore(engine: Engine, expected: dict[str, Any]) -> int:
+def restore(engine: Engine, expected: Report) -> int:
     """Check that answers and pages equal those of the other engine. Return the number of tokens
     loaded from a store."""
     result = engine.generate(PROMPT, 12)
-    assert result.tokens == expected["tokens"]
-    assert page_digests(engine, 0, result.block_hashes[:BLOCKS]) == expected["pages"][0]
+    assert result.tokens == expected.tokens
+    assert page_digests(engine, 0, result.block_hashes[:BLOCKS]) == expected.pages[0]
     assert engine.wait_persisted(result)
     return int(result.stats.persistent_tokens)
 
@@ -70,7 +69,7 @@ def test_engines_on_one_bucket_hit_and_other_weights_miss(
 ) -> None:
     shared = f"s3://{bucket}/{uuid.uuid4().hex}?endpoint_url={endpoint}"
     stored = compute_and_kill(checkpoint, [near_url(tmp_path, "a"), shared])
-    assert stored["durable"]
+    assert stored.durable
     with open_engine(checkpoint, [near_url(tmp_path, "b"), shared]) as engine:
         assert restore(engine, stored) == 688
     with open_engine(checkpoint, [near_url(tmp_path, "b")]) as engine:

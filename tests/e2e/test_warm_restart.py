@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from tests.e2e import engine_process
+from tests.e2e.engine_process import Report
 
-Kill = Callable[..., dict[str, Any]]
-Restart = Callable[..., dict[str, Any]]
+Kill = Callable[..., Report]
+Restart = Callable[..., Report]
 
 SCRIPT = Path(__file__).with_name("engine_process.py")
 
@@ -42,7 +42,7 @@ def run_and_kill(checkpoint: Path, url: str) -> Kill:
     """Return a function that runs an engine in a process, kills it when it has printed its report,
     and returns the report."""
 
-    def run(mode: str, checkpoint: Path = checkpoint) -> dict[str, Any]:
+    def run(mode: str, checkpoint: Path = checkpoint) -> Report:
         command = [sys.executable, str(SCRIPT), str(checkpoint), url, mode]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
@@ -51,8 +51,7 @@ def run_and_kill(checkpoint: Path, url: str) -> Kill:
             finally:
                 process.kill()
         assert process.returncode == -signal.SIGKILL
-        report: dict[str, Any] = json.loads(line)
-        return report
+        return msgspec.json.decode(line, type=Report)
 
     return run
 
@@ -61,7 +60,7 @@ def run_and_kill(checkpoint: Path, url: str) -> Kill:
 def restart(checkpoint: Path, url: str) -> Restart:
     """Return a function that runs the prompt in a new engine, and returns its report."""
 
-    def run(checkpoint: Path = checkpoint) -> dict[str, Any]:
+    def run(checkpoint: Path = checkpoint) -> Report:
         with engine_process.open_engine(checkpoint, [url]) as engine:
             return engine_process.run(engine, "warm")
 
@@ -73,11 +72,12 @@ def test_engine_restart_after_sigkill_restores_identical_pages_and_answer(
     restart: Restart,
 ) -> None:
     killed = run_and_kill("cold")
-    assert killed["durable"]
+    assert killed.durable
     warm = restart()
-    assert warm["restored"] == 688
-    for name in ("tokens", "logits", "pages"):
-        assert warm[name] == killed[name], name
+    assert warm.restored == 688
+    assert warm.tokens == killed.tokens
+    assert warm.logits == killed.logits
+    assert warm.pages == killed.pages
 
 
 @pytest.mark.slow
@@ -87,14 +87,14 @@ def test_engine_restart_after_sigkill_hybrid_model_restores_window_pages(
     hybrid_checkpoint: Path,
 ) -> None:
     killed = run_and_kill("cold", hybrid_checkpoint)
-    assert killed["durable"]
+    assert killed.durable
     warm = restart(hybrid_checkpoint)
-    assert warm["restored"] == 688
-    for name in ("tokens", "logits"):
-        assert warm[name] == killed[name], name
-    sliding, full = warm["pages"]
+    assert warm.restored == 688
+    assert warm.tokens == killed.tokens
+    assert warm.logits == killed.logits
+    sliding, full = warm.pages
     assert (len(full), len(sliding)) == (43, 4)
-    for restored, computed in zip(warm["pages"], killed["pages"], strict=True):
+    for restored, computed in zip(warm.pages, killed.pages, strict=True):
         assert restored.items() <= computed.items()
 
 
@@ -106,5 +106,5 @@ def test_engine_killed_without_wait_persisted_leaves_usable_store(
     killed = run_and_kill("unwaited")
     for _ in range(2):
         warm = restart()
-        assert warm["tokens"] == killed["tokens"]
-    assert warm["restored"] == 688
+        assert warm.tokens == killed.tokens
+    assert warm.restored == 688

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypedDict
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 
 from persistkv import Engine
@@ -24,8 +25,28 @@ from persistkv import Engine
 OpenEngine = Callable[..., Engine]
 
 
-def tiny_llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    fields: dict[str, Any] = {
+class EngineOptions(TypedDict, total=False):
+    """Options of ``Engine.open``."""
+
+    block_size: int
+    device_blocks: int | None
+    cpu_bytes: int | str
+    codec: str
+    host: str
+    strict_identity: bool
+    required: bool
+    lookup_deadline_s: float
+    prewarm_share: float
+    load_policy: str
+    prefill_tokens_per_s: float | None
+    tenant: str
+    dtype: torch.dtype | str
+    attn_implementation: str | None
+    tokenizer: PreTrainedTokenizerBase | None
+
+
+def tiny_llama(seed: int = 0, **changes: object) -> LlamaForCausalLM:
+    fields: dict[str, object] = {
         "vocab_size": 256,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -73,7 +94,7 @@ def prompt() -> list[int]:
     return [(7 * index * index + 3 * index) % 256 for index in range(100)]
 
 
-SMALL: dict[str, Any] = {
+SMALL: dict[str, object] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,

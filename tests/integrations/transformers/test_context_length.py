@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -35,8 +34,10 @@ def tiny_gpt2() -> PreTrainedModel:
     return GPT2LMHeadModel(config).eval()
 
 
-def limited_llama(**changes: Any) -> PreTrainedModel:
-    return tiny_llama(max_position_embeddings=LENGTH, **changes)
+def limited_llama(
+    rope_parameters: Mapping[str, object] | None = None,
+) -> PreTrainedModel:
+    return tiny_llama(max_position_embeddings=LENGTH, rope_parameters=rope_parameters)
 
 
 @pytest.mark.parametrize("make", [tiny_gpt2, limited_llama])
@@ -71,7 +72,9 @@ def test_generate_up_to_context_length_answers_and_beyond_raises(
         },
     ],
 )
-def test_generate_scaled_rotary_embedding_allows_factor(rope: dict[str, Any]) -> None:
+def test_generate_scaled_rotary_embedding_allows_factor(
+    rope: dict[str, object],
+) -> None:
     engine = Engine.open(
         limited_llama(rope_parameters={"rope_theta": 10_000.0, **rope}),
         cpu_bytes="8MiB",

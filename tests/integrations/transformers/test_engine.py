@@ -3,7 +3,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import persistkv
 from persistkv import Engine
@@ -25,15 +26,18 @@ from persistkv.errors import (
     PromptTooLongError,
     UnsupportedModelError,
 )
-from tests.integrations.transformers.conftest import OpenEngine
+from tests.integrations.transformers.conftest import EngineOptions, OpenEngine
 
 
 @pytest.fixture
 def open_engine(model: PreTrainedModel) -> Iterator[OpenEngine]:
     opened = []
 
-    def open_one(chosen: PreTrainedModel | None = None, **options: Any) -> Engine:
-        defaults: dict[str, Any] = {
+    def open_one(
+        chosen: PreTrainedModel | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Engine:
+        defaults: EngineOptions = {
             "block_size": 4,
             "device_blocks": 64,
             "cpu_bytes": "1MiB",
@@ -340,7 +344,7 @@ class TestPressureAndFaults:
         engine.forget_device()
         finished = OffloadingConnectorWorker.get_finished
 
-        def failing(worker: OffloadingConnectorWorker) -> Any:
+        def failing(worker: OffloadingConnectorWorker) -> list[TransferResult]:
             return [TransferResult(result.job_id, False) for result in finished(worker)]
 
         monkeypatch.setattr(OffloadingConnectorWorker, "get_finished", failing)
@@ -360,8 +364,10 @@ class TestPressureAndFaults:
         engine = open_engine()
         forward = engine.model.forward
 
-        def failing(**inputs: Any) -> Any:
-            return forward(**inputs) if inputs["input_ids"].shape[1] > 1 else 1 / 0
+        def failing(**inputs: torch.Tensor) -> CausalLMOutputWithPast:
+            if inputs["input_ids"].shape[1] == 1:
+                raise ZeroDivisionError
+            return forward(**inputs)
 
         with monkeypatch.context() as patch:
             patch.setattr(engine.model, "forward", failing)
@@ -402,7 +408,7 @@ class TestInvalidInput:
     def test_open_invalid_option_raises_naming_it(
         self,
         open_engine: OpenEngine,
-        options: dict[str, Any],
+        options: dict[str, object],
         field: str,
     ) -> None:
         with pytest.raises(ConfigurationError, match=field):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from persistkv import Engine
 from persistkv.errors import ConfigurationError
-from tests.integrations.transformers.conftest import OpenEngine
+from tests.integrations.transformers.conftest import EngineOptions, OpenEngine
 
 WINDOW = 32
 BLOCK = 4
@@ -25,9 +25,9 @@ def open_engine(gemma: PreTrainedModel) -> Iterator[OpenEngine]:
     def open_one(
         chosen: PreTrainedModel | None = None,
         url: str | None = None,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> Engine:
-        defaults: dict[str, Any] = {
+        defaults: EngineOptions = {
             "block_size": BLOCK,
             "device_blocks": 64,
             "cpu_bytes": "2MiB",

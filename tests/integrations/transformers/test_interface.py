@@ -4,17 +4,18 @@ not know."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, LlamaForCausalLM, LlamaModel
+from transformers import Cache, DynamicCache, LlamaForCausalLM, LlamaModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from persistkv import Engine, UnsupportedModelError, UnsupportedReleaseError
 from persistkv.integrations.transformers.interface import ModelForward
 from persistkv.integrations.transformers.model import probe_model
-from tests.integrations.transformers.conftest import tiny_llama
+from tests.integrations.transformers.conftest import EngineOptions, tiny_llama
 
 RELEASE = f"transformers {transformers.__version__}"
 INSTALLED_NAME = ModelForward(LlamaForCausalLM).cache_argument
@@ -26,9 +27,9 @@ class OlderName(LlamaForCausalLM):  # type: ignore[misc]
     def forward(
         self,
         input_ids: torch.Tensor,
-        past_key_values: Any = None,
-        **options: Any,
-    ) -> Any:
+        past_key_values: Cache | None = None,
+        **options: object,
+    ) -> CausalLMOutputWithPast:
         return super().forward(
             input_ids, **{INSTALLED_NAME: past_key_values}, **options
         )
@@ -40,20 +41,28 @@ class NewerName(LlamaForCausalLM):  # type: ignore[misc]
     def forward(
         self,
         input_ids: torch.Tensor,
-        cache: Any = None,
-        **options: Any,
-    ) -> Any:
+        cache: Cache | None = None,
+        **options: object,
+    ) -> CausalLMOutputWithPast:
         return super().forward(input_ids, **{INSTALLED_NAME: cache}, **options)
 
 
 class OtherName(LlamaForCausalLM):  # type: ignore[misc]
     """Model that passes its state under a name of its own."""
 
-    def forward(self, input_ids: torch.Tensor, state: Any = None) -> Any:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        state: Cache | None = None,
+    ) -> CausalLMOutputWithPast:
         return super().forward(input_ids, **{INSTALLED_NAME: state})
 
 
-def unknown_forward(self: Any, input_ids: torch.Tensor, kv_state: Any = None) -> Any:
+def unknown_forward(
+    self: LlamaForCausalLM,
+    input_ids: torch.Tensor,
+    kv_state: Cache | None = None,
+) -> NoReturn:
     raise AssertionError("must not be called")
 
 
@@ -70,7 +79,7 @@ def test_engine_model_with_either_cache_name_answers_like_plain_model(
     made = kind(plain.config).eval()
     made.load_state_dict(plain.state_dict())
     assert ModelForward(made).cache_argument == name
-    options: dict[str, Any] = {
+    options: EngineOptions = {
         "device_blocks": 32,
         "cpu_bytes": "8MiB",
         "host": "thread",
@@ -113,7 +122,7 @@ def test_probe_model_release_that_runs_no_model_raises_naming_release(
     model: LlamaForCausalLM,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(self: Any, *args: Any, **options: Any) -> Any:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise TypeError("forward() needs positions")
 
     monkeypatch.setattr(LlamaModel, "forward", fail)

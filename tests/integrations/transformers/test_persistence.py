@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from persistkv.integrations.transformers.results import GenerateResult
 from persistkv.storage import open_backend
 from persistkv.storage.store.savings import read_savings
 from tests.host_processes import host_processes
+from tests.integrations.transformers.conftest import EngineOptions
 
 
 @pytest.fixture
@@ -41,9 +42,9 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def open_engine(
     model: PreTrainedModel,
     url: str | list[str] | None,
-    **options: Any,
+    **options: Unpack[EngineOptions],
 ) -> Engine:
-    defaults: dict[str, Any] = {
+    defaults: EngineOptions = {
         "block_size": 4,
         "device_blocks": 64,
         "cpu_bytes": "2MiB",
@@ -475,8 +476,9 @@ def test_generate_loads_only_what_is_faster_than_computing(
     with open_engine(model, url) as first:
         cold = [first.generate(prompt, 1) for prompt in prompts]
         assert all(map(first.wait_persisted, cold))
-    options = {"load_policy": "auto", "prefill_tokens_per_s": tokens_per_s}
-    with open_engine(model, url, **options) as second:
+    with open_engine(
+        model, url, load_policy="auto", prefill_tokens_per_s=tokens_per_s
+    ) as second:
         # nothing is known of the store before the end of the first load
         trial = second.generate(prompts[0], 1)
         deadline = time.monotonic() + 60

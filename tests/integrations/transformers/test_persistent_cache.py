@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +18,7 @@ import persistkv
 from persistkv import ConfigurationError, Engine, PersistentCache, PromptTooLongError
 from persistkv.storage import open_backend
 from persistkv.storage.store.savings import Savings, read_savings
-from tests.integrations.transformers.conftest import tiny_llama
+from tests.integrations.transformers.conftest import EngineOptions, tiny_llama
 
 NEW_TOKENS = 40
 
@@ -37,7 +37,7 @@ def generate(
     model: PreTrainedModel,
     prompt: list[int],
     cache: PersistentCache | None = None,
-    **options: Any,
+    **options: object,
 ) -> list[int]:
     inputs = torch.tensor([prompt])
     passed = {} if cache is None else {cache.argument: cache}
@@ -55,11 +55,11 @@ def save_answer(
     model: PreTrainedModel,
     prompt: list[int],
     store: Path,
-    **options: Any,
+    labels: Mapping[str, str] | None = None,
 ) -> list[int]:
     cache = persistkv.load(model, prompt, store)
     tokens = generate(model, prompt, cache)
-    persistkv.save(cache, tokens, **options)
+    persistkv.save(cache, tokens, labels=labels)
     return tokens
 
 
@@ -167,7 +167,7 @@ def test_load_restores_only_contexts_of_its_tenant(
     own = persistkv.load(model, prompt, store, tenant="anna")
     assert len(own.restored_tokens) == 96
     assert generate(model, prompt, own) == expected
-    options: dict[str, Any] = {"load_policy": "always", "cpu_bytes": "8MiB"}
+    options: EngineOptions = {"load_policy": "always", "cpu_bytes": "8MiB"}
     with persistkv.Engine.open(model, store, **options) as engine:
         for tenant, restored in (("berta", 0), (None, 0), ("anna", 96)):
             answer = engine.generate(prompt, 1, tenant=tenant)
@@ -201,7 +201,7 @@ def test_engine_and_load_restore_contexts_of_each_other(
     store: Path,
 ) -> None:
     tokens = save_answer(model, prompt, store, labels={"user": "anna"})
-    options: dict[str, Any] = {
+    options: EngineOptions = {
         "cpu_bytes": "8MiB",
         "device_blocks": 32,
         "host": "thread",
@@ -307,21 +307,21 @@ def test_save_cropped_cache_that_ran_other_tokens_stores_those(
     assert generate(model, answer, restored) == generate(model, answer)
 
 
-def embeddings(model: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+def embeddings(model: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"inputs_embeds": model.get_input_embeddings()(ids)}
 
 
-def shifted(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+def shifted(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": torch.arange(3, 3 + ids.shape[1])[None]}
 
 
-def padded(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+def padded(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def masked(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, Any]:
+def masked(_: LlamaForCausalLM, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
     return {"input_ids": ids, "attention_mask": mask}
 
@@ -331,7 +331,7 @@ def test_save_kv_of_no_plain_prefix_raises(
     model: LlamaForCausalLM,
     prompt: list[int],
     store: Path,
-    inputs: Callable[..., dict[str, Any]],
+    inputs: Callable[..., dict[str, torch.Tensor]],
 ) -> None:
     cache = persistkv.load(model, prompt, store)
     with torch.no_grad():

@@ -62,8 +62,15 @@ def test_block_hash_chain_different_salts_share_no_hash() -> None:
     assert len({block for chain in found for block in chain}) == 8
 
 
-def draw(count: int = 200, **options: Any) -> list[int]:
-    sampler = Sampler(**DEFAULTS | options)
+def draw(
+    count: int = 200,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+) -> list[int]:
+    sampler = Sampler(temperature, top_p, top_k, seed)
     return [sampler.choose(LOGITS) for _ in range(count)]
 
 

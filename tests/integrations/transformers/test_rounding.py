@@ -7,7 +7,6 @@ Plain transformers shows the same difference between the same two splits; restor
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
@@ -15,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from persistkv import Engine
 from persistkv.integrations.transformers.interface import ModelForward
 from tests.integrations.transformers.conftest import (
+    EngineOptions,
     tiny_cohere2,
     tiny_gemma3,
     tiny_gpt_oss,
@@ -52,7 +52,7 @@ def test_engine_bfloat16_answers_equal_plain_transformers_at_same_split(
     differing_logits = 0
     for make in (tiny_cohere2, tiny_gemma3, tiny_gpt_oss, tiny_mistral):
         model, url = make().to(torch.bfloat16), f"lmdb://{tmp_path}/{make.__name__}"
-        options: dict[str, Any] = {
+        options: EngineOptions = {
             "device_blocks": 64,
             "cpu_bytes": "16MiB",
             "host": "thread",

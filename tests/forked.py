@@ -21,9 +21,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any, TypedDict, Unpack
 
 _IMPORTED = (
     "persistkv.storage.store.blocking",
@@ -38,20 +39,32 @@ _MAX_MESSAGE = 1 << 17
 _LIBC = ctypes.CDLL(None)
 
 
+class Options(TypedDict, total=False):
+    """Options of ``Popen`` that have an effect."""
+
+    stdin: int | IO[bytes] | IO[str] | None
+    stdout: int | IO[bytes] | IO[str] | None
+    stderr: int | IO[bytes] | IO[str] | None
+    text: bool
+    bufsize: int
+    cwd: str | Path | None
+    env: dict[str, str] | None
+
+
 def run(
     command: Sequence[str],
     *,
-    input: Any = None,
+    input: str | bytes | None = None,
     capture_output: bool = False,
     check: bool = False,
     timeout: float | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> subprocess.CompletedProcess[Any]:
     """Run a program as ``subprocess.run`` does."""
     if input is not None:
         options["stdin"] = subprocess.PIPE
     if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        options["stdout"] = options["stderr"] = subprocess.PIPE
     with Popen(command, **options) as program:
         try:
             output, errors = program.communicate(input, timeout=timeout)
@@ -75,11 +88,20 @@ class Popen(subprocess.Popen[Any]):
         preexec_fn: None,
         close_fds: bool,
         pass_fds: tuple[()],
-        cwd: Any,
+        cwd: str | Path | None,
         env: dict[str, str] | None,
-        *others: Any,
+        startupinfo: None,
+        creationflags: int,
+        shell: bool,
+        p2cread: int,
+        p2cwrite: int,
+        c2pread: int,
+        c2pwrite: int,
+        errread: int,
+        errwrite: int,
+        *others: object,
     ) -> None:
-        pipes = others[3:9]
+        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
         streams: list[int] = []
         for number, descriptor in enumerate((pipes[0], pipes[3], pipes[5])):
             streams.append(number if descriptor == -1 else descriptor)
@@ -116,7 +138,7 @@ class Forker:
             )
         assert self._control.recv(16) == b"ready"
 
-    def fork(self, description: dict[str, Any], streams: list[int]) -> int:
+    def fork(self, description: Mapping[str, object], streams: list[int]) -> int:
         """Start a program; return its PID. It is a child of this process."""
         message = json.dumps(description).encode()
         with self._lock:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +20,7 @@ from persistkv.base import (
     OffloadKey,
     ReqContext,
     RequestDescription,
+    TransferSpec,
     make_offload_key,
 )
 from persistkv.cpu.spec import WorkerGeometry
@@ -183,7 +183,7 @@ class ParallelEngine:
         count = len(keys) * self.factor
         return GPULoadStoreSpec(range(count), [count], [0])
 
-    def _transfer(self, direction: int, spec: Any) -> None:
+    def _transfer(self, direction: int, spec: TransferSpec) -> None:
         self.num_jobs += 1
         for handlers in self.handlers:
             handler = handlers[direction][2]

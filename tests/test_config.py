@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
@@ -263,7 +263,7 @@ def test_convert_options_text_values_are_converted_to_field_types() -> None:
     ],
 )
 def test_convert_options_invalid_option_raises_and_names_it(
-    options: dict[str, Any],
+    options: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -295,7 +295,7 @@ class TypedOptions(msgspec.Struct):
     ],
 )
 def test_convert_options_wrong_type_states_expected_type_once(
-    options: dict[str, Any],
+    options: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -337,17 +337,15 @@ def test_row_layout_block_bytes_exclude_padding() -> None:
 
 @pytest.mark.parametrize("wrong", [{"block_size": 0}, {"num_blocks": -1}])
 def test_offloading_config_invalid_count_raises_and_names_field(
-    wrong: dict[str, Any],
+    wrong: dict[str, int],
 ) -> None:
-    good: dict[str, Any] = {
-        "identity": {},
-        "block_size": 16,
-        "layout": RowLayout(4096, (GroupLayout(((0, 1),)),)),
-        "num_blocks": 4,
-    }
-    OffloadingConfig(**good)
+    def make(block_size: int = 16, num_blocks: int = 4) -> OffloadingConfig:
+        layout = RowLayout(4096, (GroupLayout(((0, 1),)),))
+        return OffloadingConfig({}, block_size, layout, num_blocks)
+
+    make()
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
-        OffloadingConfig(**{**good, **wrong})
+        make(**wrong)
 
 
 # Registry

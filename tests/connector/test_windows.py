@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 
@@ -34,9 +33,11 @@ def make_scheduler(make_manager: type[WatchedManager]) -> MakeScheduler:
         num_blocks: int = 64,
         policy: OffloadPolicy = OffloadPolicy.BLOCK_LEVEL,
         groups: Sequence[KVCacheGroupSpec] = (FULL, SLIDING),
-        **options: Any,
+        max_load_blocks: int | None = None,
     ) -> WatchedScheduler:
-        return WatchedScheduler(make_manager(num_blocks, policy), groups, **options)
+        return WatchedScheduler(
+            make_manager(num_blocks, policy), groups, max_load_blocks=max_load_blocks
+        )
 
     return make
 

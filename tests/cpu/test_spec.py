@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -25,13 +24,17 @@ from persistkv.cpu.spec import CPUOffloadingSpec, WorkerGeometry
 from persistkv.errors import ConfigurationError
 
 
-def geometry(**changes: Any) -> WorkerGeometry:
-    values: dict[str, Any] = {
-        "instance_id": f"test-{uuid4().hex}",
-        "gpu_block_size": 16,
-        "gpu_block_bytes": 3000,
-    }
-    return WorkerGeometry(**(values | changes))
+def geometry(
+    gpu_block_size: int = 16,
+    gpu_block_bytes: int = 3000,
+    num_workers: int = 1,
+) -> WorkerGeometry:
+    return WorkerGeometry(
+        instance_id=f"test-{uuid4().hex}",
+        gpu_block_size=gpu_block_size,
+        gpu_block_bytes=gpu_block_bytes,
+        num_workers=num_workers,
+    )
 
 
 def caches(page: int) -> CanonicalKVCaches:
@@ -132,10 +135,10 @@ def test_spec_store_threshold_filters_blocks_that_are_not_reused() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"store_threshold": 0}])
 def test_spec_without_store_threshold_stores_every_block(
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> None:
     spec = CPUOffloadingSpec(
-        extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry()
+        extra_config={"cpu_bytes_to_use": "64KiB", **options}, geometry=geometry()
     )
     assert isinstance(spec.get_manager(), CPUPrimaryTierOffloadingManager)
     spec.shutdown()
@@ -163,12 +166,12 @@ def test_spec_without_store_threshold_stores_every_block(
     ],
 )
 def test_spec_filter_option_out_of_range_raises_and_names_option(
-    options: dict[str, Any],
+    options: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         CPUOffloadingSpec(
-            extra_config={"cpu_bytes_to_use": "64KiB"} | options, geometry=geometry()
+            extra_config={"cpu_bytes_to_use": "64KiB", **options}, geometry=geometry()
         )
     assert str(caught.value) == message
 
@@ -195,7 +198,7 @@ def test_spec_unused_allocates_no_region() -> None:
     ],
 )
 def test_spec_malformed_option_raises_and_names_field(
-    options: dict[str, Any],
+    options: dict[str, object],
     field: str,
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -26,7 +26,6 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from persistkv.config import PAGE_BYTES, GroupLayout, RowLayout
 from persistkv.errors import StoreError
@@ -245,7 +244,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=3600.0, help="time limit")
-    arguments: Any = parser.parse_args()
+    arguments = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     logging.disable(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as directory:

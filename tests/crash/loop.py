@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from persistkv.config import StoreUrl
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
@@ -62,6 +62,18 @@ class Writer:
     """Cursor after the last acknowledged commit."""
 
 
+class Line(TypedDict, total=False):
+    """A line of a writer's output."""
+
+    intent: list[int]
+    manifest: str
+    failed: bool
+    done: list[int]
+    evicted: list[str]
+    held: list[str]
+    cursor: str
+
+
 @dataclass
 class Expected:
     """Content that must be present, according to the output of the writers."""
@@ -77,7 +89,7 @@ class Expected:
     acknowledged: int = 0
     evicted: int = 0
 
-    def apply(self, line: dict[str, Any], writer: Writer) -> set[bytes]:
+    def apply(self, line: Line, writer: Writer) -> set[bytes]:
         """Process one line of a writer's output; return the packs that its commit evicted."""
         if "intent" in line:
             if line["failed"]:

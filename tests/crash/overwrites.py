@@ -23,9 +23,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import Rows
@@ -57,7 +57,7 @@ def keys_of(request: int) -> list[bytes]:
     ]
 
 
-def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def content_of(request: int) -> npt.NDArray[np.uint64]:
     """Return the content of a request's blocks, a row for each."""
     numbers = np.arange(BLOCKS * request, BLOCKS * (request + 1), dtype=np.uint64)
     content = np.empty((BLOCKS, BLOCK_BYTES // 8), np.uint64)
@@ -66,7 +66,7 @@ def content_of(request: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
     return content
 
 
-def open_rows(url: str) -> tuple[BlockingStore, np.ndarray[Any, np.dtype[np.uint64]]]:
+def open_rows(url: str) -> tuple[BlockingStore, npt.NDArray[np.uint64]]:
     """Open the store with memory for several requests, as an engine does."""
     memory = memoryview(mmap.mmap(-1, _AT_ONCE * BLOCKS * BLOCK_BYTES))
     rows = Rows(memory, RowLayout(BLOCK_BYTES, (GroupLayout(((0, BLOCK_BYTES),)),)))

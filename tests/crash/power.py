@@ -32,7 +32,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from persistkv.config import StoreUrl
 from persistkv.storage.backend import CommitBatch
@@ -46,6 +46,7 @@ from tests.crash.loop import (
     NUMBERS_A_ROUND,
     PLACEMENTS,
     Expected,
+    Line,
     Writer,
     check,
     payload,
@@ -164,7 +165,7 @@ class _ExpectedWithHeld(Expected):
         super().__init__(IDENTITY.digest, writers=[Writer()])
         self.has_output = False
 
-    def process(self, line: dict[str, Any]) -> None:
+    def process(self, line: Line) -> None:
         """Process one line of the present writer's output."""
         self.has_output = True
         (writer,) = self.writers
@@ -245,7 +246,7 @@ def _choose_cuts(
     return sorted(moment() for _ in range(cuts))
 
 
-def _lines(record: Record) -> Iterator[dict[str, Any]]:
+def _lines(record: Record) -> Iterator[Line]:
     for line in bytes(record.data).splitlines():
         yield json.loads(line)
 

@@ -9,9 +9,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.storage.host.client import StoreClient
@@ -36,9 +36,11 @@ class Contents:
             0, 256, (_CONTENTS, BLOCK), dtype=np.uint8
         )
 
-    def of(self, key: bytes) -> Any:
+    def of(self, key: bytes) -> npt.NDArray[np.uint8]:
         """Return the bytes of one block."""
-        return self._blocks[int.from_bytes(key[:8], "little") % _CONTENTS]
+        number = int.from_bytes(key[:8], "little") % _CONTENTS
+        block: npt.NDArray[np.uint8] = self._blocks[number]
+        return block
 
 
 class Load:

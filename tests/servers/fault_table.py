@@ -32,7 +32,7 @@ from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from unittest import mock
 from urllib.parse import urlsplit
 
@@ -50,6 +50,12 @@ from persistkv_s3 import S3Backend
 from tests.backends.s3.faults import SERVERS, FaultProxy, wait_for_port
 from tests.servers.fault_load import BLOCK, PATIENCE_S, ROWS, Load
 from tests.servers.writers import wait_until_merged
+
+if TYPE_CHECKING:
+    from types_boto3_s3 import S3Client
+    from types_boto3_s3.type_defs import ObjectIdentifierTypeDef
+
+T = TypeVar("T")
 
 PROMPT = "deadline=5s&slow=5s"
 COMMON = "refresh=1s&cache=no&ttl=1h&capacity=100GiB"
@@ -74,7 +80,7 @@ class Sts:
     def __init__(self, validity_s: float) -> None:
         self.hangs = False
         self._end = threading.Event()
-        owner = self
+        owner, ended = self, self._end
         access = {
             name: os.environ[name]
             for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -84,7 +90,7 @@ class Sts:
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["Content-Length"]))
                 if owner.hangs:
-                    owner._end.wait()
+                    ended.wait()
                     return
                 expires = datetime.now(UTC) + timedelta(seconds=validity_s)
                 body = STS_ANSWER.format(
@@ -136,7 +142,7 @@ class World(NamedTuple):
     endpoint: str
     proxy: FaultProxy
     bucket: str
-    client: Any
+    client: S3Client
     ceph: str | None
     """Directory of a Ceph server that may be killed."""
     sts: Sts | None = None
@@ -235,7 +241,10 @@ def _empty_and_delete(world: World) -> None:
     for page in world.client.get_paginator("list_objects_v2").paginate(
         Bucket=world.bucket
     ):
-        if objects := [{"Key": entry["Key"]} for entry in page.get("Contents", ())]:
+        objects: list[ObjectIdentifierTypeDef] = [
+            {"Key": entry["Key"]} for entry in page.get("Contents", ())
+        ]
+        if objects:
             world.client.delete_objects(
                 Bucket=world.bucket, Delete={"Objects": objects, "Quiet": True}
             )
@@ -246,7 +255,7 @@ def create_bucket(world: World) -> None:
     retry(lambda: world.client.create_bucket(Bucket=world.bucket))
 
 
-def retry(call: Callable[[], Any]) -> Any:
+def retry(call: Callable[[], T]) -> T:
     """Call a function until it succeeds, for at most ``PATIENCE_S``; return its result."""
     until = time.monotonic() + PATIENCE_S
     while True:

@@ -32,7 +32,6 @@ from asyncio import StreamReader as Reader
 from asyncio import StreamWriter as Writer
 from datetime import timedelta
 from email.utils import format_datetime, parsedate_to_datetime
-from typing import Any
 
 SLOW_DOWN = (
     b'<?xml version="1.0"?><Error><Code>SlowDown</Code><Message>Please reduce your '
@@ -76,7 +75,7 @@ class FaultProxy:
         self.slow_downs = 0
         self.connections = 0
         self.exists_already = False
-        self.live: set[asyncio.Task[Any] | None] = set()
+        self.live: set[asyncio.Task[object] | None] = set()
 
     def is_refused(self, data: bytes) -> bool:
         """Return whether these bytes begin a request that the mode refuses."""

@@ -9,18 +9,26 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from persistkv.base import OffloadKey, ReqContext, RequestDescription, make_offload_key
+from persistkv.base import (
+    LoadStoreSpec,
+    OffloadingEvent,
+    OffloadKey,
+    ReqContext,
+    RequestDescription,
+    make_offload_key,
+)
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.cpu.manager import CPULoadStoreSpec, CPUPrimaryTierOffloadingManager
 from persistkv.cpu.shared_offload_region import SharedOffloadRegion
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
+from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import TieringOffloadingOptions
 
 STRIDE = 12288
@@ -75,11 +83,12 @@ class Stack:
         assert output is not None
         return output.keys_to_store
 
-    def fill(self, keys: Sequence[OffloadKey], spec: Any) -> None:
+    def fill(self, keys: Sequence[OffloadKey], spec: LoadStoreSpec) -> None:
+        assert isinstance(spec, CPULoadStoreSpec)
         for key, row in zip(keys, spec.block_ids, strict=True):
             self.rows[row] = content(key)
 
-    def check(self, keys: Sequence[OffloadKey], spec: Any) -> None:
+    def check(self, keys: Sequence[OffloadKey], spec: LoadStoreSpec) -> None:
         """Check that each row holds the content that belongs to the group of its key."""
         assert isinstance(spec, CPULoadStoreSpec)
         for key, row in zip(keys, spec.block_ids, strict=True):
@@ -89,7 +98,7 @@ class Stack:
                     == content(key)[offset : offset + size]
                 ).all()
 
-    def step(self, times: int = 1) -> list[Any]:
+    def step(self, times: int = 1) -> list[OffloadingEvent]:
         return [event for _ in range(times) for event in self.manager.take_events()]
 
     def clear_primary(self) -> None:
@@ -110,6 +119,28 @@ class Stack:
 
 Keys = Callable[..., list[OffloadKey]]
 """Type of the fixture ``keys``."""
+MakeTier = Callable[[OffloadingConfig, memoryview], SecondaryTierManager]
+
+
+class ManagerOptions(TypedDict, total=False):
+    """Options of the manager, see ``TieringOffloadingOptions``."""
+
+    cascade_share: float
+    hold_s: float
+    room_wait_s: float
+    prewarm_share: float
+    prefill_tokens_per_s: float | None
+
+
+def persistent(**options: object) -> Callable[..., PersistentTier]:
+    """Return a function that opens a persistent tier with these options."""
+
+    def make(config: OffloadingConfig, view: memoryview) -> PersistentTier:
+        return PersistentTier(config, view, **options)
+
+    return make
+
+
 MakeStack = Callable[..., Stack]
 Described = Callable[..., ReqContext]
 """Type of the fixture ``described``."""
@@ -123,8 +154,8 @@ def make_stack() -> Iterator[MakeStack]:
 
     def make(
         num_blocks: int,
-        *tiers: Callable[[OffloadingConfig, memoryview], SecondaryTierManager],
-        **options: Any,
+        *tiers: MakeTier,
+        **options: Unpack[ManagerOptions],
     ) -> Stack:
         region = SharedOffloadRegion(uuid.uuid4().hex, num_blocks, 0, 1, STRIDE)
         primary = CPUPrimaryTierOffloadingManager(region, enable_events=True)

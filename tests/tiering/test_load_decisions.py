@@ -8,25 +8,37 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 import pytest
 
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import OffloadingConfig
+from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
+from persistkv.storage.backend import ReadSpan
 from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.load_cost import LoadDecision, Reason
 from persistkv.tiering.persistent import PersistentTier
 from persistkv_dir.blobs import DirBlobs
 from persistkv_lmdb import LmdbBackend
 from tests.host_processes import host_processes
-from tests.tiering.conftest import GROUPS, Described, Keys, MakeStack, Stack, context
+from tests.tiering.conftest import (
+    GROUPS,
+    Described,
+    Keys,
+    MakeStack,
+    MakeTier,
+    ManagerOptions,
+    Stack,
+    context,
+    persistent,
+)
 from tests.tiering.tiers import RecordingTier
 
 BLOCK_BYTES = GROUPS[0].block_bytes
@@ -46,8 +58,14 @@ class TimedTier(RecordingTier):
 
     block_s = 0.0
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        max_blocks: int = 1000,
+        simulate_async: bool = False,
+    ) -> None:
+        super().__init__(config, primary_kv_view, max_blocks, simulate_async)
         self.declined: list[tuple[list[OffloadKey], LoadDecision]] = []
         self.abandoned: list[int] = []
         self.passed_over: list[list[OffloadKey]] = []
@@ -77,9 +95,9 @@ def warm_stack(
     make_stack: MakeStack,
     keys: Sequence[OffloadKey],
     described: Described,
-    *tiers: Any,
-    **options: Any,
-) -> Any:
+    *tiers: MakeTier,
+    **options: Unpack[ManagerOptions],
+) -> Stack:
     """Return a stack whose secondary tiers hold the blocks of ``keys``; the primary tier is
     empty."""
     stack = make_stack(32, *tiers, prefill_tokens_per_s=TOKENS_PER_S, **options)
@@ -92,9 +110,10 @@ def warm_stack(
     return stack
 
 
-def lookup(stack: Stack, req: ReqContext, keys: Sequence[OffloadKey]) -> list[Any]:
-    answers: list[Any] = stack.manager.lookup_prefix(keys, req)
-    return answers
+def lookup(
+    stack: Stack, req: ReqContext, keys: Sequence[OffloadKey]
+) -> list[bool | None]:
+    return stack.manager.lookup_prefix(keys, req)
 
 
 @pytest.mark.parametrize("block_s", [0.05, 0.2])
@@ -338,7 +357,9 @@ def test_prefill_speed_out_of_range_raises(value: float) -> None:
     with pytest.raises(ConfigurationError, match="prefill_tokens_per_s"):
         TieringOffloadingSpec(
             extra_config={"cpu_bytes_to_use": 1 << 20, "prefill_tokens_per_s": value},
-            geometry=Any,  # type: ignore[arg-type]
+            geometry=WorkerGeometry(
+                instance_id="test", gpu_block_size=16, gpu_block_bytes=3000
+            ),
         )
 
 
@@ -346,8 +367,8 @@ def store_blocks(
     make_stack: MakeStack,
     names: list[OffloadKey],
     req: ReqContext,
-    *tiers: Any,
-) -> Any:
+    *tiers: MakeTier,
+) -> Stack:
     """Return a stack with persistent tiers that hold the blocks; the primary tier is empty."""
     stack = make_stack(32, *tiers)
     stack.manager.on_new_request(req)
@@ -453,8 +474,8 @@ def test_persistent_tier_invalid_load_option_raises(
     name: str,
     value: object,
 ) -> None:
-    options: dict[str, Any] = {"url": f"lmdb://{tmp_path}/store", name: value}
-    tier = partial(PersistentTier, **options)
+    options: dict[str, object] = {"url": f"lmdb://{tmp_path}/store", name: value}
+    tier = persistent(**options)
     with pytest.raises(ConfigurationError, match=name):
         make_stack(4, tier)
 
@@ -480,9 +501,13 @@ def test_persistent_tier_late_read_counts_as_the_manager_says(
     goes_on = threading.Event()
     read = LmdbBackend.read
 
-    def late_read(*arguments: Any, **named: Any) -> list[bool]:
+    def late_read(
+        backend: LmdbBackend,
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
+    ) -> list[bool]:
         assert goes_on.wait(60)
-        return read(*arguments, **named)
+        return read(backend, namespace, spans)
 
     monkeypatch.setattr(LmdbBackend, "read", late_read)
     req = described("warm", names)
@@ -574,13 +599,23 @@ def test_persistent_tiers_earlier_store_loads_again_after_stall(
     goes_on = threading.Event()
     read_near, read_far = DirBlobs.read, LmdbBackend.read
 
-    def hanging_read(blobs: DirBlobs, name: str, *arguments: Any) -> int:
+    def hanging_read(
+        blobs: DirBlobs,
+        name: str,
+        offset: int,
+        length: int,
+        buffers: Iterable[memoryview],
+    ) -> int:
         assert "/packs/" not in name or goes_on.wait(60)
-        return read_near(blobs, name, *arguments)
+        return read_near(blobs, name, offset, length, buffers)
 
-    def slow_read(*arguments: Any, **named: Any) -> list[bool]:
+    def slow_read(
+        backend: LmdbBackend,
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
+    ) -> list[bool]:
         time.sleep(0.5)
-        return read_far(*arguments, **named)
+        return read_far(backend, namespace, spans)
 
     monkeypatch.setattr(DirBlobs, "read", hanging_read)
     monkeypatch.setattr(LmdbBackend, "read", slow_read)

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +25,7 @@ from persistkv.storage.records import Choice
 from persistkv.testing.tier_conformance import SecondaryTierConformance
 from persistkv.tiering.persistent import PersistentTier
 from tests.host_processes import host_processes
-from tests.tiering.conftest import Described, Keys, MakeStack
+from tests.tiering.conftest import Described, Keys, MakeStack, persistent
 
 
 class TestPersistentTierInline(SecondaryTierConformance):
@@ -49,8 +48,8 @@ class TestPersistentTierInThread(SecondaryTierConformance):
         )
 
 
-def lmdb(tmp_path: Path, **options: Any) -> Callable[..., PersistentTier]:
-    return partial(PersistentTier, url=f"lmdb://{tmp_path}/store", **options)
+def lmdb(tmp_path: Path, **options: object) -> Callable[..., PersistentTier]:
+    return persistent(url=f"lmdb://{tmp_path}/store", **options)
 
 
 @pytest.mark.parametrize("missing", ["descriptor", "pidfds"])
@@ -254,11 +253,11 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
 )
 def test_persistent_tier_invalid_option_raises_and_names_it(
     make_stack: MakeStack,
-    options: dict[str, Any],
+    options: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        make_stack(4, partial(PersistentTier, **options))
+        make_stack(4, persistent(**options))
 
 
 def test_persistent_tier_strict_identity_other_weights_raises(

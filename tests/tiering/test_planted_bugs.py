@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 from hypothesis import Phase
 
 from persistkv.base import (
+    LoadStoreSpec,
     OffloadKey,
+    PrepareStoreOutput,
     ReqContext,
 )
+from persistkv.cpu.manager import CPUPrimaryTierOffloadingManager
 from persistkv.tiering.manager import TieringOffloadingManager
 from tests.tiering.test_stateful import TieringMachine, run
 
@@ -27,7 +29,7 @@ def does_not_pin_cascades(manager: TieringOffloadingManager) -> None:
     primary = manager.primary_tier
     pin = primary.prepare_read
 
-    def unpinned(keys: Sequence[OffloadKey], req: ReqContext) -> Any:
+    def unpinned(keys: Sequence[OffloadKey], req: ReqContext) -> LoadStoreSpec:
         spec = pin(keys, req)
         primary.complete_read(keys, req)
         return spec
@@ -72,7 +74,10 @@ def never_releases_rows(manager: TieringOffloadingManager) -> None:
 def frees_rows_before_the_job_ends(manager: TieringOffloadingManager) -> None:
     primary = manager.primary_tier
 
-    def early(keys: Sequence[OffloadKey], req: ReqContext) -> Any:
+    def early(
+        keys: Sequence[OffloadKey],
+        req: ReqContext,
+    ) -> PrepareStoreOutput | None:
         output = primary.prepare_write(keys, req)
         if output is not None:
             primary.complete_write(output.keys_to_store, req)
@@ -90,18 +95,22 @@ def ignores_the_epoch(manager: TieringOffloadingManager) -> None:
     wrap_primary(manager, is_ready=lambda key: True)
 
 
-def wrap_primary(manager: TieringOffloadingManager, **changed: Any) -> None:
+def wrap_primary(
+    manager: TieringOffloadingManager, **changed: Callable[..., object]
+) -> None:
     manager.primary_tier = Wrapped(manager.primary_tier, **changed)  # type: ignore[assignment]
 
 
 class Wrapped:
     """Primary tier with some methods replaced."""
 
-    def __init__(self, primary: Any, **changed: Any) -> None:
+    def __init__(
+        self, primary: CPUPrimaryTierOffloadingManager, **changed: Callable[..., object]
+    ) -> None:
         self.__dict__.update(changed)
         self._primary = primary
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._primary, name)
 
 

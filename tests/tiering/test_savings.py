@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,10 +59,12 @@ def stack(
     return made
 
 
-def begin(stack: Stack, req: ReqContext, names: Sequence[OffloadKey]) -> list[Any]:
+def begin(
+    stack: Stack, req: ReqContext, names: Sequence[OffloadKey]
+) -> list[bool | None]:
     """Begin a request, and return the first answers to its lookups."""
     stack.manager.on_new_request(req)
-    answers: list[Any] = stack.manager.lookup_prefix(names, req)
+    answers = stack.manager.lookup_prefix(names, req)
     stack.step()
     return answers
 

@@ -8,7 +8,6 @@ import os
 import uuid
 from inspect import signature
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +28,13 @@ CONFIG = OffloadingConfig(
 )
 
 
-def create(**tier_config: Any) -> Any:
+def create(**tier_config: object) -> SecondaryTierManager:
     return create_secondary_tier(
         tier_config, memoryview(bytearray(4 * 4096)).cast("B", (4, 4096)), CONFIG
     )
 
 
-def spec(**extra: Any) -> TieringOffloadingSpec:
+def spec(**extra: object) -> TieringOffloadingSpec:
     geometry = WorkerGeometry(
         instance_id=uuid.uuid4().hex, gpu_block_size=16, gpu_block_bytes=6000
     )
@@ -75,7 +74,7 @@ def test_create_secondary_tier_known_type_returns_its_class(tmp_path: Path) -> N
     ],
 )
 def test_create_secondary_tier_invalid_option_raises_and_names_it(
-    config: dict[str, Any],
+    config: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
@@ -213,7 +212,7 @@ def test_spec_default_has_no_secondary_tiers() -> None:
     ],
 )
 def test_spec_invalid_option_raises_and_names_it(
-    extra: dict[str, Any],
+    extra: dict[str, object],
     message: str,
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ import pytest
 from persistkv.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     StoredContext,
@@ -38,7 +38,7 @@ from persistkv.storage.records import Choice
 from persistkv.tenants import DEFAULT_TENANT, tenant_key
 from persistkv.tiering.load_cost import Reason
 from persistkv.tiering.persistent import PersistentTier
-from tests.tiering.conftest import GROUPS, STRIDE, Keys, MakeStack, Stack
+from tests.tiering.conftest import GROUPS, STRIDE, Keys, MakeStack, Stack, persistent
 from tests.tiering.tiers import RecordingTier
 
 TOKENS = 16  # of a block
@@ -71,7 +71,7 @@ class TenantEngine:
         self.scheduler = OffloadingConnectorScheduler(
             stack.manager, GROUP_SPECS, store_wait_s=0.0
         )
-        self.events: list[Any] = []
+        self.events: list[OffloadingEvent] = []
         self.released: set[str] = set()
         self._tenants: list[str | None] = []
         """Tenant of each request, by its number."""
@@ -205,9 +205,9 @@ def open_engine(
 ) -> OpenEngine:
     """Return a function that starts engines on one store."""
 
-    def start(num_rows: int = 64, **options: Any) -> TenantEngine:
+    def start(num_rows: int = 64, **options: object) -> TenantEngine:
         defaults = {"host": "thread", "load_policy": "always", "max_age_s": 0.0}
-        tier = partial(PersistentTier, url=url, **{**defaults, **options})
+        tier = persistent(url=url, **{**defaults, **options})
         return TenantEngine(make_stack(num_rows, tier), chains)
 
     return start

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from persistkv.base import (
+    OffloadingEvent,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
     RequestOffloadingContext,
 )
-from persistkv.tiering.base import JobMetadata
+from persistkv.config import OffloadingConfig
+from persistkv.tiering.base import JobMetadata, JobResult
 from persistkv.tiering.example import ExampleSecondaryTier
 
 
@@ -24,8 +25,14 @@ class RecordingTier(ExampleSecondaryTier):
 
     policy = OffloadPolicy.REQUEST_LEVEL
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        max_blocks: int = 1000,
+        simulate_async: bool = False,
+    ) -> None:
+        super().__init__(config, primary_kv_view, max_blocks, simulate_async)
         self.stores: list[JobMetadata] = []
         self.loads: list[JobMetadata] = []
         self.calls: list[tuple[str, str]] = []
@@ -48,7 +55,7 @@ class RecordingTier(ExampleSecondaryTier):
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
         return key in self.unloadable or super().lookup(key, req_context)
 
-    def get_finished_jobs(self) -> Any:
+    def get_finished_jobs(self) -> Iterable[JobResult]:
         self.polls += 1
         return [] if self.withholds_results else super().get_finished_jobs()
 
@@ -80,8 +87,14 @@ class RaisingTier(RecordingTier):
     """Tier that raises ``error`` in the calls named by ``failing``; shutdown releases the rows
     first."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        primary_kv_view: memoryview,
+        max_blocks: int = 1000,
+        simulate_async: bool = False,
+    ) -> None:
+        super().__init__(config, primary_kv_view, max_blocks, simulate_async)
         self.failing: set[str] = set()
         self.error: type[BaseException] = OSError
 
@@ -101,7 +114,7 @@ class RaisingTier(RecordingTier):
         self._check("submit_load")
         super().submit_load(job_metadata)
 
-    def get_finished_jobs(self) -> Any:
+    def get_finished_jobs(self) -> Iterable[JobResult]:
         self._check("get_finished_jobs")
         return super().get_finished_jobs()
 
@@ -117,7 +130,7 @@ class RaisingTier(RecordingTier):
         self._check("on_request_finished")
         super().on_request_finished(req_context)
 
-    def take_events(self) -> Any:
+    def take_events(self) -> Iterable[OffloadingEvent]:
         self._check("take_events")
         return super().take_events()
 

@@ -10,7 +10,7 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import lmdb
 import pytest
@@ -81,11 +81,13 @@ class Handle:
         self,
         *,
         write: bool = False,
-        buffers: Literal[True],
-    ) -> lmdb.Transaction[memoryview]:
+        buffers: bool = False,
+    ) -> lmdb.Transaction[bytes] | lmdb.Transaction[memoryview]:
         if self.panics:
             raise lmdb.PanicError("mdb_txn_begin")
-        return self.env.begin(write=write, buffers=buffers)
+        if buffers:
+            return self.env.begin(write=write, buffers=True)
+        return self.env.begin(write=write)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from persistkv.storage.format.pack import (
     align,
     decode_frame,
 )
-from persistkv.storage.format.seal import Seal
+from persistkv.storage.format.seal import FrameSeal, Seal
 
 BATCH_BYTES = 8 << 20  # 8 MiB
 """Most bytes of one read. With 2 MiB, a verify of packs of 4 MiB took a fifth longer."""
@@ -158,25 +158,39 @@ def check_piece(piece: Piece, payload: memoryview, seal: Seal) -> Iterator[Defec
     frame_seal = seal.of_pack(table)
     for number, frame in enumerate(piece.frames, piece.first_frame):
         next_block = first_block + frame.block_count
-        frame_keys = keys[first_block:next_block]
+        placed = PlacedFrame(number, frame, keys[first_block:next_block])
         first_block = next_block
         begin = frame.offset - piece.start
-        end = begin + frame.stored_length
-        stored = payload[begin:end]
-        placed = PlacedFrame(number, frame, frame_keys)
-        try:
-            frame_seal.open(placed, [stored])
-        except CorruptPackError as error:
-            problem = Problem.PAYLOAD
-            yield _defect(table, problem, str(error), frame.group, frame.offset)
-        else:
-            yield from _check_decoding(table, frame, stored)
-        padded_end = begin + _padded_bytes(frame)
-        padding = bytes(payload[end:padded_end])
-        if padding.strip(b"\0"):
-            offset = frame.offset + frame.stored_length
-            detail = "non-zero bytes after a frame"
-            yield _defect(table, Problem.PADDING, detail, frame.group, offset)
+        end = begin + _padded_bytes(frame)
+        yield from _check_frame(table, placed, payload[begin:end], frame_seal)
+
+
+def _check_frame(
+    table: PackTable,
+    placed: PlacedFrame,
+    padded: memoryview,
+    seal: FrameSeal,
+) -> Iterator[Defect]:
+    """Yield the defects of a frame, and of the padding after it.
+
+    :param padded: stored bytes of the frame and of its padding; the frame is decrypted in place.
+    :param seal: seal of the pack's frames.
+    :raises UnknownCodecError: the frame is of an unknown codec.
+    """
+    frame = placed.frame
+    stored = padded[: frame.stored_length]
+    try:
+        seal.open(placed, [stored])
+    except CorruptPackError as error:
+        problem = Problem.PAYLOAD
+        yield _defect(table, problem, str(error), frame.group, frame.offset)
+    else:
+        yield from _check_decoding(table, frame, stored)
+    padding = bytes(padded[frame.stored_length :])
+    if padding.strip(b"\0"):
+        offset = frame.offset + frame.stored_length
+        detail = "non-zero bytes after a frame"
+        yield _defect(table, Problem.PADDING, detail, frame.group, offset)
 
 
 def _check_decoding(

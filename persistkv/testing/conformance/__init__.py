@@ -258,21 +258,7 @@ class BackendConformance(BackendSuite):
         good = rig.pack(2)
         cursor = rig.commit(held).cursor
         stats = rig.backend.stats()
-        # the stream of ``torn`` fails after some frames have been written
-        block_bytes = 1 << 18
-        blocks = sample_blocks(seed=3, count=40, block_bytes=block_bytes)
-        segment = Segment(
-            group=0,
-            block_bytes=block_bytes,
-            keys=sample_keys(seed=3, count=40),
-            source=_FailingSource([blocks]),
-        )
-        torn = PackWriter(
-            rig.namespace,
-            RawCodec(),
-            [segment],
-            seal=rig.backend.seal,
-        )
+        torn = _torn_pack(rig)
         batch = CommitBatch(
             packs=[good, torn],
             manifests=[sample_manifest("r1")],
@@ -781,6 +767,24 @@ class BackendConformance(BackendSuite):
         another = _batch(rig.backend, number=numbers.stop)
         rig.commit_batch(another)
         rig.close()
+
+
+def _torn_pack(rig: NamespaceRig) -> PackWriter:
+    """Return a pack whose stream fails after some of its frames."""
+    block_bytes = 1 << 18
+    blocks = sample_blocks(seed=3, count=40, block_bytes=block_bytes)
+    segment = Segment(
+        group=0,
+        block_bytes=block_bytes,
+        keys=sample_keys(seed=3, count=40),
+        source=_FailingSource([blocks]),
+    )
+    return PackWriter(
+        rig.namespace,
+        RawCodec(),
+        [segment],
+        seal=rig.backend.seal,
+    )
 
 
 def _span(pack_id: bytes, offset: int, *lengths: int) -> ReadSpan:

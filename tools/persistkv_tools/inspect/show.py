@@ -18,6 +18,8 @@ from rich.tree import Tree
 
 from persistkv.memory.budget import no_collections
 from persistkv.storage.backend import Backend
+from persistkv.storage.catalog import Catalogue
+from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.inspection.pack_tables import keys_of
 from persistkv.storage.inspection.requests import (
@@ -366,11 +368,8 @@ def show_context(
         groups.append(view)
     all_keys = chain.from_iterable(keys_by_group)
     num_shared = sum(key in sharers for key in all_keys)
-    # Each later request with the same context counts as a hit of the oldest copy, and not of the
-    # others. So the hits of the oldest copy, which is the first one, are those of all copies.
     copies = found.copies(backend)
-    (oldest_use,) = catalogue.uses([copies[0].id])
-    copies_hits = None if oldest_use is None else oldest_use.hits
+    copies_hits = _hits_of_copies(catalogue, copies)
     return ContextView(
         url=url,
         model=found.namespace.identity.model_name,
@@ -381,6 +380,17 @@ def show_context(
         copies=len(copies),
         copies_hits=copies_hits,
     )
+
+
+def _hits_of_copies(
+    catalogue: Catalogue,
+    copies: Sequence[RequestManifest],
+) -> int | None:
+    """Return the hits of all copies of a request, which are given oldest first; None: unknown."""
+    # Each later request with the same context counts as a hit of the oldest copy, and not of the
+    # others. So the hits of the oldest copy are those of all copies.
+    (oldest_use,) = catalogue.uses([copies[0].id])
+    return None if oldest_use is None else oldest_use.hits
 
 
 def _places(

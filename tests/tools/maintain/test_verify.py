@@ -62,7 +62,7 @@ INTERRUPTED_SCAN = """
 from contextlib import closing
 from persistkv.storage.backend import Capabilities
 from persistkv.testing import FaultyBackend, MemoryBackend
-from persistkv_tools.maintain.integrity import Verifier, VerifyState, read_catalogues
+from persistkv_tools.maintain.integrity import Verifier, VerifyState, packs_left, read_catalogues
 from tests.tools.contexts import Contexts
 
 memory = MemoryBackend()
@@ -77,7 +77,7 @@ state = VerifyState.begin("lmdb:///here", 1.0)
 interrupt_in(0.3)
 begin = time.monotonic()
 try:
-    with closing(Verifier(backend, spaces, state, lambda num_bytes: None, 4, batch_bytes=1)) as verifier:
+    with closing(Verifier(backend, packs_left(spaces, state), state, lambda num_bytes: None, 4, batch_bytes=1)) as verifier:
         list(verifier.packs())
 except KeyboardInterrupt:
     print(time.monotonic() - begin)
@@ -87,7 +87,7 @@ except KeyboardInterrupt:
 def findings(backend: Backend, state: VerifyState | None = None) -> list[Defect]:
     state = state or VerifyState.begin(URL, 1.0)
     spaces = read_catalogues(backend)
-    for _ in Verifier(backend, spaces, state, ignore).packs():
+    for _ in Verifier(backend, packs_left(spaces, state), state, ignore).packs():
         pass
     return [
         *(count_rows(backend, spaces) or []),
@@ -164,7 +164,7 @@ class TestConcurrentChanges:
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
         backend.commit(writer.namespace, CommitBatch(deletions=[writer.packs["r3"]]))
-        for _ in Verifier(backend, spaces, state, ignore).packs():
+        for _ in Verifier(backend, packs_left(spaces, state), state, ignore).packs():
             pass
         assert (state.findings, state.went_meanwhile, state.packs) == ([], 1, 6)
         assert check_manifests(backend, spaces, ignore) == (5, [])
@@ -184,7 +184,7 @@ class TestConcurrentChanges:
         if damaged:
             flip(backend, writer.namespace, again.pack_id, 0)
         state = VerifyState.begin(URL, 1.0)
-        for _ in Verifier(backend, spaces, state, ignore).packs():
+        for _ in Verifier(backend, packs_left(spaces, state), state, ignore).packs():
             pass
         assert [finding.pack for finding in state.findings] == [
             again.pack_id.hex()
@@ -213,7 +213,7 @@ class TestConcurrentChanges:
             flip(backend, writer.namespace, pack, 0)
         spaces = read_catalogues(backend)
         state = VerifyState.begin(URL, 1.0)
-        verifier = Verifier(backend, spaces, state, ignore)
+        verifier = Verifier(backend, packs_left(spaces, state), state, ignore)
         for _ in verifier.packs():
             pass
         assert {finding.pack for finding in state.findings} == {bad.hex(), healed.hex()}
@@ -240,7 +240,7 @@ class TestConcurrentChanges:
         faulty = FaultyBackend.of(backend)
         spaces = read_catalogues(faulty)
         state = VerifyState.begin(URL, 1.0)
-        list(Verifier(faulty, spaces, state, ignore).packs())
+        list(Verifier(faulty, packs_left(spaces, state), state, ignore).packs())
 
         def fail(namespace: bytes, batch: CommitBatch) -> None:
             if second in batch.bad:
@@ -263,7 +263,9 @@ def test_verifier_pack_of_later_portion_deleted_meanwhile_is_skipped(
     backend, writer = memory
     spaces = read_catalogues(backend)
     state = VerifyState.begin(URL, 1.0)
-    verifier = Verifier(backend, spaces, state, ignore, portion_bytes=1)
+    verifier = Verifier(
+        backend, packs_left(spaces, state), state, ignore, portion_bytes=1
+    )
     verifier.begin()
     last = max(writer.packs.values())
     backend.commit(writer.namespace, CommitBatch(deletions=[last]))
@@ -282,17 +284,17 @@ class TestResume:
         flip(backend, writer.namespace, min(writer.packs.values()), 0)
         file = tmp_path / "state"
         state = VerifyState.load(file, URL, 1.0)
-        first = Verifier(
-            backend, read_catalogues(backend), state, ignore, portion_bytes=1
-        )
+        packs = packs_left(read_catalogues(backend), state)
+        first = Verifier(backend, packs, state, ignore, portion_bytes=1)
         run = first.packs()
         for _ in range(2):
             next(run)
         state.save(file)
         state = VerifyState.load(file, URL, 1.0)
         spaces = read_catalogues(backend)
-        assert len(packs_left(spaces, state)) == 4
-        verifier = Verifier(backend, spaces, state, ignore, portion_bytes=1)
+        packs = packs_left(spaces, state)
+        assert len(packs) == 4
+        verifier = Verifier(backend, packs, state, ignore, portion_bytes=1)
         assert len(list(verifier.packs())) == 4
         assert state.packs == 6
         assert len(state.findings) == 1

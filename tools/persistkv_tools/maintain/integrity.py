@@ -306,7 +306,7 @@ def _portions(
 class Verifier:
     """Reads and checks the packs of a store, in portions. A run can be resumed after each portion.
 
-    :param namespaces: packs of all namespaces to check.
+    :param packs: packs to read, in the order of namespace and pack ids (``packs_left``).
     :param state: progress of the run, updated after each portion.
     :param on_bytes: called with the number of bytes of each piece after its check; may sleep to
         limit the pace.
@@ -320,7 +320,7 @@ class Verifier:
     def __init__(
         self,
         backend: Backend,
-        namespaces: list[NamespacePacks],
+        packs: Iterable[PackToRead],
         state: VerifyState,
         on_bytes: OnBytes,
         threads: int = 0,
@@ -331,7 +331,6 @@ class Verifier:
         self._state = state
         self._on_bytes = on_bytes
         self._batch_bytes = batch_bytes
-        packs = packs_left(namespaces, state)
         self._portions = _portions(packs, portion_bytes)
         """Portions that have not begun."""
         self._portion: list[PackToRead] | None = None

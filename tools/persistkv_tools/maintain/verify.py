@@ -365,13 +365,12 @@ def check_store(
     )
 
     namespaces = read_catalogues(backend)
-    total_bytes = 0
-    for pack in packs_left(namespaces, state):
-        total_bytes += pack.table.payload_length
+    packs = packs_left(namespaces, state)
+    total_bytes = sum(pack.table.payload_length for pack in packs)
     on_bytes = counted(progress, "verify", total_bytes, pace.throttle)
     verifier = Verifier(
         backend,
-        namespaces,
+        packs,
         state,
         on_bytes,
         threads=pace.threads,

@@ -240,17 +240,26 @@ def check_pack(
     backend: Backend,
     table: PackTable,
     on_bytes: OnBytes = lambda num_bytes: None,
-    keep: bytearray | None = None,
 ) -> list[Defect]:
-    """Read a pack and return its defects.
+    """Read a pack and return its defects; parameters and errors as for ``checked_pieces``."""
+    defects: list[Defect] = []
+    for _, defects_of_piece in checked_pieces(backend, table, on_bytes):
+        defects += defects_of_piece
+    return defects
+
+
+def checked_pieces(
+    backend: Backend,
+    table: PackTable,
+    on_bytes: OnBytes,
+) -> Iterator[tuple[memoryview, list[Defect]]]:
+    """Read a pack; yield the bytes of each piece, with decrypted frames, and the defects in them.
+    The bytes must not be used if there are defects.
 
     :param on_bytes: called after each read, with its bytes.
-    :param keep: the payload is appended to it, with decrypted frames; None: the payload is not
-        kept. It must not be used if there are defects.
     :raises UnknownCodecError: the pack cannot be decoded by this release.
     :raises StoreError: the medium failed.
     """
-    findings: list[Defect] = []
     for piece in pieces(table, BATCH_BYTES):
         # Reads past the page cache need memory that is aligned to pages, as an mmap is. An mmap
         # cannot be empty.
@@ -258,16 +267,13 @@ def check_pack(
         buffer = memoryview(memory)[: piece.length]
         span = ReadSpan(table.pack_id, piece.start, [buffer])
         if backend.read(table.namespace, [span]) == [True]:
-            findings += check_piece(piece, buffer, backend.seal)
+            defects = list(check_piece(piece, buffer, backend.seal))
         else:
             end = piece.start + piece.length
             detail = f"bytes {piece.start:,} to {end:,} are missing"
-            defect = _defect(table, Problem.SHORT, detail, offset=piece.start)
-            findings.append(defect)
-        if keep is not None:
-            keep += buffer
+            defects = [_defect(table, Problem.SHORT, detail, offset=piece.start)]
         on_bytes(piece.length)
-    return findings
+        yield buffer, defects
 
 
 def _defect(

@@ -16,7 +16,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
 from persistkv.storage.inspection.requests import request_ids
 from persistkv_tools import render
-from persistkv_tools.packs import OnBytes, UnknownCodecError, check_pack
+from persistkv_tools.packs import OnBytes, UnknownCodecError, checked_pieces
 from persistkv_tools.transfer.room import TargetRoom, capacity_for, store_bytes
 
 
@@ -85,11 +85,14 @@ class Source:
         """Return the verified payload of a pack; None if it is damaged, gone, or of an unknown
         codec."""
         payload = bytearray()
+        is_damaged = False
         try:
-            defects = check_pack(self._backend, table, on_bytes, payload)
+            for stored, defects in checked_pieces(self._backend, table, on_bytes):
+                payload += stored
+                is_damaged |= bool(defects)
         except UnknownCodecError:
             return None
-        return None if defects else payload
+        return None if is_damaged else payload
 
 
 class Missing(NamedTuple):

@@ -356,14 +356,12 @@ class Environment:
         An aborted transaction may have let files grow, or have filled a hole. A process that was
         killed after its commit may not have punched a hole, and a rebuild has punched none.
         """
-        segments = allocator.segments()
-        disk_bytes = self.files.adjust_lengths(segments)
+        disk_bytes = self.files.adjust_lengths(allocator.segments())
         # Punch all holes again only if the files take much more than is recorded, because it takes
-        # time. The lengths of segments include holes, the recorded total does not.
-        has_holes = sum(segments.values()) > allocator.total
+        # time.
         expected_bytes = allocator.total * PAGE_BYTES
         is_too_large = disk_bytes > expected_bytes + _UNPUNCHED_BYTES
-        if has_holes and is_too_large and self.files.punches:
+        if is_too_large and self.files.punches:
             self.files.punch(allocator.holes())
 
     def _segment_limit_bytes(self, transaction: TableRows) -> int:

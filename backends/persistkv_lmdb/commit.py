@@ -381,7 +381,7 @@ class BatchCommit:
         environment = self._environment
         batch = self._batch
         with environment.transaction(write=True) as transaction:
-            commit, room = self._begin(transaction)
+            commit, room = self._prepare_transaction(transaction)
             if not room.is_inline:
                 self._check_placed(transaction)
             room.payloads.placed = self._placed
@@ -398,7 +398,7 @@ class BatchCommit:
             self._enforce_quotas(commit)
             # after a batch with new content, the next batch is expected to add some, too
             if commit.grew:
-                self._prepare_next(commit, room)
+                self._prepare_next_commit(commit, room)
             # write the last rows: only now is it known how many pages all rows take
             commit.finish()
 
@@ -467,7 +467,7 @@ class BatchCommit:
                 raise QuotaExceededError(totals.tenant, num_bytes, totals.quota)
         commit.evict_above(at_most=self._most_evicted)
 
-    def _prepare_next(self, commit: CatalogTransaction, room: Room) -> None:
+    def _prepare_next_commit(self, commit: CatalogTransaction, room: Room) -> None:
         """Make room for the next commit within the transaction of this one: free the reserved
         extents that the batch did not need, evict down to the low watermark, return disk space that
         the catalogue may need, and reserve extents."""
@@ -548,25 +548,14 @@ class BatchCommit:
             reader's snapshot still needs the evicted packs. The batch is not written; evicted packs
             stay evicted.
         """
-        environment = self._environment
-        database = environment.database
         # the entries of dead readers would keep pages from reuse
-        database.clear_readers()
+        self._environment.database.clear_readers()
         # forget the written packs: the evictions below release the reservation that holds them
         self._placed.clear()
         if not self._batch.packs and not self._batch.manifests:
             return self._write_deletions()
         for multiple in _EXTRA_MULTIPLES:
-            with environment.transaction() as rows:
-                used_before = rows.used_bytes()
-            evict = partial(self._evict_for_batch, multiple, used_before)
-            self._repeat_deletions(
-                evict, at_once=self._most_evicted, most_transactions=_TRANSACTIONS
-            )
-            # LMDB reuses the pages of the evicted packs after another commit, and once no reader
-            # has a snapshot from before the last eviction
-            last_eviction = environment.commit_nothing()
-            are_reusable = database.wait_for_readers(last_eviction, _PATIENCE_S)
+            are_reusable = self._evict_and_wait(multiple)
             self._restart_packs()
             try:
                 return self.write()
@@ -577,6 +566,26 @@ class BatchCommit:
                 if is_last or not are_reusable:
                     raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _evict_and_wait(self, multiple: int) -> bool:
+        """Make room for the batch in short transactions; return whether the pages of the evicted
+        packs are reusable.
+
+        :param multiple: as in ``_evict_for_batch``.
+        """
+        environment = self._environment
+        with environment.transaction() as rows:
+            used_before = rows.used_bytes()
+        evict = partial(self._evict_for_batch, multiple, used_before)
+        self._repeat_deletions(
+            evict,
+            at_once=self._most_evicted,
+            most_transactions=_TRANSACTIONS,
+        )
+        # LMDB reuses the pages after another commit, and once no reader has a snapshot from before
+        # the last eviction
+        last_eviction = environment.commit_nothing()
+        return environment.database.wait_for_readers(last_eviction, _PATIENCE_S)
 
     def _write_deletions(self) -> CommitResult:
         """Write a batch that only deletes, for which ``write`` found no free pages."""
@@ -636,12 +645,14 @@ class BatchCommit:
         :param without_growth: as in ``Room``.
         """
         with self._environment.transaction(write=True) as transaction:
-            commit, room = self._begin(transaction, without_growth=without_growth)
+            commit, room = self._prepare_transaction(
+                transaction, without_growth=without_growth
+            )
             yield commit, room
             commit.finish()
         self._after_commit(commit)
 
-    def _begin(
+    def _prepare_transaction(
         self,
         transaction: TableRows,
         *,
@@ -760,7 +771,8 @@ class BatchCommit:
     def _drop_manifests_of(self, pack_id: bytes, *, keep_later: bool) -> None:
         """Delete all manifests that name a pack, in short transactions.
 
-        :param keep_later: keep the packs that follow this one in the manifests.
+        :param keep_later: keep the packs that follow this one in the manifests. False: delete those
+            that no other manifest names.
         """
         drop = partial(self._drop_some_manifests, pack_id, keep_later=keep_later)
         self._repeat_deletions(drop, at_once=_DROPPED_AT_ONCE)
@@ -771,7 +783,7 @@ class BatchCommit:
         """Delete at most ``at_most`` manifests that name a pack in one transaction; return whether
         more name it.
 
-        :param keep_later: keep the packs that follow this one in the manifests.
+        :param keep_later: as in ``_drop_manifests_of``.
         """
         with self._short_transaction() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
@@ -806,11 +818,11 @@ class BatchCommit:
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
             end = commit.evict(lambda: room.fits(goal), at_most)
             if end is EvictionEnd.NOTHING_LEFT:
-                self._check_progress(commit, room)
+                self._check_can_retry(commit, room)
             can_shrink_more = room.payloads.shrink(room.payloads.limit)
         return end is EvictionEnd.LIMIT_REACHED or can_shrink_more
 
-    def _check_progress(self, commit: CatalogTransaction, room: Room) -> None:
+    def _check_can_retry(self, commit: CatalogTransaction, room: Room) -> None:
         """Raise a _NothingLeftError unless another attempt to write the batch may succeed: it fits
         the limit now, and this commit has evicted something. Called when no pack is left to
         evict, although the low watermark is not reached."""
@@ -886,5 +898,5 @@ def release_free(environment: Environment) -> None:
     while can_shrink_more:
         # no thread writes into free extents, so other commits may run between the transactions
         with environment.transaction(write=True) as transaction:
-            can_shrink_more = environment.payloads(transaction).shrink(limit=0)
+            can_shrink_more = environment.prepare_payloads(transaction).shrink(limit=0)
         let_others_run()

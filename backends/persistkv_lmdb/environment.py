@@ -124,7 +124,8 @@ class Environment:
         self.process = os.getpid()
         """Id of the process that opened the store: a forked child must not use it."""
         self._payloads: ExtentPayloads | None = None
-        """Payload storage of the running write transaction, once ``payloads`` was called in it."""
+        """Payload storage of the running write transaction, from its first call of
+        ``prepare_payloads`` on; otherwise None."""
         self.recent_commit_bytes: deque[int] = deque(maxlen=_COMMITS)
         """Bytes that recent commits of this process took in the segments: an estimate for the next
         ones."""
@@ -138,24 +139,30 @@ class Environment:
         self._guard = None if read_only else Guard(path)
         """Writer lock and guard file of the store; None: it is open read-only."""
         self.database = Database(path, policy, keys)
+        self.files: SegmentFiles
+        """Segment files; set by ``_open``."""
+        self._open()
+
+    def _open(self) -> None:
+        """Open the catalogue and the segment files; on failure, leave nothing open."""
         with ExitStack() as on_failure:  # undoes all steps so far if one fails
             if self._guard is not None:
                 on_failure.callback(self._guard.close)
             # Register this after the guard: callbacks run in reverse order, and the guard records a
             # clean shutdown only after LMDB has closed.
             on_failure.callback(self.database.close)
-            open_database = partial(self.database.open, read_only=read_only)
+            open_database = partial(self.database.open, read_only=self.read_only)
             if self._guard is None:
                 open_database()
             else:
                 self._guard.open(open_database)
-            with files.translated_at_open(path):
-                self.files = SegmentFiles(path, read_only=read_only)
+            with files.translated_at_open(self.path):
+                self.files = SegmentFiles(self.path, read_only=self.read_only)
             on_failure.callback(self.files.close)
             # LMDB was opened with the map size that its file records: set the one that follows from
             # the recorded capacity
-            if not read_only:
-                with self._suspect_on_error(), files.translated(path):
+            if not self.read_only:
+                with self._suspect_on_error(), files.translated(self.path):
                     self.database.remap()
             on_failure.pop_all()
 
@@ -191,7 +198,7 @@ class Environment:
                     # waits
                     self._check_current()
                     # the transaction, or a repair without which none can begin
-                    begun = self._begin(write)
+                    begun = self._begin_or_repair(write)
                     if isinstance(begun, lmdb.Transaction):
                         running: AbstractContextManager[object] = begun
                         if guard is not None:
@@ -292,7 +299,7 @@ class Environment:
 
         :param include_own: also those of this process, which must not be writing into them.
         """
-        allocator = self.payloads(transaction).allocator
+        allocator = self.prepare_payloads(transaction).allocator
         for writer in allocator.writers():
             is_own = writer == self.writer
             may_release = include_own if is_own else self._is_dead(writer)
@@ -332,7 +339,7 @@ class Environment:
             return False
         return not self._guard.is_claimed(writer)
 
-    def payloads(self, transaction: TableRows) -> ExtentPayloads:
+    def prepare_payloads(self, transaction: TableRows) -> ExtentPayloads:
         """Return the payload storage of the running write transaction, the same object on each
         call. The first call adapts the segment files to what LMDB records.
 
@@ -496,7 +503,7 @@ class Environment:
             self.mark_suspect()
             raise
 
-    def _begin(self, write: bool) -> lmdb.Transaction[memoryview] | _Repair:
+    def _begin_or_repair(self, write: bool) -> lmdb.Transaction[memoryview] | _Repair:
         """Begin an LMDB transaction, while the caller holds the map lock shared; or return what
         must be done first. The caller then releases the lock, does that, and tries again.
         """

@@ -128,7 +128,7 @@ class LmdbForgetting:
         deleted: list[bytes] = []
         ended_namespaces: list[bytes] = []
         with environment.transaction(write=True) as rows:
-            payloads = environment.payloads(rows)
+            payloads = environment.prepare_payloads(rows)
             deadline = time.monotonic() + _DELETIONS_S
             for name in names:
                 ended_namespaces += self._delete_row(rows, payloads, table, name)

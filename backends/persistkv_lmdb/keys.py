@@ -382,14 +382,11 @@ class KeyFile:
             raise CorruptStoreError(f"{self._path} is missing, or of another store")
 
     def _write(self, keys: StoredKeys, path: Path | None = None) -> None:
-        """Replace the file, or the copy at ``path``, durably. Then overwrite the old file, because
-        keys that are destroyed, now or later, could be read from its blocks on disk.
+        """Replace the file, or the copy at ``path``, durably.
 
         :raises StoreError: it would be longer than readers accept; nothing was written.
         """
         path = path or self._path
-        part = path.with_name(KEY_PART_FILE)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         content = encode_keys(keys)
         if len(content) > _MOST_BYTES:
             # only a key that is added makes the file longer
@@ -397,24 +394,32 @@ class KeyFile:
             raise StoreError(
                 f"{path} has data keys of {num_present} tenants, and no room for more"
             )
-        with ExitStack() as opened:
-            # open the old file first, because no name leads to it after the rename
-            before = None
-            with suppress(FileNotFoundError):
-                before = open_regular(path, os.O_WRONLY)
-                opened.callback(os.close, before)
-            with os.fdopen(open_regular(part, flags), "wb") as file:
-                if before is not None:
-                    _copy_owner(before, file.fileno())
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(path)
-            # sync before the old file is overwritten: a power loss must leave the old file or the
-            # new one
-            sync_directory(path.parent)
-            if before is not None:
-                _overwrite(before)
+        _replace(path, content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replace a file of keys durably. Then overwrite the old file, because keys that are destroyed,
+    now or later, could be read from its blocks on disk."""
+    part = path.with_name(KEY_PART_FILE)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with ExitStack() as opened:
+        # open the old file first, because no name leads to it after the rename
+        old_fd = None
+        with suppress(FileNotFoundError):
+            old_fd = open_regular(path, os.O_WRONLY)
+            opened.callback(os.close, old_fd)
+        with os.fdopen(open_regular(part, flags), "wb") as file:
+            if old_fd is not None:
+                _copy_owner(old_fd, file.fileno())
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(path)
+        # sync before the old file is overwritten: a power loss must leave the old file or the new
+        # one
+        sync_directory(path.parent)
+        if old_fd is not None:
+            _overwrite(old_fd)
 
 
 def _copy_owner(source: int, target: int) -> None:

@@ -73,7 +73,7 @@ class Room:
     ) -> None:
         self._environment = environment
         self.transaction = transaction
-        self.payloads = environment.payloads(transaction)
+        self.payloads = environment.prepare_payloads(transaction)
         self.is_inline = environment.database.shares.inline
         if self.is_inline:
             payload_bytes = _NO_LIMIT

@@ -490,7 +490,9 @@ def test_commit_after_aborted_transaction_truncates_grown_segments(
         suppress(ZeroDivisionError),
         backend.environment.transaction(write=True) as transaction,
     ):
-        backend.environment.payloads(transaction).allocate((16 << 20) // PAGE_BYTES)
+        backend.environment.prepare_payloads(transaction).allocate(
+            (16 << 20) // PAGE_BYTES
+        )
         raise ZeroDivisionError
     assert segment_bytes(path) >= before + (16 << 20)
     backend.commit(namespace, CommitBatch(touches=[sample_pack(namespace, 1).pack_id]))
@@ -503,7 +505,7 @@ from persistkv.config import StoreUrl
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 with backend.environment.transaction(write=True) as transaction:
-    payloads = backend.environment.payloads(transaction)
+    payloads = backend.environment.prepare_payloads(transaction)
     payloads.allocate((16 << 20) // 4096)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -234,7 +234,9 @@ def test_commit_aborted_after_it_filled_a_hole_gives_the_space_back(
         suppress(ZeroDivisionError),
         backend.environment.transaction(write=True) as transaction,
     ):
-        backend.environment.payloads(transaction).allocate((8 << 20) // PAGE_BYTES)
+        backend.environment.prepare_payloads(transaction).allocate(
+            (8 << 20) // PAGE_BYTES
+        )
         raise ZeroDivisionError
     assert segments_on_disk(backend) > before + (7 << 20)
     backend.commit(namespace, CommitBatch(touches=[packs[20].pack_id]))

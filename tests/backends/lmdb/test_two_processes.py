@@ -630,7 +630,7 @@ from persistkv.storage.backend import CommitBatch
 from persistkv_lmdb import LmdbBackend
 backend = LmdbBackend.open(StoreUrl.parse(sys.argv[1]))
 with backend.environment.transaction(write=True) as transaction:
-    payloads = backend.environment.payloads(transaction)
+    payloads = backend.environment.prepare_payloads(transaction)
     taken = () if backend.environment.database.shares.inline else payloads.allocate(16)
     writer = backend.environment.claim_writer(transaction)
     payloads.allocator.reserve(writer, taken)

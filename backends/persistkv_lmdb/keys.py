@@ -394,10 +394,10 @@ class KeyFile:
             raise StoreError(
                 f"{path} has data keys of {num_present} tenants, and no room for more"
             )
-        _replace(path, content)
+        _replace_key_file(path, content)
 
 
-def _replace(path: Path, content: bytes) -> None:
+def _replace_key_file(path: Path, content: bytes) -> None:
     """Replace a file of keys durably. Then overwrite the old file, because keys that are destroyed,
     now or later, could be read from its blocks on disk."""
     part = path.with_name(KEY_PART_FILE)

@@ -180,7 +180,8 @@ class Allocator:
     def _record_segment(self, segment: int, pages: int) -> None:
         """Record the length of a new segment, or of one that grew."""
         self.segments()[segment] = pages
-        self._rows.put(SEGMENTS, _SEGMENT.pack(segment), _PAGES.pack(pages))
+        key = _SEGMENT.pack(segment)
+        self._rows.put(SEGMENTS, key, _PAGES.pack(pages))
 
     def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
         """Record in which extents the payload of the pack ``name`` is stored."""
@@ -279,7 +280,7 @@ class Allocator:
             num_kept = max(0, free.pages - left)
             kept, hole = free.split(num_kept)
             self._replace_free([free], kept)
-            self._put_hole(hole)
+            self._put_extent(HOLES, hole)
             self.free -= hole.pages
             self.total -= hole.pages
             left -= hole.pages
@@ -300,13 +301,9 @@ class Allocator:
             # only holes have a row; the rest of this one remains a hole
             self._rows.delete(HOLES, space.place)
             if rest.pages:
-                self._put_hole(rest)
+                self._put_extent(HOLES, rest)
         self.total += pages
         self.make_free([filled])
-
-    def _put_hole(self, hole: Extent) -> None:
-        """Record a hole. The totals are the caller's concern."""
-        self._rows.put(HOLES, hole.place, _PAGES.pack(hole.pages))
 
     def holes(self) -> Iterator[Extent]:
         """Yield all holes, ordered by segment and page."""
@@ -321,7 +318,7 @@ class Allocator:
         for segment in segments:
             self._record_segment(segment.segment, segment.pages)
         for hole in holes:
-            self._put_hole(hole)
+            self._put_extent(HOLES, hole)
         # ``free`` does not change: every page outside of the holes belongs to a pack
         self.total += pages_of(segments) - pages_of(holes)
 
@@ -392,6 +389,10 @@ class Allocator:
                 before = _extent_at(cursor.item())
         return before, after
 
+    def _put_extent(self, table: str, extent: Extent) -> None:
+        """Put the row of an extent into ``free`` or ``holes``. The caller changes the totals."""
+        self._rows.put(table, extent.place, _PAGES.pack(extent.pages))
+
     def _replace_free(self, old: Iterable[Extent], new: Extent) -> None:
         """Replace the rows of free extents by those of ``new``, or by none if ``new`` has no pages.
         The caller changes the totals.
@@ -400,7 +401,7 @@ class Allocator:
         last page, which this transaction cannot reuse.
         """
         if new.pages:
-            self._rows.put(FREE, new.place, _PAGES.pack(new.pages))
+            self._put_extent(FREE, new)
             self._rows.put(SIZES, _size_key(new), b"")
         for extent in old:
             # at the same place, putting the new row has replaced the old one

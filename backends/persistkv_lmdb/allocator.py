@@ -183,7 +183,7 @@ class Allocator:
         key = _SEGMENT.pack(segment)
         self._rows.put(SEGMENTS, key, _PAGES.pack(pages))
 
-    def publish(self, name: bytes, extents: Iterable[Extent]) -> None:
+    def record_pack(self, name: bytes, extents: Iterable[Extent]) -> None:
         """Record in which extents the payload of the pack ``name`` is stored."""
         self._rows.put(EXTENTS, name, encode_extents(extents))
 
@@ -439,7 +439,7 @@ class ExtentPayloads:
         self.placed: Mapping[bytes, Sequence[Extent]] = {}
         """For each pack to add, by namespace and pack id: the reserved extents that hold its
         payload already. Set by ``BatchCommit`` before it adds the packs."""
-        self.published: set[bytes] = set()
+        self.recorded_packs: set[bytes] = set()
         """Names of the packs that this transaction has added from ``placed``."""
         self.holes: list[Extent] = []
         """Holes that this transaction has made, to be punched after its commit."""
@@ -457,8 +457,8 @@ class ExtentPayloads:
         if self._inline is not None:
             self._inline.write(name, stream)
         elif name in self.placed:
-            self.allocator.publish(name, self.placed[name])
-            self.published.add(name)
+            self.allocator.record_pack(name, self.placed[name])
+            self.recorded_packs.add(name)
         else:
             raise NotPlacedError
 

@@ -276,11 +276,7 @@ class BatchCommit:
             # evict nothing for a batch that cannot fit
             if not room.fits_when_empty():
                 raise room.full_error()
-            # the batch fits if at most this much is in use
-            most_in_use = room.limit.minus(room.need)
-            end = commit.evict(
-                lambda: room.fits(most_in_use), at_most=self._most_evicted
-            )
+            end = commit.evict(room.fits_batch, at_most=self._most_evicted)
             if end is not EvictionEnd.GOAL_MET:
                 raise room.full_error()
             num_pages = bound_pages(self._lacking)
@@ -403,17 +399,17 @@ class BatchCommit:
             commit.finish()
 
             # the estimates of ``room.check`` were too low: roll back, and evict first
-            if commit.grew and not room.fits(room.limit):
+            if commit.grew and not room.uses_at_most(room.limit):
                 raise room.full_error()
             # a rebuild lists only packs in extents, and only if it knows their namespace
-            if room.payloads.published:
+            if room.payloads.recorded_packs:
                 self._write_identity(transaction, commit)
             # A user may remove a segment file at any time, so check this last: if the packs in it
             # counted as held, the next attempt would not write them.
             segments = {extent.segment for extent in self._reserved}
             environment.files.check_present(segments)
         self._after_commit(commit)
-        self._restart_unpublished(room)
+        self._mark_unrecorded(room)
         return CommitResult(commit.cursor, self._evicted, interleaved=self._interleaved)
 
     def _write_identity(
@@ -477,7 +473,7 @@ class BatchCommit:
             self._release_unused(room.payloads, writer)
 
         goal = room.low_watermark()
-        commit.evict(lambda: room.fits(goal), at_most=self._most_evicted)
+        commit.evict(lambda: room.uses_at_most(goal), at_most=self._most_evicted)
         # Shrink the segments to their limit: the rest of the capacity is for the catalogue. This
         # follows the eviction, because only the space of free pages can be returned.
         room.payloads.shrink(room.payloads.limit)
@@ -493,19 +489,19 @@ class BatchCommit:
         _written, unused = split(self._reserved, num_written)
         for name, extents in self._placed.items():
             # another process has stored this pack meanwhile, so its extents are unused
-            if name not in payloads.published:
+            if name not in payloads.recorded_packs:
                 unused += extents
         num_taken = pages_of(self._reserved) - pages_of(unused)
         self._environment.recent_commit_bytes.append(num_taken * PAGE_BYTES)
         payloads.allocator.reserve(writer, ())
         payloads.allocator.make_free(unused)
 
-    def _restart_unpublished(self, room: Room) -> None:
-        """Mark the packs that another process has stored meanwhile as not written by this commit
-        (``NewPack.written``), although their payloads were written."""
+    def _mark_unrecorded(self, room: Room) -> None:
+        """Mark packs as not written (``NewPack.written``) whose payloads this commit has written,
+        but whose rows another process has recorded before."""
         for pack in self._batch.packs:
             name = self._namespace + pack.pack_id
-            if name in self._placed and name not in room.payloads.published:
+            if name in self._placed and name not in room.payloads.recorded_packs:
                 pack.restart()
 
     def _read_reserved(self, rows: TableRows) -> list[Extent]:
@@ -816,7 +812,7 @@ class BatchCommit:
                 # in segments do not
                 left_bytes = used_before - multiple * room.need.catalogue
                 goal = goal._replace(catalogue=min(goal.catalogue, left_bytes))
-            end = commit.evict(lambda: room.fits(goal), at_most)
+            end = commit.evict(lambda: room.uses_at_most(goal), at_most)
             if end is EvictionEnd.NOTHING_LEFT:
                 self._check_can_retry(commit, room)
             can_shrink_more = room.payloads.shrink(room.payloads.limit)
@@ -826,9 +822,8 @@ class BatchCommit:
         """Raise a _NothingLeftError unless another attempt to write the batch may succeed: it fits
         the limit now, and this commit has evicted something. Called when no pack is left to
         evict, although the low watermark is not reached."""
-        most_in_use = room.limit.minus(room.need)
         has_evicted = bool(self._evicted or commit.evicted)
-        if not has_evicted or not room.fits(most_in_use):
+        if not has_evicted or not room.fits_batch():
             raise _NothingLeftError(str(room.full_error()))
 
     def _evict_some_of_tenant(self, tenant: str, num_bytes: int, at_most: int) -> bool:
@@ -879,7 +874,7 @@ def _evict_excess(environment: Environment) -> bool:
         # evict for the quotas first, which may make enough room
         end = commit.evict_above(_EVICTED_AT_ONCE)
         if end is not EvictionEnd.LIMIT_REACHED:
-            end = commit.evict(lambda: room.fits(room.limit), _EVICTED_AT_ONCE)
+            end = commit.evict(lambda: room.uses_at_most(room.limit), _EVICTED_AT_ONCE)
         can_shrink_more = room.payloads.shrink(room.payloads.limit)
         commit.finish()
     environment.delete_files_of(commit.ended)

@@ -429,7 +429,7 @@ class _Rebuild:
             self._totals.count(table, sign=1)
             # a ``PlacedPack`` adds the rows only, because the payload is in its place
             placed.append(PlacedPack(table))
-            allocator.publish(pack.name, [pack.extent])
+            allocator.record_pack(pack.name, [pack.extent])
         # describe the namespace, because its first packs also add its own rows
         opened = {namespace.id: namespace}
         commit = CatalogTransaction(rows, None, namespace.id, opened=opened)

@@ -57,8 +57,8 @@ class Amount(NamedTuple):
 class Room:
     """Part of the capacity that a write transaction may use, and what its batch needs of it.
 
-    A caller sets the need with ``expect``. Then it evicts until ``fits`` returns True for a goal,
-    or calls ``check`` before it writes the batch.
+    A caller sets the need with ``expect``. Then it evicts until ``uses_at_most`` or ``fits_batch``
+    returns True, or calls ``check`` before it writes the batch.
 
     :param without_growth: the limits are the present sizes of the files. For a batch that did not
         fit although the files had free pages, or should have been able to grow.
@@ -100,7 +100,7 @@ class Room:
             and payload <= self.limit.payload
         )
 
-    def fits(self, goal: Amount) -> bool:
+    def uses_at_most(self, goal: Amount) -> bool:
         """Return whether the bytes in use are at most ``goal``. Freed pages of the catalogue do not
         count, also those that LMDB cannot reuse yet: more eviction would not change them.
         """
@@ -108,6 +108,11 @@ class Room:
         if used_payload > goal.payload:
             return False
         return self.transaction.used_bytes() <= goal.catalogue
+
+    def fits_batch(self) -> bool:
+        """Return whether the batch fits the limits, in addition to the bytes in use."""
+        most_in_use = self.limit.minus(self.need)
+        return self.uses_at_most(most_in_use)
 
     def expect(
         self,
@@ -158,9 +163,8 @@ class Room:
         if adds_nothing:
             return
         self._environment.database.check_growth(self.transaction)
-        # Check the capacity: the batch fits if at most this much is in use.
-        most_in_use = self.limit.minus(self.need)
-        if not self.fits(most_in_use):
+        # check the capacity
+        if not self.fits_batch():
             raise self.full_error()
         # Check the disk: segments that grew while the catalogue was small may have space that the
         # catalogue needs now. Transactions that evict can return this space if it is in free pages,

@@ -125,7 +125,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             single = space.largest() >= pages
             taken = space.allocate(pages)
             if keep:
-                space.publish(self.number.to_bytes(32, "big"), taken)
+                space.record_pack(self.number.to_bytes(32, "big"), taken)
             else:
                 space.make_free(taken)
             return taken, single
@@ -183,7 +183,7 @@ class AllocatorMachine(RuleBasedStateMachine):
                     assert pages_of(place) == size
                     packs.append(place)
             for number, place in enumerate(packs):
-                space.publish((self.number + 1 + number).to_bytes(32, "big"), place)
+                space.record_pack((self.number + 1 + number).to_bytes(32, "big"), place)
             space.reserve(writer, ())
             space.make_free(rest)
             return packs

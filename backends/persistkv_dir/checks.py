@@ -43,57 +43,57 @@ def _file_system(existing: Path) -> Check:
 
     :param existing: the directory, or its nearest parent that exists.
     """
-    check = "file system"
+    subject = "file system"
     remote = remote_type(existing)
     if remote is not None:
-        return Check(check, Level.OK, f"{remote}: other hosts can mount it")
+        return Check(subject, Level.OK, f"{remote}: other hosts can mount it")
     kind = type_of(existing)
     if kind in _ON_DISK:
         todo = (
             "several hosts need a directory on a mount that they share; one host needs no "
             "shared store: use lmdb://"
         )
-        return Check(check, Level.NOTE, f"{kind}, which only this host sees", todo)
+        return Check(subject, Level.NOTE, f"{kind}, which only this host sees", todo)
     found = f"{kind or 'of an unknown type'}: it is not known whether other hosts can mount it"
     return Check(
-        check, Level.NOTE, found, "make sure that all hosts mount the same directory"
+        subject, Level.NOTE, found, "make sure that all hosts mount the same directory"
     )
 
 
 def _mount_point(root: Path) -> Check:
     """Check that the store is not a mount point itself."""
-    check = "mount point"
+    subject = "mount point"
     if not os.path.ismount(root):
-        return Check(check, Level.OK, "the store is a directory below it")
+        return Check(subject, Level.OK, "the store is a directory below it")
     found = (
         f"{root} is one: while nothing is mounted there, engines create another store on "
         f"the local disk"
     )
     return Check(
-        check, Level.WARNING, found, f"name a directory in it, such as {root}/kv"
+        subject, Level.WARNING, found, f"name a directory in it, such as {root}/kv"
     )
 
 
 def _mode(root: Path) -> Check:
     """Check the owner and the mode of the store's directory."""
     status = root.stat()
-    check = "directory"
+    subject = "directory"
     mode = stat.S_IMODE(status.st_mode)
     found = f"mode {mode:04o}, user id {status.st_uid}"
     if not stat.S_ISDIR(status.st_mode):
         return Check(
-            check,
+            subject,
             Level.PROBLEM,
             f"{root} is not a directory",
             "name another one, or move it away",
         )
     if status.st_uid != os.geteuid():
         todo = f"engines on all hosts run as its owner; this process has user id {os.geteuid()}"
-        return Check(check, Level.WARNING, found, todo)
+        return Check(subject, Level.WARNING, found, todo)
     if mode & (stat.S_IWGRP | stat.S_IWOTH):
         found += ": other users can replace and delete content"
-        return Check(check, Level.WARNING, found, f"chmod go-w {root}")
-    return Check(check, Level.OK, found)
+        return Check(subject, Level.WARNING, found, f"chmod go-w {root}")
+    return Check(subject, Level.OK, found)
 
 
 def _absent(root: Path, existing: Path) -> Check:

@@ -62,7 +62,7 @@ _FORMAT = struct.Struct("<8sI")  # ``_MAGIC``, ``FORMAT_VERSION``
 _MAGIC = b"PKVLMDB1"
 _FOREIGN = "it is an LMDB environment of something else"
 _CAPACITY_ROW = b"capacity"
-_BYTES = struct.Struct("<Q")  # capacity in bytes, or number of the last erasure
+_NUMBER = struct.Struct("<Q")  # capacity in bytes, or number of the last erasure
 _TTL_ROW = b"ttl"
 _TTL = struct.Struct("<d")  # seconds
 _PLACEMENT_ROW = b"placement"
@@ -168,7 +168,7 @@ def is_capacity(num_bytes: int | None) -> bool:
 
 def read_capacity(rows: TableRows) -> int:
     """Return the recorded capacity in bytes; the default if the row is missing or out of range."""
-    capacity = int(_read_number(rows, _CAPACITY_ROW, _BYTES))
+    capacity = int(_read_number(rows, _CAPACITY_ROW, _NUMBER))
     return capacity if is_capacity(capacity) else DEFAULT_CAPACITY
 
 
@@ -195,7 +195,7 @@ def read_ttl(rows: TableRows) -> float | None:
 def write_policy(rows: TableRows, policy: Policy) -> None:
     """Record the capacity and ttl of a policy. Its placement is fixed at creation, and
     ``write_quotas`` records its quotas."""
-    rows.put(META, _CAPACITY_ROW, _BYTES.pack(policy.capacity))
+    rows.put(META, _CAPACITY_ROW, _NUMBER.pack(policy.capacity))
     if policy.ttl_s is None:
         rows.delete(META, _TTL_ROW)
     else:
@@ -228,11 +228,11 @@ def write_keyring(rows: TableRows, keyring_id: str) -> None:
 
 def read_last_erasure(rows: TableRows) -> int:
     """Return the number of the last erasure (see ``recovery``); 0 if there is none."""
-    return int(_read_number(rows, _ERASURES_ROW, _BYTES))
+    return int(_read_number(rows, _ERASURES_ROW, _NUMBER))
 
 
 def write_last_erasure(rows: TableRows, number: int) -> None:
-    rows.put(META, _ERASURES_ROW, _BYTES.pack(number))
+    rows.put(META, _ERASURES_ROW, _NUMBER.pack(number))
 
 
 def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:

@@ -144,7 +144,7 @@ class Guard:
             self._join()
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def excluding_writers(self) -> Iterator[None]:
         """Exclude all other processes that write the store, within the ``with`` statement.
         Processes that want to open the store for writing stay excluded until ``close``.
 

@@ -125,13 +125,17 @@ def rebuild(
     segments.
     """
     if not (path / files.SEGMENT_DIRECTORY).is_dir():
-        what = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
+        reason = "a store keeps packs there unless it has placement=inline, which cannot be rebuilt"
         raise StoreUnavailableError(
-            f"{path} has no directory {files.SEGMENT_DIRECTORY}: {what}"
+            f"{path} has no directory {files.SEGMENT_DIRECTORY}: {reason}"
         )
     files.prepare_directory(path, read_only=False)
     # exclude other writers, and processes that want to open the store, during the whole rebuild
-    with closing(Guard(path)) as guard, guard.alone(), files.translated_io(path):
+    with (
+        closing(Guard(path)) as guard,
+        guard.excluding_writers(),
+        files.translated_io(path),
+    ):
         if not _is_lost(path):
             return None
         with closing(_Rebuild(path, policy, keys)) as running:

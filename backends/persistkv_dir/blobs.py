@@ -266,8 +266,8 @@ class DirBlobs(Blobs):
 
         :raises UnavailableError: it was there before, and is not there now.
         """
-        # Read before the call: another thread may create the root after this one has missed it, and
-        # then sets the attribute.
+        # Read the attribute before the call. If this thread finds no root, another one may create
+        # it then, and set the attribute: the root has not disappeared.
         was_seen = self._root_was_seen
         try:
             descriptor = os.open(self.root, access | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -484,10 +484,11 @@ class DirBlobs(Blobs):
         prefix: str,
         after: str,
     ) -> Iterator[BlobInfo]:
-        """Iterate over the blobs below a directory, whose names start with ``prefix`` and are
-        greater than ``after``.
+        """Yield the blobs below a directory whose names are greater than ``after``.
 
-        :param directory: its descriptor; None: it does not exist.
+        :param directory: descriptor of the directory; None: it does not exist.
+        :param prefix: path of the directory below the root, with a slash at the end; empty: the root.
+            The names of its blobs start with it.
         """
         # no blob has a longer name; this also bounds the depth of the recursion
         if directory is None or len(prefix) >= MAX_NAME:
@@ -495,8 +496,8 @@ class DirBlobs(Blobs):
         for entry in self._entries(directory):
             name = prefix + entry
             if entry.endswith("/"):
-                # all names in a directory that precedes ``after`` precede it, too, unless ``after``
-                # is in the directory
+                # Skip a directory that precedes ``after``: all names in it do, too. An exception is
+                # the directory that ``after`` is in.
                 holds_after = after.startswith(name)
                 if name <= after and not holds_after:
                     continue

@@ -352,7 +352,7 @@ class Allocator:
                     "there are fewer free extents than the totals say"
                 )
             found = _free_extent(cursor.key())
-        # a damaged row must not let a payload be written outside of the recorded pages
+        # check the row: a damaged one would let a payload be written outside of the recorded pages
         segment_end = self.segments().get(found.segment, 0)
         if not found.pages or found.end > segment_end:
             raise CorruptStoreError(
@@ -374,8 +374,8 @@ class Allocator:
         self._replace_free(touching, merged)
 
     def _neighbours(self, extent: Extent) -> tuple[Extent | None, Extent | None]:
-        """Return the nearest free extents before and after an extent that is not free, by place:
-        they need not touch it, nor be in its segment. None: there is none."""
+        """Return the last free extent before, and the first one after, an extent that is not free.
+        They need not touch it, nor be in its segment. None: there is none."""
         before = None
         after = None
         with self._rows.cursor(FREE) as cursor:

@@ -439,7 +439,7 @@ class LmdbBackend(Backend):
         committed to those that are there now."""
         for _ in range(_REPLACEMENTS):
             environment = self._writable()
-            # check in each attempt, because a store that replaced another one has other keys
+            # check in each attempt: if the store was replaced, the present one has other keys
             check_batch(namespace, batch, environment.database.seal)
             try:
                 self._make_keys(environment, batch)

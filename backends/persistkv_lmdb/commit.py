@@ -454,7 +454,7 @@ class BatchCommit:
         for digest, num_bytes in quotas.grown():
             end = commit.fit_quota(digest, at_most=self._most_evicted)
             totals = quotas.of_digest(digest)
-            # skip a tenant without a quota: none of its packs had to be evicted
+            # without a quota, nothing had to be evicted
             if totals is None or totals.quota is None:
                 continue
             if end is EvictionEnd.LIMIT_REACHED:
@@ -614,7 +614,7 @@ class BatchCommit:
                 if not delete_some(at_most):
                     return
             except _NothingLeftError:
-                # a smaller transaction could not evict anything, either
+                # fewer deletions in a transaction would not help: nothing is left to evict
                 raise
             except StoreFullError:
                 if at_most == 1:
@@ -655,7 +655,7 @@ class BatchCommit:
         without_growth: bool = False,
     ) -> tuple[CatalogTransaction, Room]:
         """Prepare a write transaction of this commit: check that the batch may still be written,
-        and compute which of its packs the store lacks (``_lacking``).
+        and set ``_lacking`` to the packs that the store lacks now.
 
         Return the transaction's catalogue, and its room: the part of the capacity that it may use,
         and what the batch needs of it.
@@ -783,7 +783,7 @@ class BatchCommit:
         """
         with self._short_transaction() as (commit, room):
             more = commit.drop_manifests_of(pack_id, at_most, keep_later=keep_later)
-            # erase all packs that were deleted with the manifests: a rebuild must not find them
+            # record that the packs were deleted with the manifests: a rebuild must not find them
             names = _names_of(commit.evicted)
             self._environment.record_erasure(room.transaction, names)
         return more

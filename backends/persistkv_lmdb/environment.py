@@ -197,7 +197,7 @@ class Environment:
                     # check again, because another process may have replaced the files during the
                     # waits
                     self._check_current()
-                    # the transaction, or a repair without which none can begin
+                    # a transaction, or a repair without which none can begin
                     begun = self._begin_or_repair(write)
                     if isinstance(begun, lmdb.Transaction):
                         running: AbstractContextManager[object] = begun
@@ -295,7 +295,7 @@ class Environment:
     def release_reserved(
         self, transaction: TableRows, *, include_own: bool = False
     ) -> None:
-        """Make the extents free that dead processes have reserved, in a write transaction.
+        """Within a write transaction, make the extents free that dead processes have reserved.
 
         :param include_own: also those of this process, which must not be writing into them.
         """
@@ -378,7 +378,7 @@ class Environment:
         catalogue = self.database.file_bytes()
         segments = read_space(transaction).total * PAGE_BYTES
         free = files.free_disk_bytes(self.path)
-        # bytes of the disk that the store could take
+        # all bytes that the store could take on the disk
         disk = catalogue + segments + free
         available = min(shares.capacity - LOCK_FILE_BYTES, disk)
         # Other files have filled the disk, except for the space that is reserved for root. The

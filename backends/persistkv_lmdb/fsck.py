@@ -258,7 +258,7 @@ def _examine_rows(rows: TableRows) -> str:
     read_placement(rows)
     for _, row in rows.starting_with(STATES, prefix=b""):
         NamespaceState.decode(row)
-    # raise on the first fault: a page that is in two extents would be overwritten
+    # each fault is fatal: a page that is in two extents would be overwritten
     for fault in space_faults(rows):
         raise CorruptStoreError(fault)
     # ``verify`` reads only the first page of a value that takes several. Reading its last byte

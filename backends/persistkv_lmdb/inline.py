@@ -89,7 +89,7 @@ def read_pieces(
     pack id) from the byte ``offset`` on. Return False if the pack is absent or too short: the
     buffers then have undefined content.
     """
-    # ``start`` is the place of the next byte in the piece ``index``
+    # ``index`` is the piece with the next byte, ``start`` the place of this byte in it
     index, start = divmod(offset, PIECE_BYTES)
     piece = rows.get(PIECES, _piece_key(name, index))
     for buffer in buffers:

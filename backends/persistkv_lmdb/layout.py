@@ -347,7 +347,7 @@ def decode_trailer(
     extent = Extent(own_segment, first_page, num_pages)
     # a copy of a trailer is not valid at another place
     is_here = extent.segment == segment and extent.end == page_number + 1
-    # check the fields, too, because a payload may contain any bytes, even with a valid checksum
+    # check the fields, too: a payload may happen to contain a trailer with a valid checksum
     is_possible = num_extents > 0 and 0 < extent.pages <= extent.end
     if not is_here or not is_possible:
         return None

@@ -700,9 +700,9 @@ class BounceBuffer:
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.
         """
-        # A batch consists of buffers without a copy, and of runs of copied bytes. A buffer without
-        # a copy is whole pages and begins at a page of the batch, so each run of copied bytes does,
-        # too, and O_DIRECT accepts all of them.
+        # A batch consists of the stream's own aligned buffers, and of runs of copied bytes between
+        # them. An own buffer is only used where a page of the batch begins, and as whole pages.
+        # Therefore each run is whole pages, too, and O_DIRECT accepts all of them.
         batch: list[memoryview] = []
         length = 0  # bytes of the batch so far, copied or not
         # place in the memory of the last run of copied bytes, which ``batch`` does not contain yet
@@ -716,7 +716,7 @@ class BounceBuffer:
                 is_at_page = length % PAGE_BYTES == 0
                 if is_at_page and whole_page_bytes and starts_aligned(rest):
                     count = min(whole_page_bytes, left_in_batch)
-                    # the copied bytes before this buffer precede it in the batch
+                    # this ends the run of copied bytes before the buffer
                     batch += self._copied_run(run_start, run_end)
                     run_start = run_end
                     batch.append(rest[:count])
@@ -735,8 +735,8 @@ class BounceBuffer:
                     run_start = 0
                     run_end = 0
         if length:
-            # Only copied bytes can end within a page. The zeros that fill the page follow them in
-            # the memory, so that both are one buffer.
+            # Only copied bytes can end within a page. Put the zeros that fill the page behind them
+            # in the memory, so that both are one buffer.
             num_zeros = -length % PAGE_BYTES
             padded_end = run_end + num_zeros
             self._memory[run_end:padded_end] = bytes(num_zeros)

@@ -487,7 +487,7 @@ class DirBlobs(Blobs):
         """Yield the blobs below a directory whose names are greater than ``after``.
 
         :param directory: descriptor of the directory; None: it does not exist.
-        :param prefix: path of the directory below the root, with a slash at the end; empty: the root.
+        :param prefix: path of the directory below the root, ending with a slash; empty: the root.
             The names of its blobs start with it.
         """
         # no blob has a longer name; this also bounds the depth of the recursion

@@ -350,7 +350,7 @@ class Database:
         page_bytes = self._env.stat()["psize"]
         return int(num_pages * page_bytes)
 
-    def limit_bytes(self, *, without_growth: bool = False) -> int:
+    def limit_bytes(self, *, without_growth: bool) -> int:
         """Return the bound on the used bytes of ``data.mdb`` after a commit that adds content: the
         catalogue's or the disk's, less a reserve for deletions, because LMDB writes new pages to
         free old ones.

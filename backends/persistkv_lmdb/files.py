@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from fcntl import LOCK_EX, LOCK_NB, LOCK_UN, flock
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import lmdb
 
@@ -386,12 +386,12 @@ def is_cut_short(directory: Path) -> bool:
     """
     try:
         with (directory / DATA_FILE).open("rb") as file:
-            first = _read_meta(file.read(_META_BYTES))
+            first = _read_meta(file)
             second = None
             # the first meta page names the size of pages, and so the place of the second one
             if first is not None:
                 file.seek(first.page_bytes)
-                second = _read_meta(file.read(_META_BYTES))
+                second = _read_meta(file)
             # read the size last: the file may grow meanwhile, before a meta page lists its new
             # pages
             size = os.fstat(file.fileno()).st_size
@@ -414,7 +414,7 @@ def rewrite_meta_pages(directory: Path) -> None:
     # without a valid meta page, this stays empty, and the file is only synced
     both_pages = b""
     with (directory / DATA_FILE).open("rb") as file:
-        meta = _read_meta(file.read(_META_BYTES))
+        meta = _read_meta(file)
         if meta is not None:
             file.seek(0)
             both_pages = file.read(2 * meta.page_bytes)
@@ -429,8 +429,9 @@ class _MetaPage(NamedTuple):
     page_bytes: int
 
 
-def _read_meta(page: bytes) -> _MetaPage | None:
-    """Decode the beginning of a meta page; return None if it is no meta page."""
+def _read_meta(file: BinaryIO) -> _MetaPage | None:
+    """Read and decode the beginning of a meta page; return None if it is no meta page."""
+    page = file.read(_META_BYTES)
     if len(page) != _META_BYTES:
         return None
     # the magic number shows which release of LMDB wrote the page

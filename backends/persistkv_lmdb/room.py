@@ -235,9 +235,9 @@ class Room:
         share_of_process = min(_MAX_RESERVED, segments // _RESERVED_SHARE)
         left_for_all = segments // _ALL_RESERVED_SHARE - reserved
         largest_commit = max(self._environment.recent_commit_bytes, default=0)
-        ahead = min(largest_commit, share_of_process, left_for_all)
-        # a negative result means that other processes have reserved more than the share
-        return max(0, ahead)
+        reservation = min(largest_commit, share_of_process, left_for_all)
+        # a negative number means that all processes have reserved more than their share
+        return max(0, reservation)
 
 
 def bound_pages(packs: Iterable[NewPack]) -> int:

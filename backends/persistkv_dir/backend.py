@@ -35,7 +35,11 @@ class DirBackend(SharedBackend):
         return DirBlobs(Path(url.location), read_only=read_only)
 
     @classmethod
-    def check_options(cls, url: StoreUrl, options: Mapping[str, str]) -> None:
+    def check_options(
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+    ) -> None:
         # the error about an unknown option also lists the options that all shared stores have
         convert_options(DirOptions, options, where="file", others=SHARED_NAMES)
         if not Path(url.location).is_absolute():

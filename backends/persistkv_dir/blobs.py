@@ -115,7 +115,12 @@ class _Place(NamedTuple):
 class _OpenBlob:
     """A blob that is being read."""
 
-    def __init__(self, place: _Place, descriptor: int, status: os.stat_result) -> None:
+    def __init__(
+        self,
+        place: _Place,
+        descriptor: int,
+        status: os.stat_result,
+    ) -> None:
         self.place = place
         self.descriptor = descriptor
         self.version = (status.st_ino, status.st_size, status.st_mtime_ns)
@@ -223,7 +228,11 @@ class DirBlobs(Blobs):
         if failures:
             raise failures[0]
 
-    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[BlobInfo]:
         # check here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)
         self._check_open()
@@ -544,7 +553,11 @@ class DirBlobs(Blobs):
                 os.unlink(temporary, dir_fd=directory)
 
 
-def _write_and_rename(directory: int, name: str, pieces: Sequence[Buffer]) -> float:
+def _write_and_rename(
+    directory: int,
+    name: str,
+    pieces: Sequence[Buffer],
+) -> float:
     """Write a temporary file, sync it, and rename it; return its time of modification, in seconds
     since the epoch.
 

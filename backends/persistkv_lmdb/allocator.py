@@ -101,7 +101,10 @@ def pages_for(length: int) -> int:
     return divide_up(length, PAGE_BYTES)
 
 
-def split(extents: Sequence[Extent], pages: int) -> tuple[list[Extent], list[Extent]]:
+def split(
+    extents: Sequence[Extent],
+    pages: int,
+) -> tuple[list[Extent], list[Extent]]:
     """Divide extents into those of the first ``pages`` pages and the rest."""
     first: list[Extent] = []
     missing = pages
@@ -199,7 +202,11 @@ class Allocator:
         """Return the number of free extents."""
         return self._rows.count(FREE)
 
-    def allocate(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
+    def allocate(
+        self,
+        pages: int,
+        most_extents: int = _UNBOUNDED,
+    ) -> list[Extent]:
         """Allocate ``pages`` pages: from the smallest free extent that is large enough, otherwise
         from several. The caller has checked that so many are free.
 
@@ -309,7 +316,11 @@ class Allocator:
         """Yield all holes, ordered by segment and page."""
         return map(_extent_at, self._rows.starting_with(HOLES, prefix=b""))
 
-    def record_files(self, segments: Sequence[Extent], holes: Sequence[Extent]) -> None:
+    def record_files(
+        self,
+        segments: Sequence[Extent],
+        holes: Sequence[Extent],
+    ) -> None:
         """Record existing segment files in a new catalogue.
 
         :param segments: for each file, the extent of all its pages.
@@ -462,7 +473,11 @@ class ExtentPayloads:
         else:
             raise NotPlacedError
 
-    def allocate(self, pages: int, most_extents: int = _UNBOUNDED) -> list[Extent]:
+    def allocate(
+        self,
+        pages: int,
+        most_extents: int = _UNBOUNDED,
+    ) -> list[Extent]:
         """Allocate pages; let the segments grow if no free extent is large enough.
 
         :param most_extents: allocate fewer pages rather than more extents.

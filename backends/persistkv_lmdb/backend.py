@@ -420,7 +420,12 @@ class LmdbBackend(Backend):
                 names.append(name.decode())
         return names
 
-    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+    def put_note(
+        self,
+        namespace: bytes,
+        name: str,
+        content: bytes | None,
+    ) -> None:
         """Write a note about a namespace, durably and sealed if the store has a key; None: delete
         it."""
         key = note_row(namespace, name)
@@ -513,7 +518,11 @@ class LmdbBackend(Backend):
                 raise
             raise environment.database.pinned_error(reader) from None
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    def read(
+        self,
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
+    ) -> list[bool]:
         """Fill the buffers of spans with stored bytes, unverified; return for each span whether it
         was filled. If another process deletes a pack meanwhile, its extents may be overwritten: the
         caller's verification finds that."""
@@ -664,7 +673,10 @@ class LmdbBackend(Backend):
 
 def _states(rows: TableRows) -> list[NamespaceState]:
     """Return the totals of all namespaces."""
-    return [NamespaceState.decode(row) for _, row in rows.range(STATES, start=b"")]
+    states: list[NamespaceState] = []
+    for _, row in rows.range(STATES, start=b""):
+        states.append(NamespaceState.decode(row))
+    return states
 
 
 def _delete_old_statuses(directory: Path) -> None:

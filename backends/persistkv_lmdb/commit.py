@@ -750,7 +750,11 @@ class BatchCommit:
         for pack_id in self._widely_shared(self._batch.bad, shared_by):
             self._drop_manifests_of(pack_id, keep_later=True)
 
-    def _widely_shared(self, pack_ids: Sequence[bytes], shared_by: int) -> list[bytes]:
+    def _widely_shared(
+        self,
+        pack_ids: Sequence[bytes],
+        shared_by: int,
+    ) -> list[bytes]:
         """Return the ids of the packs that more than ``shared_by`` manifests name."""
         shared: list[bytes] = []
         if not pack_ids:

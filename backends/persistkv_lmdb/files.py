@@ -219,7 +219,12 @@ def allocated_bytes(status: os.stat_result) -> int:
     return min(status.st_size, on_disk)
 
 
-def open_regular(path: str | Path, flags: int, *, dir_fd: int | None = None) -> int:
+def open_regular(
+    path: str | Path,
+    flags: int,
+    *,
+    dir_fd: int | None = None,
+) -> int:
     """Open a regular file, with mode 0600 if ``O_CREAT`` creates it; return its descriptor.
 
     :raises OSError: ``ELOOP`` for a symbolic link, ``EINVAL`` for other non-regular files.
@@ -309,7 +314,11 @@ def _check_kinds(store: Path) -> None:
         _check_kind(store / name, stat.S_ISDIR, "directory")
 
 
-def _check_kind(file: Path, is_kind: Callable[[int], bool], kind: str) -> None:
+def _check_kind(
+    file: Path,
+    is_kind: Callable[[int], bool],
+    kind: str,
+) -> None:
     """Raise a StoreUnavailableError if a file or directory of a store exists and is of another
     kind.
 

@@ -156,7 +156,12 @@ def _start_check(directory: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def _finding_of(directory: Path, code: int, output: bytes, errors: bytes) -> Finding:
+def _finding_of(
+    directory: Path,
+    code: int,
+    output: bytes,
+    errors: bytes,
+) -> Finding:
     """Return the finding of a child process that has ended.
 
     :param code: its exit code, or the negative number of the signal that ended it.

@@ -255,7 +255,10 @@ def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
     return key
 
 
-def read_refusals(rows: TableRows, tenant: str | None = None) -> dict[bytes, int]:
+def read_refusals(
+    rows: TableRows,
+    tenant: str | None = None,
+) -> dict[bytes, int]:
     """Return the refusals of a tenant's content (``write_refusal``), also those of dead processes.
 
     :param tenant: None: of all tenants.

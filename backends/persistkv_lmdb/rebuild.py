@@ -545,7 +545,12 @@ def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:
     return table
 
 
-def verify_payload(fd: int, extent: Extent, table: PackTable, seal: Seal) -> None:
+def verify_payload(
+    fd: int,
+    extent: Extent,
+    table: PackTable,
+    seal: Seal,
+) -> None:
     """Verify all frames of a pack, and the zeros between them.
 
     :raises CorruptPackError: some bytes are others than those that were written.

@@ -243,7 +243,11 @@ class SegmentFiles:
             os.posix_fallocate(fd, present_length, length - present_length)
         return allocated_bytes(os.fstat(fd))
 
-    def write(self, extents: Sequence[Extent], stream: Iterator[Buffer]) -> int:
+    def write(
+        self,
+        extents: Sequence[Extent],
+        stream: Iterator[Buffer],
+    ) -> int:
         """Start writing a payload to reserved extents. The stream's buffers are in use until
         ``sync`` or ``abandon`` returns.
 
@@ -271,7 +275,11 @@ class SegmentFiles:
             written += length
         return written
 
-    def _begin_write(self, runs: Sequence[_ByteRun], buffers: list[memoryview]) -> None:
+    def _begin_write(
+        self,
+        runs: Sequence[_ByteRun],
+        buffers: list[memoryview],
+    ) -> None:
         """Start one write in another thread; ``wait_for_writes`` waits for it."""
         if self._pool is None:
             self._pool = ThreadPool(_WRITES_AT_ONCE, "persistkv-segments")
@@ -432,7 +440,11 @@ class SegmentFiles:
             if fd is not None:
                 os.close(fd)
 
-    def _write_runs(self, runs: Sequence[_ByteRun], buffers: list[memoryview]) -> None:
+    def _write_runs(
+        self,
+        runs: Sequence[_ByteRun],
+        buffers: list[memoryview],
+    ) -> None:
         """Write buffers to the file ranges ``runs``, which together are as long."""
         with translated_io(self._path):
             for run in runs:
@@ -451,7 +463,12 @@ class SegmentFiles:
                     raise
         write_all(fds.buffered, buffers, run.offset)
 
-    def _read(self, run: _ByteRun, buffers: Sequence[memoryview], direct: bool) -> bool:
+    def _read(
+        self,
+        run: _ByteRun,
+        buffers: Sequence[memoryview],
+        direct: bool,
+    ) -> bool:
         """Read bytes of a file into buffers; return False if the file is lost or too short.
 
         An O_DIRECT read near the end of a file may be incomplete. It is therefore repeated through
@@ -567,7 +584,11 @@ def segment_number(name: str) -> int | None:
     return int(digits) if is_number else None
 
 
-def _runs_of(extents: Sequence[Extent], offset: int, length: int) -> Iterator[_ByteRun]:
+def _runs_of(
+    extents: Sequence[Extent],
+    offset: int,
+    length: int,
+) -> Iterator[_ByteRun]:
     """Yield the file ranges that hold ``length`` bytes of a payload from byte ``offset`` on: fewer
     bytes if the extents end earlier.
 
@@ -695,7 +716,10 @@ class BounceBuffer:
         self._was_used = False
         """Whether bytes were copied to the memory before, so that a write may be using it."""
 
-    def aligned_batches(self, stream: Iterator[Buffer]) -> Iterator[list[memoryview]]:
+    def aligned_batches(
+        self,
+        stream: Iterator[Buffer],
+    ) -> Iterator[list[memoryview]]:
         """Yield the stream's bytes as lists of aligned buffers, one list (batch) per write, padded
         with zeros to a multiple of 4 KiB. Buffers that are aligned are yielded without a copy, and
         are valid as long as the stream's buffers.

@@ -249,7 +249,7 @@ class Allocator:
     def release(self, writer: int) -> None:
         """Make all extents free that a writer has reserved. It must not be writing into them."""
         extents = read_reserved(self._rows, writer)
-        self.reserve(writer, ())
+        self.reserve(writer, extents=())
         self.make_free(extents)
 
     def make_free(self, extents: Iterable[Extent]) -> None:

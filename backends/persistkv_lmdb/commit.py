@@ -493,7 +493,7 @@ class BatchCommit:
                 unused += extents
         num_taken = pages_of(self._reserved) - pages_of(unused)
         self._environment.recent_commit_bytes.append(num_taken * PAGE_BYTES)
-        payloads.allocator.reserve(writer, ())
+        payloads.allocator.reserve(writer, extents=())
         payloads.allocator.make_free(unused)
 
     def _mark_unrecorded(self, room: Room) -> None:

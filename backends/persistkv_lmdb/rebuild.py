@@ -174,7 +174,7 @@ class _Rebuild:
         self._erasures = recovery.erasures()
         self._skipped: Counter[str] = Counter()
         """Reason → number of traces of packs that are not listed for it."""
-        self._totals = NamespaceState(b"")
+        self._totals = NamespaceState(generation=b"")
         """Totals of the listed packs of all namespaces, for the report."""
         self._segments = _open_segments(path)
         num_pages = sum(segment.pages for segment in self._segments.values())
@@ -436,7 +436,12 @@ class _Rebuild:
             allocator.record_pack(pack.name, [pack.extent])
         # describe the namespace, because its first packs also add its own rows
         opened = {namespace.id: namespace}
-        commit = CatalogTransaction(rows, None, namespace.id, opened=opened)
+        commit = CatalogTransaction(
+            rows,
+            payloads=None,
+            namespace=namespace.id,
+            opened=opened,
+        )
         commit.add(CommitBatch(placed))
         commit.finish()
 

@@ -537,7 +537,7 @@ class SegmentFiles:
         except OSError as error:
             # the file system has no O_DIRECT
             if error.errno in _NO_DIRECT:
-                return _Descriptors(buffered, None)
+                return _Descriptors(buffered, direct=None)
             os.close(buffered)
             raise
         return _Descriptors(buffered, direct)

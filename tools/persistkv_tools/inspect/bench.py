@@ -96,7 +96,10 @@ def bench(
         except OSError as error:
             problem = error.strerror or error
             raise StoreError(f"the plain file failed: {problem}") from error
-    figures = [_figure(name, job_bytes, times) for name in ("store", "load")]
+    figures = [
+        _figure("store", job_bytes, times),
+        _figure("load", job_bytes, times),
+    ]
     if json:
         report = {
             "url": url,
@@ -199,7 +202,8 @@ def _measure(
     # memory of an mmap is aligned to pages, as O_DIRECT requires
     source = memoryview(mmap.mmap(-1, job_bytes))
     target = memoryview(mmap.mmap(-1, job_bytes))
-    source[:] = np.random.default_rng(seed=0).bytes(job_bytes)
+    rng = np.random.default_rng(seed=0)
+    source[:] = rng.bytes(job_bytes)
     content = np.frombuffer(source, dtype=np.uint8)
     rows = content.reshape(-1, _BLOCK_BYTES)
     times: _Times = defaultdict(list)

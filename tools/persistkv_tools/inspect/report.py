@@ -389,7 +389,8 @@ def _tree(tree: PrefixTree, request: RequestView) -> str:
     block."""
     nodes = list(_walk(tree.top.children))
     # depth at the right end of the bars
-    deepest = max((node.end for _, node in nodes), default=1)
+    ends = [node.end for _, node in nodes]
+    deepest = max(ends, default=1)
     rows = []
     for level, node in nodes:
         blocks = render.count(node.blocks, "block")
@@ -432,7 +433,8 @@ def _groups(totals: StoreTotals) -> str:
     """Return a table of the codec ratios of all KV cache groups, with bars relative to the best."""
     groups = groups_of(totals.namespaces)
     # a group without blocks has no ratio
-    best_ratio = max((group.codec_ratio or 0.0 for _, group in groups), default=0.0)
+    ratios = [group.codec_ratio or 0.0 for _, group in groups]
+    best_ratio = max(ratios, default=0.0)
     rows = []
     for namespace, group in groups:
         codecs = " ".join(group.codecs)

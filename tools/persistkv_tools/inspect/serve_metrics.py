@@ -129,7 +129,8 @@ def serve_metrics(
         if not once:
             _serve(url, listen, registry, json=json)
         elif json:
-            render.print_json({"url": url, "metrics": _samples(registry.collect())})
+            samples = _samples(registry.collect())
+            render.print_json({"url": url, "metrics": samples})
         else:
             render.print_exact(generate_latest(registry).decode())
 

@@ -470,7 +470,8 @@ def _group_view(
     views = []
     for depth, key in enumerate(keys[:key_limit]):
         place = places.get(key)
-        view = KeyView(depth, key.hex()[:_KEY_DIGITS], pack=None, offset=None)
+        digits = key.hex()[:_KEY_DIGITS]
+        view = KeyView(depth, digits, pack=None, offset=None)
         if place is not None:
             view = msgspec.structs.replace(
                 view,

@@ -193,7 +193,8 @@ def _tables(engines: list[EngineView]) -> list[Table]:
     # show each engine in a table of its own, with names and values
     if width < _NARROW:
         columns = render.columns(f"{_TRAFFIC} {_HEALTH} model", **_CELLS)
-        return [render.pair_table(render.pairs(columns, engine)) for engine in engines]
+        pairs = [render.pairs(columns, engine) for engine in engines]
+        return list(map(render.pair_table, pairs))
     # the columns of each table
     if width >= _WIDE:
         parts = [f"{_TRAFFIC} {_HEALTH} model"]
@@ -228,7 +229,9 @@ class Watch:
         now = time.time()
         engines = self._engines(now)
         stats = self._backend.stats()
-        fill = round(stats.disk_bytes / stats.capacity, 4) if stats.capacity else None
+        fill = None
+        if stats.capacity:
+            fill = round(stats.disk_bytes / stats.capacity, 4)
         return Snapshot(
             **asdict(stats),
             url=self._url,

@@ -483,14 +483,18 @@ class Prune:
                 usage.chosen.clear()
             return
         remaining_bytes = sum(usage.payload_bytes() for usage in self._usages)
-        users = {usage.namespace.id: usage.user_counts() for usage in self._usages}
+        # by namespace id, the users of each pack that remain after the deletions so far
+        users_left = {}
+        for usage in self._usages:
+            users_left[usage.namespace.id] = usage.user_counts()
         for chosen in self._oldest_first():
             # the deletion of the older requests suffices
             if remaining_bytes <= stored_bytes:
                 chosen.keep()
                 continue
-            users_left = users[chosen.usage.namespace.id]
-            remaining_bytes -= chosen.simulate_deletion(users_left)
+            namespace_id = chosen.usage.namespace.id
+            freed_bytes = chosen.simulate_deletion(users_left[namespace_id])
+            remaining_bytes -= freed_bytes
 
     def _plan_namespace(self, usage: _Usage, rules: PruneRules) -> None:
         """Add the packs and requests to delete from one namespace to the plan."""

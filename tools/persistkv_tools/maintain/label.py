@@ -199,7 +199,10 @@ def _chosen(
 
 
 def _json_ids(found: FoundRequest) -> dict[str, object]:
-    return {"id": found.manifest.id, "namespace": found.namespace.id.hex()}
+    return {
+        "id": found.manifest.id,
+        "namespace": found.namespace.id.hex(),
+    }
 
 
 def _text(found: FoundRequest) -> str:

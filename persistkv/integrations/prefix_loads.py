@@ -84,7 +84,7 @@ class PrefixLoads:
         call_bytes = self._call_bytes
         if call_bytes is None:
             return self._times.expected_s(num_bytes)
-        # expect whole calls, and one for the rest
+        # a load consists of calls of this size, and one call for the rest
         num_calls, rest_bytes = divmod(num_bytes, call_bytes)
         expected_s = 0.0
         if num_calls:
@@ -102,7 +102,7 @@ class PrefixLoads:
         # the chooser asks ``expected_load_s`` of this object for the time of the load
         run = LoadRun(self, num_tokens, num_bytes)
         with self._lock:
-            # end late loads first, so that the decision takes them into account
+            # report loads that hang first, so that the decision takes them into account
             self._report_hung()
             # the prefix is one run that begins at token 0: it is loaded whole or not at all
             decision = self._chooser.choose([run], start=0)

@@ -255,7 +255,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         elif self._stores.may_open(place):
             self._opener.submit(self._open_and_start, tasks, task, part)
         else:
-            # do not log a store that has failed just now: its failure was logged
+            # log unknown models only: if the store has just failed to open, that was logged then
             self._report_unknown(place.model_name)
             tasks.fail_part(task)
 

@@ -208,7 +208,7 @@ class PoolStore:
         try:
             found = self._call_store(keys, get)
         except BaseException:
-            # a load that was begun must end
+            # end the load, which would otherwise count as one that hangs
             self._loads.end_load(load, loaded_bytes=0)
             raise
         num_pages = sum(found)

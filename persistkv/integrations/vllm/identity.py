@@ -121,7 +121,7 @@ def engine_facts() -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     numbers = str(vllm.__version__).split(".")
-    # a patch release keeps the namespace
+    # leave out the third number, so that patch releases share a namespace
     release = ".".join(numbers[:2])
     device = str(current_platform.device_type)
     facts: dict[str, Any] = {"name": "vllm", "release": release, "device": device}

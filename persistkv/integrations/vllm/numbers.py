@@ -265,25 +265,25 @@ def _is_plain(
 ) -> bool:
     """Return whether a block of the group holds exactly one key and one value vector per token and
     head, unpadded."""
-    # a spec without these numbers is that of a state-space model, or of a later release
+    # the spec of a state-space model, or of a later release of vLLM, may lack these numbers
     for name in ("num_kv_heads", "head_size", "head_size_v", "block_size"):
         if not isinstance(getattr(spec, name, None), int):
             return False
-    # with another size, the block of a key is not one block of the KV cache
+    # the sizes differ if the block that a key names is not one block of the KV cache
     if spec.block_size != tokens:
         return False
-    # with this attribute, the block has opaque bytes instead of a key and a value
+    # a block with this attribute has opaque bytes instead of a key and a value
     if getattr(spec, "state_content_bytes", None) is not None:
         return False
-    # with another number, the block has one state for several tokens
+    # a block may have one state for several tokens, instead of a key and a value for each
     if getattr(spec, "tokens_per_state", 1) != 1:
         return False
     if getattr(spec, "page_size_padded", None) is not None:
         return False
-    # in any other mode, a block also contains scales
+    # in other modes than these, a block also contains scales
     if int(getattr(spec, "kv_quant_mode", 0)) not in _CONSTANT_SCALES:
         return False
-    # on a CPU, the values follow the keys, and begin after as many bytes as keys have
+    # on a CPU, the values begin after as many bytes as keys have, so both must be equally long
     if device == "cpu":
         return bool(spec.head_size == spec.head_size_v)
     return True

@@ -412,7 +412,7 @@ class LiveRequest(RequestDescription):
         if not self._lists_keys:
             return
         for key, store_key in zip(keys, store_keys, strict=True):
-            # the chunk was stored before: vLLM may offer a chunk of a request again
+            # skip a chunk that was stored before: vLLM may offer a chunk of a request again
             if store_key in self._ends:
                 continue
             end = self.position(key)

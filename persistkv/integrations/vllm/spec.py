@@ -52,7 +52,8 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if getattr(self.config, "canonical_layout", False):
             mappings = _mappings(kv_caches)
         rows = self._rows(region, kv_caches, mappings)
-        # map the whole region before the first copy: all rows are views of its storage
+        # Map the whole region before the first copy, so that no copy waits for the kernel to map
+        # pages. All rows are views of its storage.
         storage = rows[0].untyped_storage()
         memory = memory_at(storage.data_ptr(), storage.nbytes())
         map_huge_pages(memory)

@@ -143,7 +143,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         """Requests for steps in which an idle engine exports metrics and events."""
         offloading = offloading_spec.config
 
-        # whether loads are worth their time, by the measured speed of the engine
+        # decisions whether loads are worth their time, by the measured speed of the engine
         group_tokens = _chunk_tokens(offloading)
         prefill = shared_prefill(offloading_spec, self.options.prefill_tokens_per_s)
         self._meter = StepMeter(prefill, self._record_prefill)

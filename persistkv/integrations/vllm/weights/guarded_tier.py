@@ -387,7 +387,7 @@ class GuardedTier:
         return self.tier.ask_recent(max_blocks, prefetched=prefetched)
 
     def take_recent(self) -> list[StoredContext] | None:
-        # empty: the tier that was asked will not answer any more
+        # an empty list ends the question: a tier out of use will not answer any more
         return self.tier.take_recent() if self.is_in_use else []
 
     @property

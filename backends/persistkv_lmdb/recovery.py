@@ -46,7 +46,7 @@ _ALL = 0  # stands for the checksum of a name: the erasure covers all packs
 _NO_ERASURE = _RECORD.pack(0, _ALL)
 # numbers from here on are damage: a store never deletes so often
 _END_OF_NUMBERS = 1 << 62
-_MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
+MOST_ERASED_BYTES = 4 << 20  # 4 MiB: 262,144 records
 _MOST_IDENTITY_BYTES = 1 << 20  # 1 MiB
 
 
@@ -163,7 +163,7 @@ class RecoveryFiles:
 
         :raises OSError: it cannot be read, or is no regular file.
         """
-        content = _content(self._erased, _MOST_ERASED_BYTES)
+        content = _content(self._erased, MOST_ERASED_BYTES)
         # a killed process may have left a part of a record
         num_records = len(content) // _RECORD.size
         records = content[: num_records * _RECORD.size]
@@ -198,7 +198,7 @@ class RecoveryFiles:
             sync_directory(self._directory)
             num_records = 1
         end = num_records * _RECORD.size
-        if end + len(records) > _MOST_ERASED_BYTES:
+        if end + len(records) > MOST_ERASED_BYTES:
             return False
         write_durably(self._erased, records, offset=end)
         return True

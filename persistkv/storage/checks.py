@@ -17,7 +17,7 @@ from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
 _PROBE_BYTES = 1024
 _SKEW_S = 300.0  # 5 minutes: difference of clocks from which on a check warns
 _ROUNDING_S = 1.0  # a medium may round its times to whole seconds
-_SLOW_S = 2.0  # seconds from which on a call with 1 KiB is slow
+SLOW_S = 2.0  # seconds from which on a call with 1 KiB is slow
 _NO_DEFECT = ""  # returned by a call whose result is as expected
 _NO_ANSWER = (
     "check its address and the network; engines start without it, and try again"
@@ -125,7 +125,7 @@ class CallsCheck:
         if defect:
             return Check(check, Level.PROBLEM, defect, remedy)
         seconds = time.monotonic() - begin
-        if seconds > _SLOW_S:
+        if seconds > SLOW_S:
             return Check(check, Level.WARNING, f"works, in {seconds:.1f} s", _SLOW)
         return Check(check, Level.OK, f"works, in {1000 * seconds:.0f} ms")
 

@@ -40,7 +40,6 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, commit
-from persistkv_lmdb.environment import Environment
 from tests.backends.lmdb.consistency import find_faults
 
 CAPACITY = 64 << 20  # 64 MiB: more than all quotas together, and the content of FREE
@@ -114,16 +113,14 @@ def change(url: str, seed: int, began: int) -> None:
     """Raise and lower quotas until killed; write a byte to ``began`` when a lower quota is recorded
     and one transaction has evicted, and more must follow."""
     draw = random.Random(seed)
-    evict = commit._evict_excess
+    let_others_run = commit.let_others_run
 
-    def noted(environment: Environment) -> bool:
-        more = evict(environment)
-        if more:
-            os.write(began, b".")
-            time.sleep(0.05)
-        return more
+    def noted() -> None:
+        os.write(began, b".")
+        time.sleep(0.05)
+        let_others_run()
 
-    commit._evict_excess = noted
+    commit.let_others_run = noted
     backend = open_store(url)
     while True:
         for sizes in (QUOTAS[1:], QUOTAS[:2]):

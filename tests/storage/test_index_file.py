@@ -27,7 +27,7 @@ KEY = "PERSISTKV_TEST_KEY"
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores with a sixteenth of the keys write files."""
-    monkeypatch.setattr("persistkv.storage.store.index._SAVED_FROM", 1 << 12)
+    monkeypatch.setattr("persistkv.storage.store.index.SAVED_FROM", 1 << 12)
 
 
 @pytest.fixture(params=["", f"&key_env={KEY}"], ids=["plain", "key"])

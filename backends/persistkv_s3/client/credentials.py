@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 _RENEW_S = 15 * 60
 # remaining seconds of validity below which a request waits for new credentials
 _VALID_S = 60
-_PAUSE_S = 60  # seconds between two searches while the credentials are valid
+PAUSE_S = 60  # seconds between two searches while the credentials are valid
 # seconds after which another search starts although the last one has not ended
-_ABANDON_S = 60
+ABANDON_S = 60
 
 
 class DeferredCredentials:
@@ -98,8 +98,8 @@ class DeferredCredentials:
             return True
         age = time.monotonic() - self._search_began
         if not self._search.done():
-            return age >= _ABANDON_S
-        return not usable or age >= _PAUSE_S
+            return age >= ABANDON_S
+        return not usable or age >= PAUSE_S
 
     def _start_search(self, what: str, *, usable: bool) -> None:
         """Search in a daemon thread: a metadata server may not answer.

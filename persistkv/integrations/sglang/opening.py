@@ -13,7 +13,7 @@ from persistkv.storage.blocks import BlockStore
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 30.0
+RETRY_S = 30.0
 """Seconds until a store that did not open is tried again."""
 
 
@@ -99,11 +99,11 @@ class StoreOpener:
                 "the store does not open (%s): pages are misses, and are not stored; it is tried "
                 "again after %g s",
                 error,
-                _RETRY_S,
+                RETRY_S,
             )
             # set the time before the result, because ``get`` reads it as soon as the attempt is
             # done
-            self._retry_at = time.monotonic() + _RETRY_S
+            self._retry_at = time.monotonic() + RETRY_S
             attempt.set_exception(error)
         else:
             attempt.set_result(None)

@@ -49,7 +49,7 @@ from persistkv.storage.shared.replica import (
 )
 
 # 12 hours: longest time from the start of a commit to its acknowledgement
-_MOST_COMMIT_S = 12 * 3600.0
+MOST_COMMIT_S = 12 * 3600.0
 # seconds after which the next use publishes the waiting uses in a commit of their own
 _TOUCH_S = 600.0
 # maximum size of a commit; a quarter, because a merge writes several into one object
@@ -152,7 +152,7 @@ class Inbox:
         if written is not None:
             on_medium_s = written - start.medium
             age_s = max(age_s, on_medium_s)
-        if age_s > _MOST_COMMIT_S:
+        if age_s > MOST_COMMIT_S:
             raise StoreError("the commit took more than 12 hours and does not count")
 
     def _delta(

@@ -68,7 +68,7 @@ _MAX_COLLISIONS = 4_096  # bound on remembered collisions
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # entries from which on an index is saved: the catalogue of a smaller store is read in 0.1 s
-_SAVED_FROM = 1 << 16
+SAVED_FROM = 1 << 16
 # magic, fingerprint bits, bytes of the cursor, packs, entries
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PKVINDX1"
@@ -786,7 +786,7 @@ class Index:
         # adopted keys are not saved: the next opening adopts them again
         if self._num_adopted:
             self.remove_adopted()
-        if len(self) < _SAVED_FROM:
+        if len(self) < SAVED_FROM:
             return
         pack_bytes = len(self._packs) * (ID_BYTES + _PACK_NUMBER.itemsize)
         num_bytes = len(self) * _ENTRY.itemsize + pack_bytes

@@ -103,7 +103,7 @@ def test_erase_beyond_the_limit_covers_all_older_packs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recovery, "_MOST_ERASED_BYTES", 10 * 16)
+    monkeypatch.setattr(recovery, "MOST_ERASED_BYTES", 10 * 16)
     for number in range(1, 29):
         files.record_erasure([name(number)], number)
         assert (tmp_path / "segments" / "erased").stat().st_size <= 10 * 16

@@ -30,7 +30,7 @@ Examine = Callable[..., dict[str, Check]]
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine a call takes seconds, which is no property of the server."""
-    monkeypatch.setattr("persistkv.storage.checks._SLOW_S", 60.0)
+    monkeypatch.setattr("persistkv.storage.checks.SLOW_S", 60.0)
 
 
 @pytest.fixture

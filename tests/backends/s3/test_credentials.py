@@ -228,7 +228,7 @@ def test_credentials_without_expiry_are_searched_once() -> None:
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Searches follow each other at once."""
-    monkeypatch.setattr("persistkv_s3.client.credentials._PAUSE_S", 0.0)
+    monkeypatch.setattr("persistkv_s3.client.credentials.PAUSE_S", 0.0)
 
 
 @pytest.mark.usefixtures("no_pause")
@@ -296,7 +296,7 @@ def test_abandoned_search_is_replaced(
         with pytest.raises(LateError):
             credentials.ensure(Deadline(0.01), "test")
     assert source.searches == 1
-    monkeypatch.setattr("persistkv_s3.client.credentials._ABANDON_S", 0.0)
+    monkeypatch.setattr("persistkv_s3.client.credentials.ABANDON_S", 0.0)
     with pytest.raises(LateError):
         credentials.ensure(Deadline(0.01), "test")
     assert source.searches == 2

@@ -85,7 +85,7 @@ def test_retried_opening_holds_no_call(
     store: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv.integrations.sglang.opening._RETRY_S", 0.0)
+    monkeypatch.setattr("persistkv.integrations.sglang.opening.RETRY_S", 0.0)
     elsewhere = store.rename(store.with_name("elsewhere"))
     store.write_text("no directory")
     backend = open_backend(make_pool(), timeout_s=0.3)

@@ -270,21 +270,21 @@ class History:
         for variable, key in zip(_KEY_VARIABLES, KEYS, strict=True):
             patch.setenv(variable, key)
         if self._draw.random() < 0.6 or self._hangs:
-            patch.setattr(merge, "_LEAST_BASE_BYTES", 0)
-            patch.setattr(merge, "_OTHERS_BASE_S", 10.0)
-            patch.setattr(merge, "_INCLUDED_S", self._draw.choice((3.0, 600.0)))
-            patch.setattr(merge, "_PART_BYTES", self._draw.choice((1500, 16 << 20)))
+            patch.setattr(merge, "LEAST_BASE_BYTES", 0)
+            patch.setattr(merge, "OTHERS_BASE_S", 10.0)
+            patch.setattr(merge, "INCLUDED_S", self._draw.choice((3.0, 600.0)))
+            patch.setattr(merge, "PART_BYTES", self._draw.choice((1500, 16 << 20)))
         if self._draw.random() < 0.3:
             patch.setattr(merge, "MOST_COMMITS", 2)
         if self._draw.random() < 0.4 or self._hangs:
             # A commit is acknowledged only within half of the age at which a sweep deletes its
             # blobs.
-            patch.setattr(inbox, "_MOST_COMMIT_S", 200.0)
-            patch.setattr(sweep, "_LEAST_AGE_S", 400.0)
+            patch.setattr(inbox, "MOST_COMMIT_S", 200.0)
+            patch.setattr(sweep, "LEAST_AGE_S", 400.0)
             patch.setattr(sweep, "INTERVAL_S", 20.0)
-            patch.setattr(sweep, "_CHECK_S", 8.0)
+            patch.setattr(sweep, "CHECK_S", 8.0)
         if self._draw.random() < 0.3 or self._hangs:
-            patch.setattr(follower, "_LIST_S", 8.0)
+            patch.setattr(follower, "LIST_S", 8.0)
 
     def _run(self) -> None:
         world = self.world

@@ -137,7 +137,7 @@ def plant_parts(patch: pytest.MonkeyPatch) -> None:
             return
         level = max(BASE_LEVEL, 1 + max(self._names.level(name) for name in listed))
         includes = listed
-        for part in list(self._replica.dump(merge._PART_BYTES)):
+        for part in list(self._replica.dump(merge.PART_BYTES)):
             named = msgspec.structs.replace(part, includes=includes)
             self._write_part(level, named, began)
             includes = []

@@ -61,7 +61,7 @@ def test_included_names_that_are_carried_on_are_bounded(
     town: Town,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv.storage.shared.index.merge._MOST_CARRIED", 10)
+    monkeypatch.setattr("persistkv.storage.shared.index.merge.MOST_CARRIED", 10)
     first = town.engine()
     first.blobs.fail("delete", RefusedError("forbidden"))
     store_each(town, first, range(60))

@@ -61,7 +61,7 @@ def test_base_is_written_only_when_segments_exceed_a_quarter_of_it(
     town: Town,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv.storage.shared.index.merge._LEAST_BASE_BYTES", 4096)
+    monkeypatch.setattr("persistkv.storage.shared.index.merge.LEAST_BASE_BYTES", 4096)
     first = town.engine()
     for begin, end in ((1000, 1550), (1550, 1600)):
         first.store(*(pack(seed) for seed in range(begin, end)))

@@ -329,7 +329,7 @@ def test_base_is_not_read_by_engines_that_have_read_what_it_includes(
     town: Town,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv.storage.shared.index.merge._PART_BYTES", 2000)
+    monkeypatch.setattr("persistkv.storage.shared.index.merge.PART_BYTES", 2000)
     first, second = town.engine(), town.engine()
     for seed in range(70):
         first.store(pack(seed))

@@ -245,7 +245,7 @@ class Storm:
 @pytest.fixture
 def small_bases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let bases have several parts."""
-    monkeypatch.setattr(merge, "_PART_BYTES", 4000)
+    monkeypatch.setattr(merge, "PART_BYTES", 4000)
 
 
 def _is_index_object(name: str) -> bool:

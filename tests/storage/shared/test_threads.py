@@ -95,7 +95,7 @@ def test_commits_beside_lists_of_the_index_raise_nothing() -> None:
 def test_deletions_are_planned_beside_the_thread_that_deletes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv.storage.shared.index.deletions._TOMBSTONE_S", 0.0)
+    monkeypatch.setattr("persistkv.storage.shared.index.deletions.TOMBSTONE_S", 0.0)
     backend = opened(MemoryBlobs())
     deletions = backend.opened_namespace(NAMESPACE).merger.deletions
     failures: list[BaseException] = []

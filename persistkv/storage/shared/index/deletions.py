@@ -13,7 +13,7 @@ from persistkv.storage.shared.format import Names
 
 logger = logging.getLogger(__name__)
 
-_TOMBSTONE_S = 3600.0  # seconds until the blobs of removed packs are deleted
+TOMBSTONE_S = 3600.0  # seconds until the blobs of removed packs are deleted
 _REFUSED_S = 60.0  # seconds from a failed deletion until the next attempt
 _MOST_DUE = 10_000  # maximum number of deletions that wait; the sweep deletes the rest
 
@@ -37,7 +37,7 @@ class Deletions:
         if not names or len(self._waiting) >= _MOST_DUE:
             return
         blobs = [self._names.pack(name) for name in names]
-        due_at = self._clock.monotonic() + _TOMBSTONE_S
+        due_at = self._clock.monotonic() + TOMBSTONE_S
         heappush(self._waiting, (due_at, blobs))
 
     def due_at(self) -> float:

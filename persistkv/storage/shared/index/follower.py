@@ -18,7 +18,7 @@ _IDLE_AFTER_S = 60.0  # seconds without reads and commits after which the handle
 # least pause in seconds between reads of ``latest`` while the handle is idle
 _IDLE_FOLLOW_S = 30.0
 _LEAST_FOLLOW_S = 0.05  # least pause in seconds between them while it is in use
-_LIST_S = 60.0  # seconds between lists of the index
+LIST_S = 60.0  # seconds between lists of the index
 _IDLE_LIST_S = 300.0  # seconds between them while the handle is idle
 # seconds between lists of the inbox while another engine merges, which may be unable to read some
 # of the commits
@@ -67,7 +67,7 @@ class Follower:
         self._follow_at = now + self._refresh_s
         # choose a random pause, so that engines that start together do not list together
         share = self._clock.random.uniform(0.5, 1.0)
-        self._list_at = now + _LIST_S * share
+        self._list_at = now + LIST_S * share
         # the inbox was read on opening
         self._inbox_at = now + _INBOX_S
 
@@ -112,7 +112,7 @@ class Follower:
 
     def _list(self, now: float) -> None:
         """Read the lists, and the objects in them."""
-        pause_s = _IDLE_LIST_S if self.is_idle() else _LIST_S
+        pause_s = _IDLE_LIST_S if self.is_idle() else LIST_S
         self._list_at = now + pause_s * self._jitter()
         # the least age of the commits to read from the inbox; None: do not list it
         inbox_age_s = None

@@ -55,10 +55,10 @@ _MOST_BYTES = 8 << 20  # 8 MiB: maximum bytes of the commits in one merge
 _MOST_EVICTED = 4096  # maximum number of packs and requests that one merge evicts
 # 24 MiB: maximum size of a segment that includes older segments
 _MOST_SEGMENT_BYTES = 24 << 20
-_PART_BYTES = 28 << 20  # 28 MiB: maximum size of one part of a base
+PART_BYTES = 28 << 20  # 28 MiB: maximum size of one part of a base
 _MOST_MERGES = 20  # maximum number of merges in ``write_again``
 # 256 KiB: no base is written while all segments together are smaller
-_LEAST_BASE_BYTES = 256 << 10
+LEAST_BASE_BYTES = 256 << 10
 # seconds after its first list at which a merge or a base is abandoned
 _STALE_S = 3600.0
 # 1/64: share of the capacity, or of a quota. If the content exceeds the limit by more, a commit
@@ -67,14 +67,14 @@ _EXCESS_SHARE = 64
 # seconds after its plan of evictions at which a merge is abandoned
 _EVICTION_STALE_S = 30.0
 # seconds from the inclusion of an object of the index to its deletion
-_INCLUDED_S = 600.0
+INCLUDED_S = 600.0
 _TOMBSTONES_KEPT_S = 7 * 86_400.0  # seven days: age at which a base drops a tombstone
-_OTHERS_BASE_S = 300.0  # least wait for a base of an engine that did not merge last
+OTHERS_BASE_S = 300.0  # least wait for a base of an engine that did not merge last
 # seconds for which an engine checks that ``latest`` names the last object that it has written
 _ANNOUNCED_S = 15.0
 # maximum number of names that a segment or base includes although another object includes them
 # already: about 1 MB
-_MOST_CARRIED = 10_000
+MOST_CARRIED = 10_000
 
 
 class _SegmentPlan(NamedTuple):
@@ -450,7 +450,7 @@ class Merger:
             names.update(segment.includes)
         listed = self._reader.listed
         carried = sorted(names & listed.keys())
-        return carried[-_MOST_CARRIED:]
+        return carried[-MOST_CARRIED:]
 
     def _expiry_time(self) -> float:
         """Return the medium's time if the machine's clock confirms it; else 0: nothing expires."""
@@ -551,7 +551,7 @@ class Merger:
         pause_s = 0.0
         if self.last_writer != self.writer:
             jitter = self._clock.random.random()
-            pause_s = _OTHERS_BASE_S * (1 + jitter)
+            pause_s = OTHERS_BASE_S * (1 + jitter)
         now = self._clock.monotonic()
         self._base_wanted_at = now + pause_s
 
@@ -564,7 +564,7 @@ class Merger:
             return False
         segment_bytes = sum(info.size for info in segments)
         # a base is as large as the whole index, so it is only written when a quarter was added
-        least_bytes = max(_LEAST_BASE_BYTES, base_bytes // 4)
+        least_bytes = max(LEAST_BASE_BYTES, base_bytes // 4)
         return segment_bytes > least_bytes
 
     def _base_and_segments(self) -> tuple[int, list[BlobInfo]]:
@@ -618,7 +618,7 @@ class Merger:
         written: list[str] = []
         # close the dump even if a part is not written: an open dump holds a transaction, for which
         # the replica's ``close`` waits
-        with closing(self._replica.dump(_PART_BYTES)) as parts:
+        with closing(self._replica.dump(PART_BYTES)) as parts:
             # Write each part when the next one shows that it is not the last. The last part has
             # more content: it names the other parts, and the objects that the base includes.
             last = next(parts)
@@ -653,7 +653,7 @@ class Merger:
             elif self._replica.is_included(name):
                 included.append(name)
         # keep the last names: they have the highest levels, and include most of the other objects
-        return unincluded + included[-_MOST_CARRIED:]
+        return unincluded + included[-MOST_CARRIED:]
 
     def _write_part(self, level: int, part: Delta, began: float) -> str:
         """Write a part of a base; return its name.
@@ -683,7 +683,7 @@ class Merger:
         """
         if self.last_writer != self.writer:
             return
-        deletable_before = self._medium.time.now() - _INCLUDED_S
+        deletable_before = self._medium.time.now() - INCLUDED_S
         listed = self._reader.listed
         names_to_delete: list[str] = []
         for name in listed:

@@ -34,10 +34,10 @@ from persistkv.storage.shared.replica import Replica
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 86_400.0  # one day: seconds between two sweeps
-_CHECK_S = 3600.0  # seconds between looks whether a sweep is due
+CHECK_S = 3600.0  # seconds between looks whether a sweep is due
 # one day: age of a blob before which no sweep deletes it. A commit is acknowledged only within half
 # a day of its uploads.
-_LEAST_AGE_S = 86_400.0
+LEAST_AGE_S = 86_400.0
 # seven days: age from which on a damaged object of the index does not prevent sweeps
 _JUNK_S = 7 * 86_400.0
 _TRIES = 4  # maximum number of lists in one reading of the index, while merges replace objects
@@ -67,7 +67,7 @@ class Sweeper:
         self._objects = IndexObjects(medium, replica.namespace)
         clock = medium.clock
         # choose a random pause, so that engines that start together check at different times
-        pause_s = _CHECK_S * clock.random.random()
+        pause_s = CHECK_S * clock.random.random()
         self.due_at = clock.monotonic() + pause_s
         """Monotonic time of the next step."""
 
@@ -80,7 +80,7 @@ class Sweeper:
         now = clock.monotonic()
         if now < self.due_at:
             return
-        pause_s = _CHECK_S * clock.random.uniform(0.5, 1.5)
+        pause_s = CHECK_S * clock.random.uniform(0.5, 1.5)
         self.due_at = now + pause_s
         if self._is_due():
             self.sweep()
@@ -156,7 +156,7 @@ class Sweeper:
             # the nonce is None if another program has written the blob
             if nonce is not None and nonce not in held_nonces:
                 unheld.append(info)
-        old_before = now - _LEAST_AGE_S
+        old_before = now - LEAST_AGE_S
         return {info.name for info in unheld if info.time < old_before}
 
     def _named(self, blobs: set[str], now: float) -> set[str]:

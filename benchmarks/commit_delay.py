@@ -33,7 +33,7 @@ from benchmarks.scheduler_loop import Scheduler
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.errors import StoreError
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.records import RequestEnd
 
 BLOCK_BYTES = 64 << 10  # 64 KiB

@@ -20,7 +20,7 @@ from benchmarks.rig import anonymous_bytes, show
 from benchmarks.store_rig import Rig, fresh_keys
 from persistkv.config import parse_size
 from persistkv.storage.host.client import StoreClient
-from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.records import RequestEnd
 
 INDEX_BYTES = 180  # upper bound per block; see benchmarks.lookup

@@ -33,7 +33,7 @@ from persistkv.base import OffloadKey, ReqContext
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout, StoreUrl
 from persistkv.storage import open_backend
 from persistkv.storage.format.pack import PackedKeys, PackTable
-from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.store.index import Index, LookupTable
 from persistkv.tiering.persistent import PersistentTier

@@ -15,9 +15,9 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import StoreError
 from persistkv.memory.pages import use_huge_pages
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import Host, ProcessHost, ThreadHost
 from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 

@@ -43,9 +43,9 @@ from persistkv.memory.budget import (
 )
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import Host, ProcessHost, ThreadHost
 from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello, Saved
-from persistkv.storage.host.supervisor import Host, ProcessHost, ThreadHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import Choice, LoadReport, RequestEnd, StoreOptions
 from persistkv.tenants import DEFAULT_TENANT, UnnamedTenant

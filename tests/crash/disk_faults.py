@@ -48,9 +48,10 @@ from persistkv.errors import StoreError
 from persistkv.memory.rows import Rows
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import ProcessHost, ThreadHost
 from persistkv.storage.host.in_flight import JobOutcome
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store.blocking import BlockingStore

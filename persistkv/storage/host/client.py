@@ -41,9 +41,10 @@ from persistkv.storage.host import protocol
 from persistkv.storage.host.answers import BACKGROUND_TOKEN, Answers
 from persistkv.storage.host.connection import CONGESTED_BYTES, discard
 from persistkv.storage.host.hosted_keys import HostedKeys
+from persistkv.storage.host.hosts import KILL_S, Host
 from persistkv.storage.host.idle import IdleSupervision
 from persistkv.storage.host.in_flight import InFlight, JobOutcome
-from persistkv.storage.host.supervisor import KILL_S, RUNNING, Host, State, Supervisor
+from persistkv.storage.host.supervisor import RUNNING, State, Supervisor
 from persistkv.storage.records import (
     Choice,
     LoadReport,

@@ -16,9 +16,10 @@ from persistkv.storage.host.connection import (
     ThreadConnection,
     discard,
 )
+from persistkv.storage.host.hosts import ProcessHost, ThreadHost
 from persistkv.storage.host.protocol import End, Opened, Table, ToEngine, ToStore
 from persistkv.storage.host.server.event_loop import Lifecycle, serve
-from persistkv.storage.host.supervisor import ProcessHost, State, ThreadHost
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.records import RequestEnd
 from persistkv.storage.store.index import Index
 from tests.storage.host.hosted import Hosted

@@ -19,6 +19,7 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import ThreadHost
 from persistkv.storage.host.protocol import (
     Hello,
     JobDone,
@@ -27,7 +28,7 @@ from persistkv.storage.host.protocol import (
     Probed,
     Table,
 )
-from persistkv.storage.host.supervisor import State, ThreadHost
+from persistkv.storage.host.supervisor import State
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreOptions, StoreReport
 from tests.host_processes import host_processes

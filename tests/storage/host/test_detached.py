@@ -20,8 +20,9 @@ import pytest
 from persistkv.errors import HostError
 from persistkv.storage.host import supervisor
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.host.in_flight import JobOutcome
-from persistkv.storage.host.supervisor import ProcessHost, State
+from persistkv.storage.host.supervisor import State
 from tests.host_processes import host_processes, kill_tree
 from tests.storage.host.engine_program import content
 from tests.storage.host.hosted import Hosted

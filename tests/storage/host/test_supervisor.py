@@ -12,8 +12,9 @@ from persistkv.config import GroupLayout, RowLayout
 from persistkv.errors import HostError
 from persistkv.storage.host import supervisor
 from persistkv.storage.host.connection import Connection
+from persistkv.storage.host.hosts import Host, ThreadHost
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import Host, Supervisor, ThreadHost, Watchdog
+from persistkv.storage.host.supervisor import Supervisor, Watchdog
 from persistkv.storage.records import StoreOptions
 
 FINE, ASK, SILENT = "fine", "ask", "silent"

@@ -17,8 +17,8 @@ import pytest
 from benchmarks.store_rig import Job, fresh_keys
 from persistkv.storage import open_backend
 from persistkv.storage.host.client import StoreClient
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.host.status import EngineStatus, read_statuses
-from persistkv.storage.host.supervisor import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import RequestEnd, StoreCounters
 from persistkv.storage.store.savings import SavingsRecorder

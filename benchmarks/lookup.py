@@ -35,7 +35,8 @@ from persistkv.storage import open_backend
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.identity import Identity
-from persistkv.storage.store.index import Index, LookupTable
+from persistkv.storage.store.index import Index
+from persistkv.storage.store.lookup_table import LookupTable
 from persistkv.tiering.persistent import PersistentTier
 
 MAX_BLOCK_BYTES = 64

@@ -22,7 +22,8 @@ from typing import Any
 
 from persistkv.base import make_offload_key
 from persistkv.integrations.vllm.loading import StoreLoads
-from persistkv.storage.store.index import Index, LookupTable
+from persistkv.storage.store.index import Index
+from persistkv.storage.store.lookup_table import LookupTable
 from persistkv.tiering.load_cost import (
     LoadChooser,
     LoadRun,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from persistkv.errors import StoreError
 from persistkv.storage.format.pack import PackedKeys, PackTable
-from persistkv.storage.store.index import Index, LookupTable
+from persistkv.storage.store.index import Index
+from persistkv.storage.store.lookup_table import LookupTable
 
 NAMESPACE = b"n" * 16
 FINGERPRINTS: dict[str, Callable[[PackedKeys], bytes]] = {

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from itertools import compress
 
 from persistkv.storage.records import StoreReport
-from persistkv.storage.store.index import LookupTable
+from persistkv.storage.store.lookup_table import LookupTable
 
 # maximum number of keys in the message of one step: about 75 KB
 _TOUCHED_A_STEP = 2_048

@@ -1,11 +1,10 @@
 """The index of one namespace: which packs may hold a key. It keeps only 64-bit hashes of keys
 (fingerprints), in a sealed memfd that the host process writes and the engine maps read-only
-(``LookupTable``), and pack numbers.
+(``lookup_table``), and pack numbers.
 
-1. The memory is a hash table (slots with open addressing and linear probing), then the number of
-   entries. An entry never moves within its table. ``_EMPTY`` ends a probe; ``_GONE`` replaces a
-   removed entry that probes must pass. At most 60 % of the slots are not empty, up to 80 % while a
-   larger table is being filled.
+1. The memory is a hash table (``fingerprints``), then the number of entries. An entry never moves
+   within its table. ``EMPTY`` ends a probe; ``GONE`` replaces a removed entry that probes must
+   pass. At most 60 % of the slots are not empty, up to 80 % while a larger table is being filled.
 2. An entry is a pair of fingerprint and pack. A key in several packs has several entries, and so do
    colliding keys.
 3. A fingerprint proves nothing: a probe may find a key that is not held. Callers compare full keys
@@ -32,18 +31,30 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.format.files import replace_file
 from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 from persistkv.storage.format.seal import Seal
+from persistkv.storage.store.fingerprints import (
+    EMPTY,
+    FEW,
+    GONE,
+    SEALS,
+    SLICE_BYTES,
+    Fps,
+    Ints,
+    advance,
+    fingerprint_of,
+    first_slots,
+    matches,
+    stored_fingerprints,
+    table_bytes,
+    unpack_fingerprints,
+)
 
 logger = logging.getLogger(__name__)
 
-_EMPTY = 0  # value of a slot that ends a probe
-_GONE = 1  # value of a slot whose entry was removed, and that probes pass
-_SLOT_BYTES = 8
 # share of used slots when a table holds as many keys as it was made for
 _FIRST_FILL = 0.5
 # share of used slots above which entries are copied to a larger table, in slices
@@ -55,17 +66,13 @@ _SLICE_SLOTS = 1 << 15  # slots copied per step of a replacement: about 3 ms
 # keys that may be added for each slice of a replacement. One of S slots takes 3.8e-5 S slices, and
 # its table has room for 0.2 S further keys: 5,200 for each slice.
 _KEYS_PER_SLICE = 4096
-_SLICE_BYTES = 4 << 20  # 4 MiB: memory released per step, in less than 1 ms
 # slots of a new table whose memory is allocated per step: 3 MiB, because each takes 12 bytes, 8 for
 # its fingerprint and 4 for its pack number
 _PREFAULTED_SLOTS = 1 << 18
 _ADOPTED = 0xFFFFFFFF  # stands for a pack number in entries of adopted keys
 _MOST_NUMBER = _ADOPTED - 1  # largest number of a pack
-_FEW = 12  # number of keys below which a loop is faster than NumPy
 # number of dicts over which packs are spread: with a million packs, each grows in 0.1 ms
 _PARTS = 256
-_MAX_COLLISIONS = 4_096  # bound on remembered collisions
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 # entries from which on an index is saved: the catalogue of a smaller store is read in 0.1 s
 SAVED_FROM = 1 << 16
@@ -76,230 +83,7 @@ _BITS = 64  # bits of a fingerprint
 _PACK_NUMBER = np.dtype("<u4")
 _ENTRY = np.dtype([("fingerprint", "<u8"), ("pack", _PACK_NUMBER)])
 
-Fps = npt.NDArray[np.uint64]
-Ints = npt.NDArray[np.int64]
-_Flags = npt.NDArray[np.bool_]
 _PackNumberArray = npt.NDArray[np.uint32]
-
-
-_fingerprint = xxhash.xxh3_64_intdigest  # of a whole key, in 40 ns
-
-
-def _stored_fingerprints(keys: Sequence[bytes]) -> Fps:
-    """Return the fingerprint of each key as a table stores it, without reserved values."""
-    fingerprints = np.fromiter(map(_fingerprint, keys), np.uint64, len(keys))
-    return _stored(fingerprints)
-
-
-def _unpack_fingerprints(packed: bytes) -> Fps:
-    """Return ``PackedKeys.fingerprints`` as a table stores them; a partial last one is ignored."""
-    fingerprints = np.frombuffer(packed, "<u8", len(packed) // 8)
-    return _stored(fingerprints)
-
-
-def _stored(fingerprints: Fps) -> Fps:
-    """Return fingerprints as a table stores them: the reserved values 0 and 1 become 2 and 3.
-
-    Lookups of a single key do not replace its fingerprint, so they miss a key with a reserved one
-    (2 of 2^64).
-    """
-    # usually none is reserved; ``initial`` is the result for an empty array
-    if fingerprints.min(initial=_GONE + 1) > _GONE:
-        return fingerprints
-    is_reserved = fingerprints <= _GONE
-    return np.where(is_reserved, fingerprints + np.uint64(2), fingerprints)
-
-
-class LookupTable:
-    """The engine's read-only view of the fingerprints that the host process keeps in shared memory.
-    Empty until ``map`` and after ``clear``. Lookups may run in any thread; the other methods belong
-    to one thread.
-    """
-
-    def __init__(self) -> None:
-        self._retired: list[mmap.mmap] = []
-        """Memory of previous tables, which ``release_some`` releases."""
-        self._released = 0
-        """Bytes of ``_retired[0]`` that are released already."""
-        self._collisions: dict[bytes, None] = {}
-        """Ordered set of the keys that are not held although held keys have their fingerprints."""
-        self._memory: mmap.mmap | None = None
-        """The mapped table; None: empty."""
-        self._table = _empty_table()
-        """The words of the table (its slots, then one word with the number of entries), and the
-        number of slots. One value, so that a thread never mixes two tables."""
-
-    def map(self, fd: int, slots: int) -> None:
-        """Map a table that the host sent, in place of the previous one, which ``release_some``
-        releases; close ``fd``.
-
-        :raises StoreError: the memfd is not sealed or too small, or cannot be mapped; the previous
-            table stays in use.
-        """
-        num_bytes = _table_bytes(slots)
-        try:
-            # without the seals, the host could shrink the file, and a lookup would end in SIGBUS
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            is_sealed = seals & _SEALS == _SEALS
-            has_size = slots > 0 and os.fstat(fd).st_size >= num_bytes
-            if not is_sealed or not has_size:
-                raise StoreError(
-                    f"the lookup table of {slots} slots is not sealed, or too small"
-                )
-            memory = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"the lookup table cannot be mapped: {error}") from error
-        finally:
-            os.close(fd)
-        self._retire()
-        self._memory = memory
-        # assign both at once, so that lookups in other threads see both or neither
-        self._table = (memoryview(memory).cast("Q"), slots)
-
-    def clear(self) -> None:
-        """Find no keys until the next ``map``, because the host process is down."""
-        self._table = _empty_table()
-        self._collisions.clear()
-        self._retire()
-
-    def _retire(self) -> None:
-        """Leave the memory of the present table to ``release_some``."""
-        if self._memory is not None:
-            self._retired.append(self._memory)
-        self._memory = None
-
-    def release_some(self) -> bool:
-        """Release a slice of the previous tables' memory (a whole one takes 27 ms); return False if
-        none was left."""
-        if not self._retired:
-            return False
-        memory = self._retired[0]
-        num_bytes = min(_SLICE_BYTES, len(memory) - self._released)
-        memory.madvise(mmap.MADV_DONTNEED, self._released, num_bytes)
-        self._released += num_bytes
-        # Release the mapping with the last slice, not in a further call: an engine that maps a new
-        # table before each call of this method would otherwise release only every second table.
-        if self._released == len(memory):
-            self._released = 0
-            del self._retired[0]
-        return True
-
-    def __contains__(self, key: bytes) -> bool:
-        """Whether the host's store probably holds the key: another key can have the same
-        fingerprint."""
-        fingerprint = _fingerprint(key)
-        table, slots = self._table
-        slot = fingerprint % slots
-        while found := table[slot]:  # 0 is an empty slot
-            if found == fingerprint:
-                # The key is absent if it is a known collision: the fingerprint is that of another
-                # key. Usually no collision is known, and the key need not be hashed again.
-                return not self._collisions or key not in self._collisions
-            slot += 1
-            if slot == slots:
-                slot = 0
-        return False
-
-    contains = __contains__
-
-    def __len__(self) -> int:
-        """Number of entries of the host's index: the word behind the slots."""
-        table, slots = self._table
-        return table[slots]
-
-    def held(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return ``contains`` for each key; several times faster than single calls."""
-        if len(keys) < _FEW:
-            return list(map(self.contains, keys))
-        memory, slots = self._table
-        table = np.frombuffer(memory, np.uint64)
-        found, _ = _matches(table, slots, _stored_fingerprints(keys))
-        held: list[bool] = found.tolist()
-        if self._collisions:
-            for place, key in enumerate(keys):
-                # a known collision: the fingerprint that was found is that of another key
-                if key in self._collisions:
-                    held[place] = False
-        return held
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """Return the number of keys before the first one for which ``contains`` returns False."""
-        held = self.held(keys)
-        if False in held:
-            return held.index(False)
-        return len(held)
-
-    def set_collisions(self, keys: Mapping[bytes, bool]) -> None:
-        """Remember (True) or forget (False) that keys are not held although other keys have their
-        fingerprints. Of more than 4,096 keys, the oldest are forgotten: lookups find them again,
-        and their loads fail as misses.
-        """
-        change_collisions(self._collisions, keys)
-
-
-def change_collisions(
-    collisions: dict[bytes, None], changes: Mapping[bytes, bool]
-) -> None:
-    """Change an ordered set of colliding keys: True adds a key, False removes it. Above 4,096 keys,
-    the oldest are removed."""
-    for key, is_collision in changes.items():
-        # remove it even if it is added again below, which makes it the newest
-        collisions.pop(key, None)
-        if is_collision:
-            collisions[key] = None
-    while len(collisions) > _MAX_COLLISIONS:
-        oldest = next(iter(collisions))
-        del collisions[oldest]
-
-
-def _table_bytes(slots: int) -> int:
-    """Return the size in bytes of the shared memory of a table: its slots, then the number of
-    entries."""
-    return (slots + 1) * _SLOT_BYTES
-
-
-def _empty_table() -> tuple[memoryview, int]:
-    """Return ``LookupTable._table`` without entries: one empty slot, and 0 entries."""
-    slots = 1
-    words = memoryview(bytes(_table_bytes(slots))).cast("Q")
-    return words, slots
-
-
-def _matches(
-    table: Fps,
-    slots: int,
-    wanted: Fps,
-) -> tuple[_Flags, Ints]:
-    """Return for each fingerprint whether the table has it, and the slot at which its probe ended:
-    the first one that contains the fingerprint, else an empty one. ``table`` may have further
-    elements behind its slots.
-    """
-    probed = _first_slots(wanted, slots)
-    found = np.zeros(len(wanted), np.bool_)
-    # indices of the fingerprints whose probes have not ended; each turn moves all of them on
-    left = np.arange(len(wanted))
-    while len(left):
-        values = table[probed[left]]
-        is_hit = values == wanted[left]
-        found[left[is_hit]] = True
-        is_other = ~is_hit & (values != _EMPTY)
-        left = left[is_other]
-        _advance(probed, left, slots)
-    return found, probed
-
-
-def _first_slots(fingerprints: Fps, slots: int) -> Ints:
-    """Return the slot at which the probe of each fingerprint begins."""
-    return (fingerprints % np.uint64(slots)).astype(np.int64)
-
-
-def _advance(probed: Ints, which: Ints, slots: int) -> None:
-    """Move the probes with the indices ``which`` to their next slots; the first slot follows the
-    last one."""
-    following = probed[which] + 1
-    # compare instead of computing a remainder, which is several times slower
-    following[following == slots] = 0
-    probed[which] = following
 
 
 class _FingerprintTable:
@@ -310,21 +94,21 @@ class _FingerprintTable:
         slots = int(max(keys, _LEAST_KEYS) / _FIRST_FILL)
         # an odd number, so that all bits of a fingerprint take part in the choice of its slot
         self.slots = slots | 1
-        num_bytes = _table_bytes(self.slots)
+        num_bytes = table_bytes(self.slots)
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.fd = os.memfd_create("persistkv-lookup", flags)
         os.ftruncate(self.fd, num_bytes)
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
         self._memory = mmap.mmap(self.fd, num_bytes)
         words = np.frombuffer(self._memory, np.uint64)
         self.fingerprints = words[: self.slots]
-        """View of the shared memory: the fingerprint in each slot, ``_EMPTY`` or ``_GONE``."""
+        """View of the shared memory: the fingerprint in each slot, ``EMPTY`` or ``GONE``."""
         self._num_entries = words[self.slots :]
         """View of the shared memory: one element, the number of entries."""
         self.packs = np.zeros(self.slots, np.uint32)
         """Number of each slot's pack (``Index.number_of``); 0: no entry."""
         self.used = 0
-        """Number of slots that are not empty: entries and ``_GONE``."""
+        """Number of slots that are not empty: entries and ``GONE``."""
         self._released = 0
         """Bytes of the memory that ``release_some`` has released."""
 
@@ -336,7 +120,7 @@ class _FingerprintTable:
     def prefault(self, start: int, stop: int) -> None:
         """Allocate the memory of slots of a new table. Allocation during insertions would be much
         slower."""
-        self.fingerprints[start:stop] = _EMPTY
+        self.fingerprints[start:stop] = EMPTY
         self.packs[start:stop] = 0
 
     def room(self, fill: float) -> int:
@@ -350,13 +134,13 @@ class _FingerprintTable:
         pack_numbers: _PackNumberArray,
     ) -> Ints:
         """Add an entry for each fingerprint and pack number; return their slots."""
-        probed = _first_slots(fingerprints, self.slots)
+        probed = first_slots(fingerprints, self.slots)
         # indices of the entries that have no slot yet
         left = np.arange(len(fingerprints))
         while len(left):
             slots = probed[left]
             values = self.fingerprints[slots]
-            is_free = values <= _GONE  # or _EMPTY
+            is_free = values <= GONE  # or EMPTY
             # Several entries may have reached one free slot. Each writes its index in the place of
             # the pack number; the one that is read back gets the slot, and the others continue.
             self.packs[slots[is_free]] = left[is_free]
@@ -364,13 +148,13 @@ class _FingerprintTable:
 
             slots_won = slots[has_won]
             winners = left[has_won]
-            was_empty = values[has_won] == _EMPTY
+            was_empty = values[has_won] == EMPTY
             self.used += int(np.count_nonzero(was_empty))
             # write the fingerprint last, because it makes the entry visible to the engine
             self.packs[slots_won] = pack_numbers[winners]
             self.fingerprints[slots_won] = fingerprints[winners]
             left = left[~has_won]
-            _advance(probed, left, self.slots)
+            advance(probed, left, self.slots)
         self._num_entries[0] += np.uint64(len(probed))
         return probed
 
@@ -379,7 +163,7 @@ class _FingerprintTable:
 
         :param pack: number of the pack, or ``_ADOPTED``.
         """
-        probed = _first_slots(fingerprints, self.slots)
+        probed = first_slots(fingerprints, self.slots)
         # indices of the fingerprints whose probes have not ended
         left = np.arange(len(fingerprints))
         found: list[Ints] = [left[:0]]  # an empty array, in case of no fingerprints
@@ -390,8 +174,8 @@ class _FingerprintTable:
             is_of_pack = self.packs[slots] == pack
             found.append(slots[has_fingerprint & is_of_pack])
             # a probe continues behind a hit: several keys of a pack may share a fingerprint
-            left = left[values != _EMPTY]
-            _advance(probed, left, self.slots)
+            left = left[values != EMPTY]
+            advance(probed, left, self.slots)
         all_slots = np.sort(np.concatenate(found))
         # equal fingerprints have found the same slots; NumPy's ``unique`` would drop the copies,
         # after 100 ms for its imports
@@ -401,21 +185,21 @@ class _FingerprintTable:
 
     def remove(self, slots: Ints) -> None:
         """Remove the entries in these slots, which must be distinct."""
-        self.fingerprints[slots] = _GONE
+        self.fingerprints[slots] = GONE
         self.packs[slots] = 0
         self._num_entries[0] -= np.uint64(len(slots))
         self._reclaim_gone(slots)
 
     def _reclaim_gone(self, slots: Ints) -> None:
-        """Change ``_GONE`` to ``_EMPTY`` in slots that an empty slot follows, because no probe must
+        """Change ``GONE`` to ``EMPTY`` in slots that an empty slot follows, because no probe must
         pass them: first in these slots, then in the slots before them. Otherwise, a table whose
-        packs are evicted and replaced would fill up with ``_GONE``."""
+        packs are evicted and replaced would fill up with ``GONE``."""
         while len(slots):
-            is_gone = self.fingerprints[slots] == _GONE
+            is_gone = self.fingerprints[slots] == GONE
             following = (slots + 1) % self.slots
-            ends_probes = self.fingerprints[following] == _EMPTY
+            ends_probes = self.fingerprints[following] == EMPTY
             emptied = slots[is_gone & ends_probes]
-            self.fingerprints[emptied] = _EMPTY
+            self.fingerprints[emptied] = EMPTY
             self.used -= len(emptied)
             # go on with the slots before: an empty slot follows them now
             slots = (emptied - 1) % self.slots
@@ -433,7 +217,7 @@ class _FingerprintTable:
         Return False, and close the table, if it was the last slice.
         """
         left = len(self._memory) - self._released
-        num_bytes = min(_SLICE_BYTES, left)
+        num_bytes = min(SLICE_BYTES, left)
         self._memory.madvise(mmap.MADV_REMOVE, self._released, num_bytes)
         self._released += num_bytes
         if num_bytes < left:
@@ -546,7 +330,7 @@ class Index:
         """Increases when the table is replaced: readers must map the new one."""
 
     def __contains__(self, key: bytes) -> bool:
-        numbers = self._table.packs_of(_fingerprint(key))
+        numbers = self._table.packs_of(fingerprint_of(key))
         return next(numbers, None) is not None
 
     def __len__(self) -> int:
@@ -569,18 +353,18 @@ class Index:
 
     def candidates(self, key: bytes) -> list[bytes]:
         """Return the ids of all packs that hold a key with the same fingerprint."""
-        numbers = dict.fromkeys(self._table.packs_of(_fingerprint(key)))
+        numbers = dict.fromkeys(self._table.packs_of(fingerprint_of(key)))
         # an entry of an adopted key has no pack: its id is None
         ids = map(self._packs.id, numbers)
         return [pack_id for pack_id in ids if pack_id is not None]
 
     def first_candidates(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return ``candidates`` of each key, but only the first; None if there is none."""
-        if len(keys) < _FEW:
+        if len(keys) < FEW:
             return [self._first_candidate(key) for key in keys]
         table = self._table
-        wanted = _stored_fingerprints(keys)
-        found, slots = _matches(table.fingerprints, table.slots, wanted)
+        wanted = stored_fingerprints(keys)
+        found, slots = matches(table.fingerprints, table.slots, wanted)
         if not found.any():
             return [None] * len(keys)
         # for each key, the number of the first pack that has its fingerprint; 0: there is none
@@ -669,7 +453,7 @@ class Index:
         numbers = np.array(list(batch), np.uint32)
         packs = np.repeat(numbers, counts)
         keys = PackedKeys.unpack_all(keys_of_packs)
-        self._insert_entries(_stored_fingerprints(keys), packs)
+        self._insert_entries(stored_fingerprints(keys), packs)
 
     def _assign_number(self, pack_id: bytes) -> int:
         """Assign a number to a new pack. Numbers are not reused before all others were used, so
@@ -718,7 +502,7 @@ class Index:
             number = self._packs.pop(pack_id)
             if not number:  # unknown
                 continue
-            wanted = _unpack_fingerprints(fingerprints)
+            wanted = unpack_fingerprints(fingerprints)
             slots_of = [table.find(wanted, number) for table in self._tables]
             # if the fingerprints are right, the table in use (the first one) has as many entries
             num_found = len(slots_of[0])
@@ -750,7 +534,7 @@ class Index:
         if keys:
             self._num_adopted += len(keys)
             packs = np.full(len(keys), _ADOPTED, np.uint32)
-            self._insert_entries(_stored_fingerprints(keys), packs)
+            self._insert_entries(stored_fingerprints(keys), packs)
 
     def remove_adopted(self, fingerprints: bytes | None = None) -> None:
         """Remove adopted keys, given as ``PackedKeys.fingerprints``; None: all of them, by a
@@ -759,7 +543,7 @@ class Index:
             if fingerprints is None:
                 slots = np.flatnonzero(table.packs == _ADOPTED)
             else:
-                wanted = _unpack_fingerprints(fingerprints)
+                wanted = unpack_fingerprints(fingerprints)
                 slots = table.find(wanted, _ADOPTED)
             table.remove(slots)
             # count once: the other table has copies of the same entries

@@ -49,7 +49,8 @@ from persistkv.storage.records import (
     StoreOptions,
     StoreReport,
 )
-from persistkv.storage.store.index import HeldPack, Index, change_collisions
+from persistkv.storage.store.index import HeldPack, Index
+from persistkv.storage.store.lookup_table import change_collisions
 from persistkv.storage.threads import StoreThreads
 
 logger = logging.getLogger(__name__)

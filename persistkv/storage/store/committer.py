@@ -20,7 +20,8 @@ from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import RequestEnd, StoreCounters, StoreOptions
 from persistkv.storage.store.commit_pipeline import Transaction
 from persistkv.storage.store.commit_queue import CommitQueue
-from persistkv.storage.store.namespace_view import NamespaceView, make_manifest
+from persistkv.storage.store.manifests import make_manifest
+from persistkv.storage.store.namespace_view import NamespaceView
 from persistkv.storage.threads import resolve
 
 # repetitions of a commit that was refused because another process had committed first; the last

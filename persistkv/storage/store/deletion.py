@@ -29,14 +29,14 @@ from persistkv.storage.store.commit_queue import CommitQueue
 from persistkv.storage.store.committer import Committer
 from persistkv.storage.store.index import HeldPack
 from persistkv.storage.store.loading import Loader
-from persistkv.storage.store.namespace_view import (
+from persistkv.storage.store.manifests import (
     SHORTENED_AT_ONCE,
     NamedRequest,
-    NamespaceView,
     keys_of_requests,
     read_requests,
     shortening_batch,
 )
+from persistkv.storage.store.namespace_view import NamespaceView
 
 _MOST_ATTEMPTS = 10
 """Bound on the attempts to delete, and to commit a replacement, while other processes replace the

@@ -35,7 +35,7 @@ from persistkv.storage.format.pack import PackTable
 from persistkv.storage.host.status import read_statuses
 from persistkv.storage.inspection.handle import StoreHandle, open_store
 from persistkv.storage.inspection.pack_tables import NamespacePacks, all_keys
-from persistkv.storage.store.namespace_view import (
+from persistkv.storage.store.manifests import (
     SHORTENED_AT_ONCE,
     read_requests,
     shortening_batch,

@@ -124,7 +124,7 @@ import logging, os, sys
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 from tests.storage.host.conftest import NUM_ROWS, STRIDE

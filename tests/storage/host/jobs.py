@@ -147,7 +147,7 @@ import os, sys
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.storage.host.client import StoreClient
 from persistkv.storage.host.protocol import Hello
-from persistkv.storage.host.supervisor import ProcessHost
+from persistkv.storage.host.hosts import ProcessHost
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
 assert os.getpid() == 1

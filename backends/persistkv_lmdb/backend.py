@@ -534,7 +534,7 @@ class LmdbBackend(Backend):
                 # the payload is inline, or the pack is not held
                 if extents is None:
                     is_filled = read_pieces(rows, name, span.offset, span.buffers)
-                elif _is_within(rows, name, span):
+                elif _ends_within_payload(rows, name, span):
                     is_filled = environment.files.read(
                         extents, span.offset, span.buffers, direct=self._direct
                     )
@@ -703,7 +703,7 @@ def _path_of(url: StoreUrl) -> Path:
     return path
 
 
-def _is_within(rows: TableRows, name: bytes, span: ReadSpan) -> bool:
+def _ends_within_payload(rows: TableRows, name: bytes, span: ReadSpan) -> bool:
     """Return whether a span ends within the payload of its pack. The pack's extents are longer:
     they end with its table and a trailer."""
     row = rows.get(PACKS, name)

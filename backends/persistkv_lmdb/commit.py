@@ -241,7 +241,7 @@ class BatchCommit:
             # Check before packs are written for a batch that is refused. The transaction of the
             # batch checks again.
             state = read_state(rows, self._namespace)
-            self._check_seen(rows, state.cursor)
+            self._check_not_stale(rows, state.cursor)
             # the packs will name this number, so that a rebuild knows which erasures precede them
             self._last_erasure = read_last_erasure(rows)
             self._reserved = self._read_reserved(rows)
@@ -676,7 +676,7 @@ class BatchCommit:
         commit = CatalogTransaction(
             transaction, room.payloads, self._namespace, self._keep, opened=opened
         )
-        self._check_seen(transaction, commit.cursor)
+        self._check_not_stale(transaction, commit.cursor)
         self._lacking = self._find_lacking(transaction)
         sizes = bytes_by_tenant(self._lacking)
         self._check_quotas(transaction, sizes)
@@ -712,12 +712,10 @@ class BatchCommit:
             if num_bytes > totals.quota or not has_evictable:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
 
-    def _check_seen(self, rows: TableRows, cursor: bytes) -> None:
-        """Check whether other commits have changed the namespace since ``_seen``.
-
-        If they have, raise StaleError unless the batch names the packs that it needs, and all of
-        them are still held. In that case, set ``_interleaved``: the caller must apply the changes
-        of these commits.
+    def _check_not_stale(self, rows: TableRows, cursor: bytes) -> None:
+        """Raise a StaleError if other commits have changed the namespace since ``_seen``. But if the
+        batch names the packs that it needs, and the store holds all of them, set ``_interleaved``
+        instead: the batch is written, and the caller must apply the changes of these commits.
 
         :param cursor: present position in the change log.
         """

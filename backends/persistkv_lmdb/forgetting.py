@@ -207,14 +207,14 @@ class LmdbForgetting:
                 return
             for key, row in cursor.iternext():
                 if own_keys is None:
-                    is_own = _is_of(self._tenant, table, row)
+                    is_own = _is_of_tenant(self._tenant, table, row)
                 else:
                     # a sealed row begins with the id of its key, which a damaged row shows, too
                     is_own = bytes(row[:KEY_ID_BYTES]) in own_keys
                 yield bytes(key), is_own
 
 
-def _is_of(tenant: str, table: str, row: Buffer) -> bool:
+def _is_of_tenant(tenant: str, table: str, row: Buffer) -> bool:
     """Return whether a row of a store without a key belongs to a tenant: the row is not sealed, so
     its content shows the tenant."""
     if table == PACKS:

@@ -176,7 +176,7 @@ class Guard:
             )
         # raise no StoreFullError, which would cause evictions that do not help
         with files.translated_io(self._directory, full=StoreError):
-            self._sync_leftover()
+            self._sync_last_commit()
         self.lock.mark_commit(begun=False)
 
     def is_current(self) -> bool:
@@ -314,7 +314,7 @@ class Guard:
             "%s: unclean shutdown, integrity check: %s", self._directory, found.reason
         )
         # a process that was killed may not have synced its last commit
-        self._sync_leftover()
+        self._sync_last_commit()
         return True
 
     def _open_existing(self, open_environment: Callable[[], None]) -> bool:
@@ -328,7 +328,7 @@ class Guard:
             return False
         return True
 
-    def _sync_leftover(self) -> None:
+    def _sync_last_commit(self) -> None:
         """Make durable the last commit and the names of new files, which a killed process may not
         have synced.
 

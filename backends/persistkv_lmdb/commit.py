@@ -713,7 +713,7 @@ class BatchCommit:
                 raise QuotaExceededError(tenant, num_bytes, totals.quota)
 
     def _check_not_stale(self, rows: TableRows, cursor: bytes) -> None:
-        """Raise a StaleError if other commits have changed the namespace since ``_seen``. But if the
+        """Raise a StaleError if other commits changed the namespace after ``_seen``. But if the
         batch names the packs that it needs, and the store holds all of them, set ``_interleaved``
         instead: the batch is written, and the caller must apply the changes of these commits.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -54,13 +55,13 @@ class TaskQueue:
         """Results of ended calls. Its descriptor is that of this queue."""
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
-        """In progress, by id."""
+        """Tasks in progress, by number."""
         self._calls: dict[int, _Call] = {}
         """Calls in progress, by their numbers in ``_completions``."""
         self._done: dict[int, list[bool]] = {}
-        """Results of tasks that have ended, by id, until they are taken."""
-        self._next_number = 0
-        """Number of the next task."""
+        """Results of tasks that have ended, by number, until they are taken."""
+        self._numbers = itertools.count()
+        """Counts the tasks: each has a number."""
 
     def fileno(self) -> int:
         """Return the eventfd that is readable when parts of tasks have ended."""
@@ -76,8 +77,7 @@ class TaskQueue:
             num_parts = 1
         task = _Task(num_keys, num_parts)
         with self._lock:
-            number = self._next_number
-            self._next_number += 1
+            number = next(self._numbers)
             self._tasks[number] = task
         if is_empty:
             self.fail_part(number)

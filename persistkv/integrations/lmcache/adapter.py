@@ -26,7 +26,7 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from persistkv.config import without_options
+from persistkv.config import convert_options, without_options
 from persistkv.errors import ConfigurationError, PersistKVError
 from persistkv.integrations.lmcache.announcer import Announcer
 from persistkv.integrations.lmcache.content import Content
@@ -38,7 +38,11 @@ from persistkv.integrations.lmcache.keys import (
 )
 from persistkv.integrations.lmcache.leases import Leases
 from persistkv.integrations.lmcache.loads import ObjectLoads
-from persistkv.integrations.lmcache.options import NAME_OF_WEIGHTS, lmcache_options
+from persistkv.integrations.lmcache.options import (
+    NAME_OF_WEIGHTS,
+    WHERE,
+    LMCacheOptions,
+)
 from persistkv.integrations.lmcache.parts import (
     GetPart,
     Part,
@@ -86,7 +90,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         :param l1_memory_desc: LMCache's ``L1MemoryDesc`` of the memory that all objects are in.
         """
         super().__init__(max_capacity_bytes=0)  # 0 turns LMCache's own eviction off
-        self.options = lmcache_options(params)
+        self.options = convert_options(LMCacheOptions, params, where=WHERE)
         if l1_memory_desc is not None:
             # Objects are read and written with O_DIRECT, which transfers each physically contiguous
             # part on its own. With huge pages, there are few large parts. The kernel uses huge

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from persistkv.config import convert_options
 from persistkv.errors import MissingOptionError
 from persistkv.integrations.block_options import BlockStoreOptions
 from persistkv.tenants import UnnamedTenant
@@ -44,8 +42,3 @@ class LMCacheOptions(BlockStoreOptions, frozen=True, kw_only=True):
         for name, meaning in needed.items():
             if not getattr(self, name):
                 raise MissingOptionError(f"{WHERE} option {name}", meaning)
-
-
-def lmcache_options(params: Mapping[str, Any]) -> LMCacheOptions:
-    """Convert ``adapter_params``; raise ConfigurationError if an option is invalid or missing."""
-    return convert_options(LMCacheOptions, params, where=WHERE)

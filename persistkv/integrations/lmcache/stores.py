@@ -145,7 +145,7 @@ class LayoutStores:
             engine=_ENGINE,
             release=self._release,
             dtype=" ".join(layout.dtypes),
-            shapes=(_joined(layout.shapes),),
+            shapes=(_joined(layout.shapes),),  # one KV cache group
             layout="object",
             rank=_RANK,
             # these fields are those that ``_place_of`` reads back

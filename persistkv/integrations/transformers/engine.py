@@ -291,7 +291,8 @@ class Engine:
         num_blocks = num_tokens // self._paged_cache.block_size
         self._check_room(num_blocks)
         self._num_requests += 1
-        # step first, which frees the rows of stores that ended since the last step for this request
+        # step first: this frees the rows of stores that have ended since the last step, so that the
+        # request can use them
         self._tiers.step()
         self._tiers.scheduler.on_new_request(
             request.req_id,

@@ -235,6 +235,7 @@ class BlockPool:
         there is none."""
         block_id = self._by_hash.get(block_hash)
         if block_id is not None:
+            # a block with references must not be evicted
             self._idle.pop(block_id, None)
             self._references[block_id] += 1
         return block_id
@@ -268,6 +269,7 @@ class BlockPool:
             self._references[block_id] -= 1
             if self._references[block_id]:
                 continue
+            # a published block can be reused until it is evicted
             if block_id in self._hashes:
                 self._idle[block_id] = None
             else:

@@ -347,7 +347,7 @@ class Request:
 
     def _keep_full_blocks(self, cache: RequestCache, num_tokens: int) -> None:
         """Copy the blocks that became full to pages, publish them, and report them to the
-        connector; then call ``Tiers.step``.
+        connector, whose next step starts to store them; then make a step.
 
         :param num_tokens: tokens that have KV in the cache.
         """

@@ -152,7 +152,7 @@ class PrefixLoads:
             seconds = now - load.began
             self._times.end(number, loaded_bytes=0, seconds=seconds, is_late=True)
 
-    def probe(
+    def probe_if_due(
         self,
         store: BlockStore,
         key: bytes,

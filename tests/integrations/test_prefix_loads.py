@@ -99,7 +99,7 @@ def test_is_worth_without_speed_loads_everything(
     loads = PrefixLoads(None, clock=clock)
     load(loads, clock, BLOCK_BYTES, 1000.0)
     assert loads.is_worth(BLOCK_BYTES, 1)
-    loads.probe(store, KEY, BLOCK_BYTES)
+    loads.probe_if_due(store, KEY, BLOCK_BYTES)
     loads.close()
 
 
@@ -145,7 +145,7 @@ def test_probe_shows_that_store_is_fast_again(
 ) -> None:
     load(loads, clock, 0, 5.0)
     assert not loads.is_worth(BLOCK_BYTES, 100_000)
-    loads.probe(store, KEY, BLOCK_BYTES)
+    loads.probe_if_due(store, KEY, BLOCK_BYTES)
     deadline = time.monotonic() + 60
     while not loads.is_worth(BLOCK_BYTES, 100_000):
         assert time.monotonic() < deadline
@@ -162,8 +162,8 @@ def test_probe_of_hung_store_delays_no_caller(
     backend.before("read", lambda *_: goes_on.wait(60))
     load(loads, clock, 0, 5.0)
     begin = time.monotonic()
-    loads.probe(store, KEY, BLOCK_BYTES)
-    loads.probe(store, KEY, BLOCK_BYTES)
+    loads.probe_if_due(store, KEY, BLOCK_BYTES)
+    loads.probe_if_due(store, KEY, BLOCK_BYTES)
     assert not loads.is_worth(BLOCK_BYTES, 100)
     loads.close()
     assert time.monotonic() - begin < 30
@@ -179,4 +179,4 @@ def test_probe_after_close_is_ignored(
     load(loads, clock, 0, 5.0)
     loads.close()
     assert not loads.is_worth(BLOCK_BYTES, 100)
-    loads.probe(store, KEY, BLOCK_BYTES)
+    loads.probe_if_due(store, KEY, BLOCK_BYTES)

@@ -76,16 +76,16 @@ class ObjectLoads:
         # without a known number of tokens, nothing can be compared: load the objects
         if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
             return list(results)
-        self._probe(any_held)
+        self._probe_if_due(any_held)
         return [False] * len(results)
 
-    def _probe(self, held: _Found) -> None:
+    def _probe_if_due(self, held: _Found) -> None:
         """Read an object of a declined lookup, if a probe is due, to notice when the store is fast
         again."""
         store = self._stores.get(held.part.place)
         if store is not None:
             key = held.part.keys[held.key_index]
-            self._loads.probe(store, key, held.layout.num_bytes)
+            self._loads.probe_if_due(store, key, held.layout.num_bytes)
 
     def begin(
         self,

@@ -125,7 +125,7 @@ class PoolStore:
         store = self._opener.get()
         if store is not None:
             (key,) = self._store_keys(keys[:1])
-            self._loads.probe(store, key, self._page_bytes)
+            self._loads.probe_if_due(store, key, self._page_bytes)
         return False
 
     # Pages of the pool

@@ -60,7 +60,6 @@ CLOSING_PATIENCE_S = 5.0
 _CLOSING_NAP_S = 0.001
 _ROW_BYTES = 32  # content of the guard file: a state, padded with spaces
 _QUARANTINE_PREFIX = "damaged-"
-_MOST_QUARANTINED_AT_ONCE = 99  # maximum number of quarantined stores within a second
 _MAX_READERS = 512  # number of slots in LMDB's table of readers
 _CLEARING_PATIENCE_S = 30.0  # seconds to wait for the child that clears stale readers
 # offset in the guard file, behind its content, of the bytes that are locked for claims
@@ -570,7 +569,7 @@ def quarantine_directory(store: Path) -> Path:
     target = store / name
     number = 1
     # append a number to further names within the same second
-    while target.exists() and number < _MOST_QUARANTINED_AT_ONCE:
+    while target.exists():
         number += 1
         target = store / f"{name}-{number}"
     target.mkdir(0o700)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from persistkv_tools.inspect.bench import verdict
 from tests.tools.conftest import Run
 
 pytestmark = pytest.mark.slow
@@ -36,11 +35,11 @@ def test_bench_returns_figures_and_leaves_store_unchanged(
 
 
 @pytest.mark.parametrize("store", ["absent", "absent/deeper/kv"])
-def test_bench_text_has_verdict_and_leaves_no_files(
+def test_bench_text_has_ratios_and_leaves_no_files(
     run: Run, tmp_path: Path, store: str
 ) -> None:
     shown = run("bench", f"lmdb://{tmp_path}/{store}", *SMALL).stdout
-    for part in ("store", "load", "verdict"):
+    for part in ("store", "load", "ratio"):
         assert part in shown
     assert list(tmp_path.iterdir()) == []
 
@@ -56,7 +55,7 @@ def test_bench_medium_without_plain_access_has_figures_and_no_ratios(
         ("store", None),
         ("load", None),
     ]
-    assert "no plain speed" in run("bench", url, *SMALL).stdout
+    assert run("bench", url, *SMALL).returncode == 0
 
 
 def test_bench_capacity_below_one_pack_exits_3(run: Run, tmp_path: Path) -> None:
@@ -82,11 +81,3 @@ def test_bench_bad_option_exits_2(
     assert done.returncode == 2
     assert options[0] in done.stderr
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("ratio", "part"),
-    [(None, "no plain speed"), (0.8, "as fast"), (0.5, "usable"), (0.2, "slow")],
-)
-def test_verdict_ratio_selects_wording(ratio: float | None, part: str) -> None:
-    assert part in verdict(ratio)

@@ -6,7 +6,6 @@ bytes are read and verified.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import secrets
@@ -15,7 +14,7 @@ import statistics
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,6 @@ from urllib.parse import urlencode
 
 import msgspec
 import numpy as np
-import xxhash
 
 from persistkv.base import make_offload_key
 from persistkv.config import MAX_PACK_BYTES, StoreUrl, parse_size
@@ -37,16 +35,11 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.mounts import existing_parent
 from persistkv_tools import render
 from persistkv_tools.command import URL, Command, number
+from persistkv_tools.inspect.plain_file import PlainFile
 from persistkv_tools.packs import OnBytes, check_piece, pieces
 from persistkv_tools.progress import byte_progress, counted
 
 _BLOCK_BYTES = 64 << 10  # 64 KiB
-_GOOD_RATIO = 0.75
-"""Least ratio to the plain medium's speed that is good: a store also computes checksums and commits
-a transaction."""
-_POOR_RATIO = 0.4
-"""Least ratio to the plain medium's speed that is usable."""
-
 _Times = defaultdict[str, list[float]]
 """Seconds of each round, by operation."""
 
@@ -62,11 +55,10 @@ class Figure(msgspec.Struct, frozen=True):
     """Seconds that the plain medium takes for the same bytes; None: it cannot be used directly."""
     ratio: float | None
     """``limit_seconds`` divided by ``seconds``."""
-    verdict: str
 
 
 _COLUMNS = render.columns(
-    "operation=name time=seconds speed=bytes_per_s plain=limit_seconds ratio verdict"
+    "operation=name time=seconds speed=bytes_per_s plain=limit_seconds ratio"
 )
 
 
@@ -112,7 +104,7 @@ def bench(
         return
     pack_size = render.format_size(job_bytes)
     title = f"packs of {pack_size}, medians of {render.count(rounds, 'round')}"
-    render.show_table(_COLUMNS, figures, title=title, left="verdict")
+    render.show_table(_COLUMNS, figures, title=title)
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -129,17 +121,6 @@ def _add_options(parser: ArgumentParser) -> None:
 
 
 COMMAND = Command(bench, (URL,), _add_options)
-
-
-def verdict(ratio: float | None) -> str:
-    """Return a text that judges a ratio to the plain medium's speed; None: unknown."""
-    if ratio is None:
-        return "no plain speed to compare with"
-    if ratio >= _GOOD_RATIO:
-        return "as fast as this disk or bucket allows"
-    if ratio >= _POOR_RATIO:
-        return "usable, but slower than this disk or bucket allows"
-    return "slow: run persistkv doctor, and check the load of this machine"
 
 
 def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
@@ -161,7 +142,6 @@ def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
         bytes_per_s=speed,
         limit_seconds=plain_seconds,
         ratio=ratio,
-        verdict=verdict(ratio),
     )
 
 
@@ -262,39 +242,9 @@ def _plain_medium(url: str) -> Iterator[PlainMedium | None]:
     plain = BACKENDS.get(parsed.scheme).plain_medium(parsed)
     if plain is None and Path(parsed.location).is_dir():
         with suppress(OSError):  # raised by a file system without O_DIRECT
-            plain = _PlainFile(Path(parsed.location) / "plain")
+            plain = PlainFile(Path(parsed.location) / "plain")
     if plain is None:
         yield None
         return
     with closing(plain):
         yield plain
-
-
-class _PlainFile(PlainMedium):
-    """A file that is written and read with O_DIRECT, as segments of a store are; ``_scratch``
-    removes it. All calls raise OSError if the disk fails."""
-
-    def __init__(self, path: Path) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_DIRECT | os.O_CLOEXEC
-        self._file = os.open(path, flags, 0o600)
-        """File descriptor."""
-        self._end = 0
-        """Length of the file in bytes."""
-
-    def write(self, buffers: Sequence[memoryview]) -> None:
-        num_bytes = sum(map(len, buffers))
-        # on a disk that becomes full, a write may be short without raising an error
-        if os.pwritev(self._file, buffers, self._end) != num_bytes:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fdatasync(self._file)
-        self._end += num_bytes
-
-    def read(self, buffers: Sequence[memoryview]) -> None:
-        num_bytes = sum(map(len, buffers))
-        # the last write has as many bytes, and is at the end of the file
-        os.preadv(self._file, buffers, self._end - num_bytes)
-        for buffer in buffers:  # compute checksums, as a load from a store does
-            xxhash.xxh3_64_intdigest(buffer)
-
-    def close(self) -> None:
-        os.close(self._file)

@@ -429,9 +429,10 @@ class NotPlacedError(Exception):
 
 
 class ExtentPayloads:
-    """Payload storage of one write transaction. Implements ``persistkv.storage.catalog.Payloads``.
+    """Storage of packs' payloads within one write transaction: in extents of the segment files, or
+    in LMDB. Implements ``persistkv.storage.catalog.Payloads``.
 
-    :param inline: whether payloads are stored in LMDB.
+    :param inline: True: payloads are stored in LMDB, and no extents are used.
     :param limit: bound on the bytes that all segments take on disk.
     """
 

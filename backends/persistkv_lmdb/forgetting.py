@@ -47,7 +47,8 @@ _ROWS_AT_ONCE = 4_096  # number of rows in one read transaction
 
 
 class LmdbForgetting:
-    """Forgets one tenant, in the order that the module's docstring explains; used once."""
+    """Deletion of all content and keys of one tenant, in the order that the module's docstring
+    explains; used once."""
 
     def __init__(self, environment: Environment, tenant: str) -> None:
         self._environment = environment

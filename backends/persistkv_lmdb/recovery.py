@@ -72,7 +72,8 @@ class Erasures(NamedTuple):
 
 
 class RecoveryFiles:
-    """Identities and erasures of the store in the directory ``store``."""
+    """Files beside the segments of the store in the directory ``store`` from which a rebuild learns
+    what no pack holds: the identities of namespaces, and which packs were deleted (erasures)."""
 
     def __init__(self, store: Path) -> None:
         self._store = store

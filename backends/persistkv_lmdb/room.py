@@ -151,8 +151,8 @@ class Room:
         self.limit = self.limit._replace(payload=used_bytes)
 
     def check(self) -> None:
-        """Check that the batch fits the capacity before it is written, and that the segments have
-        no more disk space than the catalogue leaves them.
+        """Check that the batch fits the capacity before it is written, and that the segments do not
+        take disk space that the catalogue needs.
 
         :raises StoreFullError: the batch does not fit, or the segments have more disk space: the
             caller evicts in other transactions, which also return disk space, and tries again. Or a
@@ -163,12 +163,11 @@ class Room:
         if adds_nothing:
             return
         self._environment.database.check_growth(self.transaction)
-        # check the capacity
         if not self.fits_batch():
             raise self.full_error()
-        # Check the disk: segments that grew while the catalogue was small may have space that the
-        # catalogue needs now. Transactions that evict can return this space if it is in free pages,
-        # and if the file system supports holes.
+        # Segments that grew while the catalogue was small may have disk space that the catalogue
+        # needs now. Transactions that evict can return this space if it is in free pages, and if
+        # the file system supports holes.
         allocator = self.payloads.allocator
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0

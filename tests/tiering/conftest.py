@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.manager import TieringOffloadingManager
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.spec import TieringOffloadingOptions
+
+T = TypeVar("T", bound=SecondaryTierManager)
 
 STRIDE = 12288
 GROUPS = (
@@ -64,7 +66,15 @@ class Stack:
     manager: TieringOffloadingManager
     primary: CPUPrimaryTierOffloadingManager
     rows: npt.NDArray[np.uint8]
-    tiers: list[Any] = field(default_factory=list)
+    tiers: list[SecondaryTierManager] = field(default_factory=list)
+
+    def tiers_of(self, kind: type[T]) -> list[T]:
+        """Return the secondary tiers, which are all of this kind."""
+        found: list[T] = []
+        for tier in self.tiers:
+            assert isinstance(tier, kind)
+            found.append(tier)
+        return found
 
     def store(self, keys: Sequence[OffloadKey], req: ReqContext) -> None:
         """Store blocks as a worker does: write their rows, then complete the store."""

@@ -39,7 +39,7 @@ def test_example_tier_full_evicts_oldest_but_not_blocks_of_job(
     described: Described,
 ) -> None:
     stack = make_stack(16, partial(ExampleSecondaryTier, max_blocks=4))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(ExampleSecondaryTier)
     req = described("r")
     stack.manager.on_new_request(req)
     old, new = keys(4), keys(3)
@@ -63,7 +63,7 @@ def test_example_tier_simulate_async_runs_jobs_on_poll(
     described: Described,
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=True))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(ExampleSecondaryTier)
     req = described("r")
     stack.manager.on_new_request(req)
     stack.store(keys(2), req)
@@ -74,7 +74,8 @@ def test_example_tier_simulate_async_runs_jobs_on_poll(
 
 def test_example_tier_defaults_to_1000_blocks(make_stack: MakeStack) -> None:
     stack = make_stack(4, ExampleSecondaryTier)
-    assert stack.tiers[0].max_blocks == 1000
+    (tier,) = stack.tiers_of(ExampleSecondaryTier)
+    assert tier.max_blocks == 1000
 
 
 @pytest.mark.parametrize("simulate_async", [False, True])
@@ -87,7 +88,7 @@ def test_example_tier_lengths_differ_raises_without_side_effects(
     is_promotion: bool,
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, simulate_async=simulate_async))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(ExampleSecondaryTier)
     job = JobMetadata(1, keys(2), np.array([0], np.int64), is_promotion, described("r"))
     with pytest.raises(ValueError, match="2 keys and 1 rows"):
         (tier.submit_load if is_promotion else tier.submit_store)(job)
@@ -102,7 +103,7 @@ def test_example_tier_held_key_is_not_copied_again(
     described: Described,
 ) -> None:
     stack = make_stack(8, partial(ExampleSecondaryTier, max_blocks=2))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(ExampleSecondaryTier)
     (held, other, new), req = keys(3), described("r")
     stack.rows[0], stack.rows[1] = 1, 2
     tier.submit_store(JobMetadata(1, [held], np.array([0]), False, req))

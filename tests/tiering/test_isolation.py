@@ -32,6 +32,15 @@ def store_only_in_tiers(stack: Stack, names: list[OffloadKey], req: ReqContext) 
     stack.clear_primary()
 
 
+def faulty_and_other(stack: Stack) -> tuple[RaisingTier, RecordingTier]:
+    """Return the tier of two that raises, and the one that does not, in any order."""
+    one, two = stack.tiers_of(RecordingTier)
+    faulty, other = (one, two) if isinstance(one, RaisingTier) else (two, one)
+    assert isinstance(faulty, RaisingTier)
+    assert not isinstance(other, RaisingTier)
+    return faulty, other
+
+
 @pytest.mark.parametrize("call", ["drain_jobs", "shutdown"])
 def test_manager_shutdown_tier_raises_other_tiers_and_region_are_released(
     make_stack: MakeStack,
@@ -41,7 +50,7 @@ def test_manager_shutdown_tier_raises_other_tiers_and_region_are_released(
     call: str,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
-    faulty, other = stack.tiers
+    faulty, other = faulty_and_other(stack)
     path = stack.primary.mmap_region.mmap_path
     stack.store(keys(2), announce(stack, described("r")))
     faulty.failing.add(call)
@@ -63,8 +72,7 @@ def test_complete_store_submit_store_raises_other_tier_stores(
     order: Sequence[Callable[..., SecondaryTierManager]],
 ) -> None:
     stack = make_stack(8, *order)
-    faulty = next(tier for tier in stack.tiers if isinstance(tier, RaisingTier))
-    other = next(tier for tier in stack.tiers if not isinstance(tier, RaisingTier))
+    faulty, other = faulty_and_other(stack)
     faulty.failing.add("submit_store")
     names = keys(3)
     stack.store(names, announce(stack, described("r")))
@@ -85,7 +93,7 @@ def test_promotion_submit_load_raises_misses(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
-    faulty, other = stack.tiers
+    faulty, other = faulty_and_other(stack)
     lost, found = keys(2), keys(2)
     store_only_in_tiers(stack, lost + found, described("a", lost + found))
     for key in lost:
@@ -113,9 +121,10 @@ def test_lookup_tier_raises_next_tier_is_asked(
     stack = make_stack(8, raising_tier, recording_tier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
-    stack.tiers[0].failing.add("lookup")
+    faulty, other = faulty_and_other(stack)
+    faulty.failing.add("lookup")
     assert stack.promote(names, announce(stack, described("b", names))) == [True] * 3
-    assert len(stack.tiers[1].loads) == 1
+    assert len(other.loads) == 1
     assert caplog.text.count("raised in lookup") == 1, "one report for many lookups"
 
 
@@ -126,7 +135,7 @@ def test_take_events_tier_raises_other_tier_is_polled_and_reports(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
-    faulty, other = stack.tiers
+    faulty, other = faulty_and_other(stack)
     faulty.failing.update({"get_finished_jobs", "take_events"})
     names = keys(3)
     stack.store(names, announce(stack, described("r")))
@@ -149,7 +158,7 @@ def test_promotion_tier_cannot_be_polled_requests_stop_waiting(
     described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
-    (faulty,) = stack.tiers
+    (faulty,) = stack.tiers_of(RaisingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = announce(stack, described("b", names))
@@ -186,7 +195,7 @@ def test_manager_tier_cannot_be_polled_gets_no_jobs(
     described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
-    (faulty,) = stack.tiers
+    (faulty,) = stack.tiers_of(RaisingTier)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
     jobs = len(faulty.stores)
@@ -214,7 +223,7 @@ def test_manager_tier_raises_in_notification_others_are_notified(
     call: str,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
-    faulty, other = stack.tiers
+    faulty, other = faulty_and_other(stack)
     faulty.failing.add(call)
     req = described("r")
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
@@ -236,7 +245,7 @@ def test_reset_cache_tier_raises_old_weights_are_not_served(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier, recording_tier)
-    faulty, other = stack.tiers
+    faulty, other = faulty_and_other(stack)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
     faulty.failing.add("reset_cache")
@@ -266,7 +275,8 @@ def test_prewarming_tier_raises_steps_continue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, RaisingContexts, prewarm_share=0.5)
-    assert isinstance(stack.tiers[0], RecentContexts)
+    (tier,) = stack.tiers
+    assert isinstance(tier, RecentContexts)
     stack.step(3)
     assert "raised in ask_recent" in caplog.text
 
@@ -276,7 +286,8 @@ def test_manager_tier_raises_in_each_step_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, raising_tier)
-    stack.tiers[0].failing.add("get_finished_jobs")
+    (tier,) = stack.tiers_of(RaisingTier)
+    tier.failing.add("get_finished_jobs")
     with caplog.at_level(logging.ERROR):
         stack.step(50)
     assert caplog.text.count("raised in get_finished_jobs") == 1
@@ -288,17 +299,19 @@ def test_manager_keyboard_interrupt_in_tier_is_raised(
     described: Described,
 ) -> None:
     stack = make_stack(8, raising_tier)
-    stack.tiers[0].failing.add("submit_store")
-    stack.tiers[0].error = KeyboardInterrupt
+    (tier,) = stack.tiers_of(RaisingTier)
+    tier.failing.add("submit_store")
+    tier.error = KeyboardInterrupt
     req = announce(stack, described("r"))
     with pytest.raises(KeyboardInterrupt):
         stack.store(keys(1), req)
-    stack.tiers[0].failing.clear()
+    tier.failing.clear()
 
 
 def test_has_pending_work_method_without_name_raises_counts_as_idle(
     make_stack: MakeStack,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tier may give out partial functions as methods, which have no ``__name__``."""
 
@@ -306,7 +319,8 @@ def test_has_pending_work_method_without_name_raises_counts_as_idle(
         raise OSError(reason)
 
     stack = make_stack(4, recording_tier)
-    stack.tiers[0].has_pending_work = partial(fail, "no")
+    (tier,) = stack.tiers
+    monkeypatch.setattr(tier, "has_pending_work", partial(fail, "no"))
     assert not stack.manager.has_pending_work()
     assert "the tier is taken as idle" in caplog.text
 
@@ -314,6 +328,7 @@ def test_has_pending_work_method_without_name_raises_counts_as_idle(
 def test_has_pending_work_raises_while_repr_raises_too_counts_as_idle(
     make_stack: MakeStack,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tier whose construction failed half-way may not have a text, either."""
 
@@ -325,6 +340,7 @@ def test_has_pending_work_raises_while_repr_raises_too_counts_as_idle(
             raise AttributeError("name")
 
     stack = make_stack(4, recording_tier)
-    stack.tiers[0].has_pending_work = HalfBuilt()
+    (tier,) = stack.tiers
+    monkeypatch.setattr(tier, "has_pending_work", HalfBuilt())
     assert not stack.manager.has_pending_work()
     assert "the tier is taken as idle" in caplog.text

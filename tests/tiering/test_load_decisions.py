@@ -125,7 +125,7 @@ def test_lookup_prefix_loads_what_is_faster_than_computing(
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = block_s
     req = described("warm", names)
     stack.manager.on_new_request(req)
@@ -136,6 +136,7 @@ def test_lookup_prefix_loads_what_is_faster_than_computing(
         assert [list(job.keys) for job in tier.loads] == [names]
         assert stack.manager.load_reason("warm") is Reason.LOADED
         decision = tier.loads[0].decision
+        assert decision is not None
         assert (decision.load_s, decision.compute_s) == (pytest.approx(0.4), 0.8)
         assert tier.declined == []
     else:
@@ -144,6 +145,7 @@ def test_lookup_prefix_loads_what_is_faster_than_computing(
         assert stack.manager.load_reason("warm") is Reason.TOO_SLOW
         ((declined, decision),) = tier.declined
         assert declined == names
+        assert decision is not None
         assert (decision.load_s, decision.compute_s) == (pytest.approx(1.6), 0.8)
     assert lookup(stack, req, names) == ([True] * 8 if block_s < 0.1 else [])
 
@@ -156,7 +158,7 @@ def test_lookup_prefix_declined_request_asks_no_second_time(
     """A request is not delayed by a load that it did not need at its beginning."""
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = 1.0
     req = described("warm", names)
     stack.manager.on_new_request(req)
@@ -182,7 +184,7 @@ def test_lookup_prefix_declined_request_loads_no_other_group(
         lambda req_id, _: context(req_id, *chains),
         TimedTier,
     )
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = 1.0
     req = context("warm", *chains)
     stack.manager.on_new_request(req)
@@ -200,7 +202,7 @@ def test_lookup_prefix_fastest_tier_loads_what_both_hold(
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
-    near, far = stack.tiers
+    near, far = stack.tiers_of(TimedTier)
     near.block_s, far.block_s = 0.09, 0.01
     req = described("warm", names)
     stack.manager.on_new_request(req)
@@ -227,7 +229,7 @@ def test_lookup_prefix_near_tier_loads_without_slow_far_one(
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier, TimedTier)
-    near, far = stack.tiers
+    near, far = stack.tiers_of(TimedTier)
     for key in names[4:]:
         del near.blocks[key]
     near.block_s, far.block_s = 0.01, 10.0
@@ -248,8 +250,8 @@ def test_lookup_prefix_unknown_speed_loads_everything(
     names = keys(4)
     stack = warm_stack(make_stack, names, described, TimedTier)
     unknown = make_stack(16, TimedTier)
-    unknown.tiers[0].blocks.update(stack.tiers[0].blocks)
-    unknown.tiers[0].block_s = 1e6
+    unknown.tiers_of(TimedTier)[0].blocks.update(stack.tiers_of(TimedTier)[0].blocks)
+    unknown.tiers_of(TimedTier)[0].block_s = 1e6
     req = described("warm", names)
     unknown.manager.on_new_request(req)
     assert lookup(unknown, req, names) == [None] * 4
@@ -274,7 +276,7 @@ def test_lookup_prefix_tier_without_estimates_loads_without_deadline(
     stack.manager.on_new_request(req)
     assert lookup(stack, req, names) == [None] * 4
     stack.step()
-    assert stack.tiers[0].loads[0].deadline is None
+    assert stack.tiers_of(RecordingTier)[0].loads[0].deadline is None
 
 
 def test_lookup_prefix_tier_that_raises_is_computed(
@@ -300,7 +302,7 @@ def test_promotion_beyond_deadline_is_miss_and_keeps_its_rows(
 ) -> None:
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.load_deadline_s = 0.05
     tier.withholds_results = True
     req = described("warm", names)
@@ -329,7 +331,7 @@ def test_on_new_request_reused_id_decides_again(
     """The id is used again while a block of the first request is being written."""
     names = keys(8)
     stack = warm_stack(make_stack, names, described, TimedTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = 1.0
     first = described("twice", names)
     stack.manager.on_new_request(first)
@@ -344,7 +346,9 @@ def test_on_new_request_reused_id_decides_again(
     assert stack.manager.load_reason("twice") is None
     assert lookup(stack, second, names) == [None] * 8
     stack.step(3)
-    assert tier.loads[0].decision.num_runs == 1
+    decision = tier.loads[0].decision
+    assert decision is not None
+    assert decision.num_runs == 1
     assert stack.manager.load_reason("twice") is Reason.LOADED
     assert lookup(stack, second, names) == [True] * 8
     stack.manager.complete_store(written, first)
@@ -374,7 +378,7 @@ def store_blocks(
     stack.manager.on_new_request(req)
     stack.store(names, req)
     stack.manager.on_request_finished(req)
-    for tier in stack.tiers:
+    for tier in stack.tiers_of(PersistentTier):
         assert tier.wait_persisted(req.req_id, 90)
     stack.step()
     stack.clear_primary()
@@ -391,7 +395,7 @@ def test_persistent_tier_stopped_host_is_computed_then_tried_again(
     names = keys(8)
     tier = partial(PersistentTier, url=f"lmdb://{tmp_path}/store")
     stack = store_blocks(make_stack, names, described("cold", names), tier)
-    (store,) = stack.tiers
+    (store,) = stack.tiers_of(PersistentTier)
     stack.manager.load_chooser.prefill.observe(0, 1000, 1000.0)
     (pid,) = host_processes()
     os.kill(pid, signal.SIGSTOP)
@@ -434,7 +438,7 @@ def test_persistent_tier_load_policy_decides(
         load_policy=policy,
     )
     stack = store_blocks(make_stack, names, described("cold", names), tier)
-    (store,) = stack.tiers
+    (store,) = stack.tiers_of(PersistentTier)
     # computing takes no time, so no load is faster
     stack.manager.load_chooser.prefill.observe(0, 1000, 1e-9)
     for req_id in ("first", "second"):
@@ -497,7 +501,7 @@ def test_persistent_tier_late_read_counts_as_the_manager_says(
         load_deadline_s=0.1,
     )
     stack = store_blocks(make_stack, names, described("cold", names), tier)
-    (store,) = stack.tiers
+    (store,) = stack.tiers_of(PersistentTier)
     goes_on = threading.Event()
     read = LmdbBackend.read
 
@@ -547,13 +551,15 @@ def test_lookup_prefix_counts_the_bytes_of_all_groups(
         lambda req_id, _: context(req_id, *chains),
         make_tier,
     )
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = 0.9 * 0.8 / num_blocks  # of 0.8 s for computing
     req = context("warm", *chains)
     stack.manager.on_new_request(req)
     assert lookup(stack, req, chains[0]) == [None] * 8
     stack.step(3)
-    assert tier.loads[0].decision.load_s == pytest.approx(0.72)
+    decision = tier.loads[0].decision
+    assert decision is not None
+    assert decision.load_s == pytest.approx(0.72)
     stack.manager.on_request_finished(req)
     stack.clear_primary()
     tier.block_s = 1.1 * 0.8 / num_blocks
@@ -569,7 +575,7 @@ def test_lookup_prefix_tier_without_end_is_too_slow(
 ) -> None:
     names = keys(2)
     stack = warm_stack(make_stack, names, described, TimedTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(TimedTier)
     tier.block_s = math.inf
     req = described("warm", names)
     stack.manager.on_new_request(req)
@@ -594,7 +600,7 @@ def test_persistent_tiers_earlier_store_loads_again_after_stall(
     )
     far = partial(PersistentTier, url=f"lmdb://{tmp_path}/far", host="thread")
     stack = store_blocks(make_stack, names, described("cold", names), near, far)
-    near_store, far_store = stack.tiers
+    near_store, far_store = stack.tiers_of(PersistentTier)
     stack.manager.load_chooser.prefill.observe(0, 1000, 1000.0)
     goes_on = threading.Event()
     read_near, read_far = DirBlobs.read, LmdbBackend.read

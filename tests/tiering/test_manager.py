@@ -40,15 +40,19 @@ def test_complete_store_success_cascades_to_all_tiers(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, block_level)
+    tiers = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     names = keys(3)
     stack.store(names, req)
-    assert [list(tier.stores[0].keys) for tier in stack.tiers] == [names, names]
+    assert [list(tier.stores[0].keys) for tier in tiers] == [
+        names,
+        names,
+    ]
     assert stack.primary.prepare_store(keys(6), req) is None, (
         "rows that a cascade reads are protected"
     )
     stack.step()
-    assert [len(tier.blocks) for tier in stack.tiers] == [3, 3]
+    assert [len(tier.blocks) for tier in tiers] == [3, 3]
     assert stack.primary.prepare_store(keys(8), req) is not None, (
         "each tier released its own reference"
     )
@@ -60,12 +64,13 @@ def test_complete_store_failure_cascades_nothing(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     names = keys(3)
     output = stack.manager.prepare_store(names, req)
     assert output is not None
     stack.manager.complete_store(output.keys_to_store, req, success=False)
-    assert stack.tiers[0].stores == []
+    assert tier.stores == []
     assert stack.manager.lookup(names[0], req) is False
 
 
@@ -92,6 +97,7 @@ def test_promotion_three_groups_use_one_load_job(
     described: Described,
 ) -> None:
     stack = make_stack(16, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     chains = [keys(3, group) for group in range(3)]
     everything = [key for chain in chains for key in chain]
     first = announce(stack, described("a", *chains))
@@ -100,10 +106,10 @@ def test_promotion_three_groups_use_one_load_job(
     stack.clear_primary()
     second = announce(stack, described("b", *chains))
     assert [stack.manager.lookup(key, second) for key in everything] == [None] * 9
-    assert stack.tiers[0].loads == [], "submitted at the end of the step, not before"
+    assert tier.loads == [], "submitted at the end of the step, not before"
     assert stack.promote(everything, second) == [True] * 9
-    assert len(stack.tiers[0].loads) == 1
-    assert sorted(stack.tiers[0].loads[0].keys) == sorted(everything)
+    assert len(tier.loads) == 1
+    assert sorted(tier.loads[0].keys) == sorted(everything)
     stack.check(everything, stack.manager.prepare_load(everything, second))
     stack.manager.complete_load(everything, second)
 
@@ -114,6 +120,7 @@ def test_promotion_wanted_by_two_requests_loads_block_once(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     requests = [announce(stack, described(name, names)) for name in "bc"]
@@ -121,7 +128,7 @@ def test_promotion_wanted_by_two_requests_loads_block_once(
         assert [stack.manager.lookup(key, req) for key in names] == [None] * 3
     for req in requests:
         assert stack.promote(names, req) == [True] * 3
-    assert len(stack.tiers[0].loads) == 1
+    assert len(tier.loads) == 1
     assert stack.primary.prepare_store(keys(6), requests[0]) is None, "held for both"
     for left, req in enumerate(requests):
         stack.manager.prepare_load(names, req)
@@ -135,13 +142,14 @@ def test_manager_polls_tier_jobs_once_per_step(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     stack.store(keys(2), req)
     for key in keys(50):
         stack.manager.lookup(key, req)
-    assert stack.tiers[0].polls == 0
+    assert tier.polls == 0
     stack.step()
-    assert stack.tiers[0].polls == 1
+    assert tier.polls == 1
 
 
 def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
@@ -150,19 +158,20 @@ def test_prepare_store_without_room_polls_tier_jobs_once_per_step(
     described: Described,
 ) -> None:
     stack = make_stack(4, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     stack.store(keys(4), req)
-    stack.tiers[0].withholds_results = True
+    tier.withholds_results = True
     for _ in range(6):
         assert stack.manager.prepare_store(keys(2), req) is None
     stack.step()
-    assert stack.tiers[0].polls == 1
-    stack.tiers[0].withholds_results = False
+    assert tier.polls == 1
+    tier.withholds_results = False
     assert stack.manager.prepare_store(keys(2), req) is not None, (
         "polled at the first need of the next step"
     )
     stack.step()
-    assert stack.tiers[0].polls == 2
+    assert tier.polls == 2
 
 
 def test_promotion_failed_block_misses_and_is_not_retried(
@@ -171,14 +180,15 @@ def test_promotion_failed_block_misses_and_is_not_retried(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(4)
     store_only_in_tiers(stack, names, described("a", names))
-    stack.tiers[0].unloadable = {names[2]}
+    tier.unloadable = {names[2]}
     req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True, True, False, True]
     stack.step(3)
     assert stack.promote(names, req) == [True, True, False, True]
-    assert len(stack.tiers[0].loads) == 1
+    assert len(tier.loads) == 1
     stack.manager.prepare_load(names[:2], req)
     stack.manager.complete_load(names[:2], req)
     stack.manager.on_request_finished(req)
@@ -340,6 +350,7 @@ def test_promotion_request_cancelled_releases_rows(
     when: str,
 ) -> None:
     stack = make_stack(4, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = announce(stack, described("b", names))
@@ -349,7 +360,7 @@ def test_promotion_request_cancelled_releases_rows(
         stack.step()
     stack.manager.on_request_finished(req)
     stack.step(2)
-    assert len(stack.tiers[0].loads) == (0 if when == "pending" else 1)
+    assert len(tier.loads) == (0 if when == "pending" else 1)
     assert stack.primary.num_free_or_evictable() == 4
     assert not stack.manager.has_pending_work()
 
@@ -385,7 +396,7 @@ def test_prepare_store_request_level_tier_receives_existing_blocks(
     req = described("b", prefix + suffix)
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
     stack.store(prefix + suffix, req)
-    request_level, blocks_only = stack.tiers
+    request_level, blocks_only = stack.tiers_of(RecordingTier)
     assert [list(job.keys) for job in request_level.stores] == [prefix, prefix, suffix]
     assert [list(job.keys) for job in blocks_only.stores] == [prefix, suffix]
     assert stack.primary.num_free_or_evictable() == 16 - 5, (
@@ -401,12 +412,13 @@ def test_prepare_store_block_level_tier_receives_new_blocks_only(
     described: Described,
 ) -> None:
     stack = make_stack(16, block_level)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     for name in "ab":
         req = described(name, names)
         assert stack.manager.on_new_request(req).policy is OffloadPolicy.BLOCK_LEVEL
         stack.store(names, req)
-    assert len(stack.tiers[0].stores) == 1
+    assert len(tier.stores) == 1
 
 
 def test_on_request_finished_tiers_are_notified_after_last_store(
@@ -415,15 +427,16 @@ def test_on_request_finished_tiers_are_notified_after_last_store(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     output = stack.manager.prepare_store(keys(2), req)
     stack.manager.on_request_finished(req)
-    assert ("finished", "r") not in stack.tiers[0].calls
+    assert ("finished", "r") not in tier.calls
     assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
-    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
+    assert tier.calls == [("new", "r"), ("finished", "r")]
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].calls.count(("finished", "r")) == 1
+    assert tier.calls.count(("finished", "r")) == 1
 
 
 def test_on_request_finished_waits_for_blocks_of_another_writer(
@@ -434,6 +447,7 @@ def test_on_request_finished_waits_for_blocks_of_another_writer(
     """Otherwise the manifest is written before all blocks are submitted, and names only a part of
     the context."""
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(2)
     writer, other = (
         announce(stack, described("a", names)),
@@ -442,11 +456,11 @@ def test_on_request_finished_waits_for_blocks_of_another_writer(
     output = stack.manager.prepare_store(names, writer)
     assert stack.new_keys(names, other) == []
     stack.manager.on_request_finished(other)
-    assert ("finished", "b") not in stack.tiers[0].calls
+    assert ("finished", "b") not in tier.calls
     assert output is not None
     stack.manager.complete_store(output.keys_to_store, writer)
-    assert stack.tiers[0].calls[-1] == ("finished", "b")
-    assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
+    assert tier.calls[-1] == ("finished", "b")
+    assert [list(job.keys) for job in tier.stores] == [names]
 
 
 def test_prepare_store_uses_rows_of_ended_cascades(
@@ -455,11 +469,12 @@ def test_prepare_store_uses_rows_of_ended_cascades(
     described: Described,
 ) -> None:
     stack = make_stack(4, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     for _ in range(3):
         stack.store(keys(4), req)  # needs all rows, referenced by the previous cascade
         stack.step()
-    assert [len(job.keys) for job in stack.tiers[0].stores] == [4, 4, 4]
+    assert [len(job.keys) for job in tier.stores] == [4, 4, 4]
 
 
 def test_complete_store_readable_keys_are_ignored(
@@ -468,21 +483,20 @@ def test_complete_store_readable_keys_are_ignored(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
     stack.store(first, req)
     output = stack.manager.prepare_store(second, req)
     stack.manager.on_request_finished(req)
     stack.manager.complete_store(first, req)
-    assert ("finished", "r") not in stack.tiers[0].calls, (
-        "its second store is still in flight"
-    )
+    assert ("finished", "r") not in tier.calls, "its second store is still in flight"
     assert output is not None
     stack.manager.complete_store([*first, *output.keys_to_store, *second], req)
-    assert [list(job.keys) for job in stack.tiers[0].stores] == [first, second], (
+    assert [list(job.keys) for job in tier.stores] == [first, second], (
         "each block cascades once"
     )
-    assert stack.tiers[0].calls[-1] == ("finished", "r")
+    assert tier.calls[-1] == ("finished", "r")
     stack.step(2)
     assert stack.primary.num_free_or_evictable() == 8
 
@@ -493,7 +507,8 @@ def test_cascade_above_share_is_submitted_once_room_is_free(
     described: Described,
 ) -> None:
     stack = make_stack(16, recording, block_level, cascade_share=0.5)
-    for tier in stack.tiers:
+    tiers = stack.tiers_of(RecordingTier)
+    for tier in tiers:
         tier.withholds_results = True
     req = announce(stack, described("r"))
     names = keys(8)
@@ -501,23 +516,23 @@ def test_cascade_above_share_is_submitted_once_room_is_free(
         stack.store(names[start : start + 2], req)
     stack.manager.on_request_finished(req)
     stack.step()
-    assert [[len(job.keys) for job in tier.stores] for tier in stack.tiers] == [
+    assert [[len(job.keys) for job in tier.stores] for tier in tiers] == [
         [2, 2],
         [2, 2],
     ]
     assert stack.primary.num_free_or_evictable() == 12, (
         "blocks whose cascade waits may be evicted"
     )
-    assert ("finished", "r") not in stack.tiers[0].calls, (
+    assert ("finished", "r") not in tiers[0].calls, (
         "its last store was not submitted yet"
     )
     assert stack.manager.has_pending_work()
-    for tier in stack.tiers:
+    for tier in tiers:
         tier.withholds_results = False
     stack.step(2)
-    assert [set(tier.blocks) for tier in stack.tiers] == [set(names)] * 2
+    assert [set(tier.blocks) for tier in tiers] == [set(names)] * 2
     assert stack.manager.stats.dropped_cascades == 0
-    assert stack.tiers[0].calls.count(("finished", "r")) == 1
+    assert tiers[0].calls.count(("finished", "r")) == 1
     assert not stack.manager.has_pending_work()
 
 
@@ -527,7 +542,7 @@ def test_cascade_above_share_evicted_while_it_waits_is_counted_and_ends_request(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, cascade_share=0.5)
-    tier = stack.tiers[0]
+    tier = stack.tiers_of(RecordingTier)[0]
     tier.withholds_results = True
     req, other = announce(stack, described("r")), announce(stack, described("other"))
     names = keys(6)
@@ -552,7 +567,7 @@ def test_cascades_above_share_wait_in_bounded_queue(
 ) -> None:
     """A tier that never ends a job leaves no more blocks waiting than there are rows."""
     stack = make_stack(8, recording, cascade_share=0.25)
-    tier = stack.tiers[0]
+    tier = stack.tiers_of(RecordingTier)[0]
     tier.withholds_results = True
     req = announce(stack, described("r"))
     stack.store(keys(2), req)
@@ -569,7 +584,7 @@ def test_cascades_above_share_of_reset_cache_are_not_submitted(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, cascade_share=0.25)
-    tier = stack.tiers[0]
+    tier = stack.tiers_of(RecordingTier)[0]
     tier.withholds_results = True
     req = announce(stack, described("r"))
     first, second = keys(2), keys(2)
@@ -595,7 +610,7 @@ def test_cascades_above_share_are_submitted_by_shutdown(
     for start in range(0, 6, 2):
         stack.store(names[start : start + 2], req)
     stack.manager.on_request_finished(req)
-    tier = stack.tiers[0]
+    tier = stack.tiers_of(RecordingTier)[0]
     stack.manager.shutdown()
     assert [key for job in tier.stores for key in job.keys] == names
     assert ("finished", "r") in tier.calls
@@ -607,17 +622,18 @@ def test_manager_asks_tiers_in_order_and_touches_all(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
+    tiers = stack.tiers_of(RecordingTier)
     names = keys(2)
     store_only_in_tiers(stack, names, described("a", names))
-    del stack.tiers[0].blocks[names[1]]
+    del tiers[0].blocks[names[1]]
     req = announce(stack, described("b", names))
     assert stack.promote(names, req) == [True, True]
-    assert [list(tier.loads[0].keys) for tier in stack.tiers] == [
+    assert [list(tier.loads[0].keys) for tier in tiers] == [
         [names[0]],
         [names[1]],
     ]
     stack.manager.touch(names, req)
-    assert [tier.touched for tier in stack.tiers] == [names, names]
+    assert [tier.touched for tier in tiers] == [names, names]
 
 
 def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
@@ -626,7 +642,7 @@ def test_reset_cache_drops_blocks_and_frees_rows_as_jobs_end(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
-    tier = stack.tiers[0]
+    tier = stack.tiers_of(RecordingTier)[0]
     names, others = keys(3), keys(2)
     req = announce(stack, described("a", names))
     stack.store(names, req)  # its cascade is in flight
@@ -672,10 +688,11 @@ def test_manager_repeated_job_result_is_logged_and_ignored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     req = announce(stack, described("r"))
     stack.store(keys(2), req)
     stack.step()
-    stack.tiers[0].completed_jobs = [JobResult(0, True)]
+    tier.completed_jobs = [JobResult(0, True)]
     with caplog.at_level(logging.ERROR):
         stack.step()
     assert "job 0, which is not in flight" in caplog.text

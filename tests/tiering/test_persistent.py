@@ -97,7 +97,7 @@ def test_persistent_tier_restarted_stack_promotes_stored_blocks(
     assert first.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
     first.store(everything, req)
     first.manager.on_request_finished(req)
-    assert first.tiers[0].wait_persisted("a", 90)
+    assert first.tiers_of(PersistentTier)[0].wait_persisted("a", 90)
     events = first.step()
     assert {event.medium for event in events} == {"CPU", "persistent"}
 
@@ -123,7 +123,7 @@ def test_persistent_tier_pin_and_ttl_apply_only_to_their_request(
     tmp_path: Path,
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     for name in "ab":
         names = keys(4)
         req = described(name, names)
@@ -154,7 +154,7 @@ def test_persistent_tier_held_blocks_are_not_submitted_again(
     tmp_path: Path,
 ) -> None:
     stack = make_stack(16, lmdb(tmp_path))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     names = keys(4)
     for name in "abc":
         req = described(name, names)
@@ -176,7 +176,7 @@ def test_persistent_tier_host_killed_in_flight_misses_and_restarts(
 ) -> None:
     """Rows are released, lookups miss, the host restarts, and durable blocks are found again."""
     stack = make_stack(16, lmdb(tmp_path))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     names, lost = keys(4), keys(4)
     req = described("a", names)
     stack.manager.on_new_request(req)
@@ -267,12 +267,13 @@ def test_persistent_tier_strict_identity_other_weights_raises(
     tmp_path: Path,
 ) -> None:
     stack = make_stack(4, lmdb(tmp_path))
+    (tier,) = stack.tiers_of(PersistentTier)
     names = keys(1)
     req = described("a", names)
     stack.manager.on_new_request(req)
     stack.store(names, req)
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].wait_persisted("a", 90)
+    assert tier.wait_persisted("a", 90)
 
     def other_weights(config: OffloadingConfig, view: memoryview) -> PersistentTier:
         changed = OffloadingConfig(
@@ -299,7 +300,7 @@ def test_persistent_tier_unusable_store_starts_and_attaches_later(
     """A store costs time, never a start."""
     (tmp_path / "store").write_text("in the way")
     stack = make_stack(16, lmdb(tmp_path, host=host))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     chain = keys(6, 0)
     req = described("a", chain, [])
     stack.manager.on_new_request(req)
@@ -347,7 +348,7 @@ def test_persistent_tier_full_store_evicts_touched_blocks_last(
             PersistentTier, url=f"lmdb://{tmp_path}/store?capacity=1MiB", host=host
         ),
     )
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     kept = keys(4, 2)
     hot = described("hot", [], [], kept)
     others: list[OffloadKey] = []
@@ -366,7 +367,9 @@ def test_persistent_tier_full_store_evicts_touched_blocks_last(
     held = [bool(tier.lookup(key, hot)) for key in others]
     assert not all(held)
     assert held[-4:] == [True] * 4
-    assert tier.client.stats().host.counters.dropped_blocks == 0
+    stats = tier.client.stats().host
+    assert stats is not None
+    assert stats.counters.dropped_blocks == 0
 
 
 def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(
@@ -375,16 +378,17 @@ def test_lookup_prefix_mixed_tiers_answers_as_single_lookups(
     tmp_path: Path,
 ) -> None:
     stack = make_stack(32, lmdb(tmp_path))
+    (tier,) = stack.tiers_of(PersistentTier)
     names, request = keys(24), ReqContext("a")
     stack.manager.on_new_request(request)
     stack.store(names[:20], request)
     stack.manager.on_request_finished(request)
-    assert stack.tiers[0].wait_persisted("a", 90)
+    assert tier.wait_persisted("a", 90)
     stack.clear_primary()
     other = ReqContext("b")
     stack.manager.on_new_request(other)
     stack.promote(names[:4], other)
-    assert stack.tiers[0].lookup_prefix(names, other) == 20
+    assert tier.lookup_prefix(names, other) == 20
     assert stack.manager.lookup_prefix(names, other) == [True] * 4 + [None] * 16
     assert all(stack.promote(names[:20], other))
     assert stack.manager.lookup_prefix(names, other) == [True] * 20
@@ -398,7 +402,7 @@ def test_prefetch_text_without_encoding_is_ignored(
 ) -> None:
     """Otherwise the request for its contexts would be repeated, and fail, in each step."""
     stack = make_stack(16, lmdb(tmp_path))
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(PersistentTier)
     for choice in (Choice(request="\ud800"), Choice(labels={"session": "\ud800"})):
         tier.prefetch(choice)
         assert not tier.prefetch_waits
@@ -411,7 +415,7 @@ def test_prefetch_after_changed_weights_keeps_no_engine_awake(
     make_stack: MakeStack,
     tmp_path: Path,
 ) -> None:
-    tier = make_stack(16, lmdb(tmp_path)).tiers[0]
+    tier = make_stack(16, lmdb(tmp_path)).tiers_of(PersistentTier)[0]
     assert isinstance(tier, PersistentTier)
     tier.prefetch(Choice(labels={"session": "7"}))
     assert tier.prefetch_waits

@@ -103,7 +103,7 @@ def fill(
     stack.manager.on_new_request(req)
     stack.store(chain, req)
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].wait_persisted(name, 90)
+    assert stack.tiers_of(PersistentTier)[0].wait_persisted(name, 90)
     stack.step()
 
 
@@ -166,7 +166,7 @@ def test_prefetch_after_prewarming_has_ended_promotes_context(
         assert time.monotonic() < deadline
         stack.step()
 
-    stack.tiers[0].prefetch(StoredContext(DEFAULT_TENANT, old))
+    stack.tiers_of(PersistentTier)[0].prefetch(StoredContext(DEFAULT_TENANT, old))
     asking = described("asking", old)
     while not all(stack.manager.primary_tier.is_ready(key) for key in old):
         assert time.monotonic() < deadline

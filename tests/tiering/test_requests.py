@@ -35,6 +35,7 @@ def test_lookup_unannounced_request_is_promoted(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
@@ -45,7 +46,7 @@ def test_lookup_unannounced_request_is_promoted(
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
-    assert stack.tiers[0].calls[-2:] == [("new", "b"), ("finished", "b")]
+    assert tier.calls[-2:] == [("new", "b"), ("finished", "b")]
 
 
 def test_lookup_unannounced_request_joins_promotion_in_flight(
@@ -54,6 +55,7 @@ def test_lookup_unannounced_request_joins_promotion_in_flight(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     announced, unannounced = described("b", names), described("c", names)
@@ -66,7 +68,7 @@ def test_lookup_unannounced_request_joins_promotion_in_flight(
         "held for the unannounced request alone"
     )
     load(stack, names, unannounced)
-    assert len(stack.tiers[0].loads) == 1
+    assert len(tier.loads) == 1
 
 
 def test_unannounced_request_is_announced_to_tiers_once(
@@ -75,13 +77,14 @@ def test_unannounced_request_is_announced_to_tiers_once(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(2)
     req = described("r", names)
     assert stack.manager.lookup(names[0], req) is False
     stack.store(names, req)
     assert stack.manager.on_new_request(req).policy is OffloadPolicy.REQUEST_LEVEL
     stack.manager.on_request_finished(req)
-    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
+    assert tier.calls == [("new", "r"), ("finished", "r")]
 
 
 def test_unannounced_request_that_stores_ends_after_its_last_store(
@@ -90,15 +93,16 @@ def test_unannounced_request_that_stores_ends_after_its_last_store(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(2)
     req = described("r", names)
     output = stack.manager.prepare_store(names, req)
     stack.manager.on_request_finished(req)
-    assert ("finished", "r") not in stack.tiers[0].calls
+    assert ("finished", "r") not in tier.calls
     assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
-    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
-    assert [list(job.keys) for job in stack.tiers[0].stores] == [names]
+    assert tier.calls == [("new", "r"), ("finished", "r")]
+    assert [list(job.keys) for job in tier.stores] == [names]
 
 
 def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
@@ -107,6 +111,7 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
@@ -118,11 +123,7 @@ def test_on_new_request_twice_keeps_held_rows_and_leaks_none(
     load(stack, names, req)
     stack.manager.on_request_finished(req)
     assert stack.primary.num_free_or_evictable() == 8
-    assert (
-        stack.tiers[0].calls.count(("new", "b"))
-        == stack.tiers[0].calls.count(("finished", "b"))
-        == 1
-    )
+    assert tier.calls.count(("new", "b")) == tier.calls.count(("finished", "b")) == 1
 
 
 @pytest.mark.parametrize("when", ["pending", "in flight"])
@@ -133,6 +134,7 @@ def test_on_new_request_twice_during_promotion_still_waits(
     when: str,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     req = described("b", names)
@@ -147,7 +149,7 @@ def test_on_new_request_twice_during_promotion_still_waits(
     stack.manager.on_request_finished(req)
     stack.step()
     assert stack.primary.num_free_or_evictable() == 8
-    assert len(stack.tiers[0].loads) == 1
+    assert len(tier.loads) == 1
 
 
 def test_on_new_request_twice_ends_with_newest_description(
@@ -156,12 +158,13 @@ def test_on_new_request_twice_ends_with_newest_description(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     names = keys(2)
     stack.manager.lookup(names[0], described("r"))
     newest = described("r", names)
     stack.manager.on_new_request(newest)
     stack.manager.on_request_finished(newest)
-    assert stack.tiers[0].ended[-1] is newest
+    assert tier.ended[-1] is newest
 
 
 def test_on_new_request_reused_id_during_stores_ends_once(
@@ -171,6 +174,7 @@ def test_on_new_request_reused_id_during_stores_ends_once(
 ) -> None:
     """The same id is used again before the stores of the first request have ended."""
     stack = make_stack(8, recording)
+    (tier,) = stack.tiers_of(RecordingTier)
     first, second = keys(2), keys(2)
     req = described("r", first)
     stack.manager.on_new_request(req)
@@ -180,12 +184,10 @@ def test_on_new_request_reused_id_during_stores_ends_once(
     stack.manager.on_new_request(again)
     assert output is not None
     stack.manager.complete_store(output.keys_to_store, req)
-    assert ("finished", "r") not in stack.tiers[0].calls, (
-        "the second request has not ended"
-    )
+    assert ("finished", "r") not in tier.calls, "the second request has not ended"
     stack.store(second, again)
     stack.manager.on_request_finished(again)
-    assert stack.tiers[0].calls == [("new", "r"), ("finished", "r")]
+    assert tier.calls == [("new", "r"), ("finished", "r")]
     stack.step(2)
     assert stack.primary.num_free_or_evictable() == 8
     assert not stack.manager.has_pending_work()
@@ -197,7 +199,7 @@ def test_promoted_block_reaches_request_level_tiers_once_readable(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
-    near, far = stack.tiers
+    near, far = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
@@ -233,7 +235,7 @@ def test_promoted_block_offered_meanwhile_reaches_request_level_tiers(
     """A request computes a block during another request's promotion of it, and ends before that
     promotion."""
     stack = make_stack(8, recording, recording)
-    near, far = stack.tiers
+    near, far = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
@@ -268,7 +270,7 @@ def test_promoted_block_does_not_reach_block_level_tiers(
     described: Described,
 ) -> None:
     stack = make_stack(8, block_level, recording)
-    near, _ = stack.tiers
+    near, _ = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
@@ -284,7 +286,7 @@ def test_promoted_block_of_request_without_stores_stays_in_its_tier(
     described: Described,
 ) -> None:
     stack = make_stack(8, recording, recording)
-    near, _ = stack.tiers
+    near, _ = stack.tiers_of(RecordingTier)
     names = keys(3)
     store_only_in_tiers(stack, names, described("a", names))
     near.blocks.clear()
@@ -305,7 +307,7 @@ def test_store_threshold_held_blocks_reach_request_level_tiers(
     """The blocks were promoted, so they are held although no request has looked them up often
     enough."""
     stack = make_stack(8, recording, recording)
-    near, far = stack.tiers
+    near, far = stack.tiers_of(RecordingTier)
     names = keys(4)
     store_only_in_tiers(stack, names, described("a", names))
     assert stack.promote(names, described("b", names)) == [True] * 4

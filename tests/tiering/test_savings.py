@@ -53,7 +53,7 @@ def stack(
     made.manager.on_new_request(cold)
     made.store(names, cold)
     made.manager.on_request_finished(cold)
-    assert made.tiers[0].wait_persisted("cold", 90)
+    assert made.tiers_of(PersistentTier)[0].wait_persisted("cold", 90)
     made.step()
     made.clear_primary()
     return made
@@ -108,7 +108,7 @@ def test_blocks_that_arrive_after_their_deadline_save_nothing(
     names: list[OffloadKey],
     url: str,
 ) -> None:
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(WithholdingTier)
     tier.load_deadline_s = 0.05
     tier.withholds_results = True
     req = described("warm", names)

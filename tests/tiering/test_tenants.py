@@ -214,8 +214,7 @@ def open_engine(
 
 
 def tier_of(engine: TenantEngine) -> PersistentTier:
-    (tier,) = engine.stack.tiers
-    assert isinstance(tier, PersistentTier)
+    (tier,) = engine.stack.tiers_of(PersistentTier)
     return tier
 
 
@@ -328,7 +327,7 @@ def test_abandoned_load_of_one_tenant_does_not_bar_blocks_of_another(
     chains: list[list[OffloadKey]],
 ) -> None:
     stack = make_stack(64, RecordingTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(RecordingTier)
     engine = TenantEngine(stack, chains)
     engine.run("cold", "anna", 4)
     engine.step()
@@ -492,7 +491,7 @@ def test_reused_request_id_of_another_tenant_stores_nothing_of_the_first(
 ) -> None:
     """A finished request awaits the promotion of its blocks, when its id is used again."""
     stack = make_stack(16, RecordingTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(RecordingTier)
     names = [tenant_key("anna", key) for key in keys(2)]
     manager = stack.manager
     cold = ReqContext("cold", tenant="anna")
@@ -532,7 +531,7 @@ def test_random_interleavings_never_mix_tenants(
     blocks are evicted from a small primary tier."""
     random_ = random.Random(seed)
     stack = make_stack(random_.choice((10, 24, 60)), RecordingTier)
-    (tier,) = stack.tiers
+    (tier,) = stack.tiers_of(RecordingTier)
     engine = TenantEngine(stack, chains)
     live: dict[str, tuple[str | None, int]] = {}
     num_begun = num_loaded = 0

@@ -21,7 +21,7 @@ from persistkv.memory.rows import StagedBlocks
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 
 TARGET = 0.8
@@ -52,7 +52,7 @@ class Churn:
             pack = PackWriter(
                 self._namespace,
                 RawCodec(),
-                [Segment(0, BLOCK_BYTES, keys, self._source, 0)],
+                [Section(0, BLOCK_BYTES, keys, self._source, 0)],
             )
             begin = time.perf_counter()
             result = self._backend.commit(self._namespace, CommitBatch([pack]))

@@ -37,7 +37,7 @@ from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.keys import StoreKey
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv_lmdb import LmdbBackend
@@ -107,8 +107,8 @@ def new_pack(namespace: bytes, seal: Seal) -> PackWriter:
     """Return a pack of one block with a random key."""
     block = np.zeros((1, _BLOCK_BYTES), np.uint8)
     key = os.urandom(32) + bytes(4)
-    segment = Segment(0, _BLOCK_BYTES, [key], StagedBlocks([block]), 0)
-    return PackWriter(namespace, RawCodec(), [segment], seal=seal)
+    section = Section(0, _BLOCK_BYTES, [key], StagedBlocks([block]), 0)
+    return PackWriter(namespace, RawCodec(), [section], seal=seal)
 
 
 class Commit(NamedTuple):

@@ -39,7 +39,7 @@ from benchmarks.s3_simulation import START, CountingBlobs, Process, World, dolla
 from persistkv.memory.rows import StagedBlocks
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.shared import SharedBackend, SharedOptions
@@ -77,7 +77,7 @@ def pack_of(draw: random.Random, blocks: int = BLOCKS) -> PackWriter:
     words = draw.randbytes(32 * blocks)
     keys = [words[start : start + 32] + bytes(4) for start in range(0, len(words), 32)]
     staged = StagedBlocks([np.zeros((blocks, 8), np.uint8)])
-    return PackWriter(IDENTITY.digest, RawCodec(), [Segment(0, 8, keys, staged, 0)])
+    return PackWriter(IDENTITY.digest, RawCodec(), [Section(0, 8, keys, staged, 0)])
 
 
 class Engine:

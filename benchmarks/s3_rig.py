@@ -18,7 +18,7 @@ from benchmarks.store_rig import fresh_keys
 from persistkv.config import StoreUrl
 from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv_s3 import S3Backend
 
@@ -72,10 +72,10 @@ def make_bucket(endpoint: str) -> str:
 
 def pack_of(namespace: bytes, blocks: ByteArray, seal: Seal = PLAIN) -> PackWriter:
     """Return a pack of these blocks under new random keys."""
-    segment = Segment(
+    section = Section(
         0, blocks.shape[1], fresh_keys(len(blocks)), StagedBlocks([blocks]), 0
     )
-    return PackWriter(namespace, RawCodec(), [segment], seal=seal)
+    return PackWriter(namespace, RawCodec(), [section], seal=seal)
 
 
 def open_alone(url: str) -> S3Backend:

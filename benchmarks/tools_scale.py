@@ -36,7 +36,7 @@ from persistkv.storage.backend import CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 
 TARGETS = {"stat": 2.0, "ls": 1.0, "show": 1.0}  # seconds
@@ -132,7 +132,7 @@ def fill(url: str, requests: int, blocks: int, block_bytes: int) -> str:
                 pack = PackWriter(
                     namespace,
                     RawCodec(),
-                    [Segment(0, block_bytes, keys, source, len(prefix))],
+                    [Section(0, block_bytes, keys, source, len(prefix))],
                 )
                 packs.append(pack)
                 chains.append(prefix + keys)

@@ -13,7 +13,7 @@ from persistkv.storage.backend import ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys, PackTable
-from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
+from persistkv.storage.format.pack_writer import NewPack, PackWriter, Section
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.tenants import DEFAULT_TENANT
 
@@ -42,7 +42,7 @@ def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
     return blocks
 
 
-def sample_segment(
+def sample_section(
     seed: int,
     *,
     group: int = 0,
@@ -51,7 +51,7 @@ def sample_segment(
     hash_bytes: int = 32,
     content: int | None = None,
     depth: int = 0,
-) -> Segment:
+) -> Section:
     """Return consecutive blocks of one group, for a pack.
 
     :param content: seed of the blocks' bytes; None: the seed of the keys.
@@ -60,7 +60,7 @@ def sample_segment(
     content_seed = seed if content is None else content
     rows = sample_blocks(content_seed, blocks, block_bytes)
     keys = sample_keys(seed, blocks, group=group, hash_bytes=hash_bytes)
-    return Segment(group, block_bytes, keys, StagedBlocks([rows]), depth)
+    return Section(group, block_bytes, keys, StagedBlocks([rows]), depth)
 
 
 def sample_pack(
@@ -75,17 +75,17 @@ def sample_pack(
     seal: Seal = PLAIN,
     tenant: str = DEFAULT_TENANT,
 ) -> PackWriter:
-    """Return a pack of consecutive blocks of group 0; see ``sample_segment``. The default codec is
+    """Return a pack of consecutive blocks of group 0; see ``sample_section``. The default codec is
     ``raw``.
 
     :param seal: of the store (``Backend.seal``).
     """
-    segment = sample_segment(
+    section = sample_section(
         seed, blocks=blocks, block_bytes=block_bytes, content=content, depth=depth
     )
     if codec is None:
         codec = RawCodec()
-    return PackWriter(namespace, codec, [segment], seal=seal, tenant=tenant)
+    return PackWriter(namespace, codec, [section], seal=seal, tenant=tenant)
 
 
 def payload_of(pack: NewPack) -> bytes:
@@ -93,7 +93,7 @@ def payload_of(pack: NewPack) -> bytes:
     frames if a key seals them."""
     if pack.seal.encrypts and isinstance(pack, PackWriter):
         # its own stream would seal it with a new key
-        pack = PackWriter(pack.namespace, pack.codec, pack.segments)
+        pack = PackWriter(pack.namespace, pack.codec, pack.sections)
     return b"".join(map(bytes, pack.stream()))
 
 

@@ -30,7 +30,7 @@ from persistkv.testing.samples import (
     sample_keys,
     sample_manifest,
     sample_pack,
-    sample_segment,
+    sample_section,
 )
 
 
@@ -539,8 +539,8 @@ class CatalogueRules(BackendSuite):
         codec: RawCodec | ZstdCodec,
     ) -> None:
         segments = [
-            sample_segment(1, group=0, blocks=20, block_bytes=100_000),
-            sample_segment(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
+            sample_section(1, group=0, blocks=20, block_bytes=100_000),
+            sample_section(2, group=1, blocks=7, block_bytes=4097, hash_bytes=8),
         ]
         pack = PackWriter(namespace, codec, segments)
         backend.commit(namespace, CommitBatch([pack]))

@@ -27,7 +27,7 @@ from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackedKeys
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
-from persistkv.testing.samples import sample_segment
+from persistkv.testing.samples import sample_section
 from persistkv_lmdb import LmdbBackend
 
 IDENTITY = Identity.of({"test": "crash"})
@@ -42,7 +42,7 @@ _Result = TypeVar("_Result")
 def make_pack(namespace: bytes, number: int) -> PackWriter:
     """Return the pack with a number: 1 to 60 blocks (16 KiB to 960 KiB)."""
     blocks = 1 + random.Random(number).randrange(60) ** 2 // 60
-    segment = sample_segment(
+    segment = sample_section(
         number, blocks=blocks, block_bytes=BLOCK_BYTES, depth=16 * (number % 8)
     )
     return PackWriter(namespace, RawCodec(), [segment])

@@ -62,7 +62,7 @@ from persistkv.storage.format.pack import (
     pack_frames,
     with_trailer,
 )
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.format.seal import PLAIN, KeySeal, Seal
 from persistkv.storage.identity import Identity
 from persistkv.storage.records import StoreOptions
@@ -160,12 +160,12 @@ def keys(group: int, hash_bytes: int = 32) -> list[bytes]:
 def packs(seal: Seal = PLAIN) -> list[PackWriter]:
     """Return one pack for each codec and kind of table."""
     both = [
-        Segment(
+        Section(
             group, SIZES[group], keys(group), StagedBlocks([blocks(group)]), depth=0
         )
         for group in (0, 1)
     ]
-    uneven = Segment(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], StagedBlocks([blocks(0)]))
+    uneven = Section(0, BLOCK, keys(0)[:2] + keys(0, 16)[2:], StagedBlocks([blocks(0)]))
     made = [
         (RawCodec(), both),
         (ZstdCodec(), both[:1]),
@@ -173,8 +173,8 @@ def packs(seal: Seal = PLAIN) -> list[PackWriter]:
         (PlanesCodec(4), [uneven]),
     ]
     return [
-        PackWriter(IDENTITY.digest, codec, segments, seal=seal)
-        for codec, segments in made
+        PackWriter(IDENTITY.digest, codec, sections, seal=seal)
+        for codec, sections in made
     ]
 
 
@@ -318,10 +318,10 @@ def _serve(number: int, table: bytes, payload: bytes, *, exact: bool) -> bool:
         threads=threads,
     )
     wanted = [
-        (segment.group, key, block)
-        for segment in PACKS[number].segments
+        (section.group, key, block)
+        for section in PACKS[number].sections
         for key, block in zip(
-            segment.keys, segment.source.gather(0, 4).reshape(4, -1), strict=True
+            section.keys, section.source.gather(0, 4).reshape(4, -1), strict=True
         )
     ]
     keys = [key for _, key, _ in wanted]

@@ -12,9 +12,9 @@ from persistkv.storage.format.pack import (
     PackTable,
     decode_frame,
 )
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.format.seal import PLAIN
-from persistkv.testing.samples import sample_segment
+from persistkv.testing.samples import sample_section
 
 NAMESPACE = bytes(range(16))
 
@@ -28,9 +28,9 @@ FRAME = struct.Struct("<IIIIQQ16s")
 TRAILER = struct.Struct("<QQ8s")
 
 
-def write(*segments: Segment, codec: Codec | None = None) -> tuple[bytes, PackTable]:
+def write(*sections: Section, codec: Codec | None = None) -> tuple[bytes, PackTable]:
     """Write a pack; return its payload and its table."""
-    pack = PackWriter(NAMESPACE, codec or RawCodec(), segments)
+    pack = PackWriter(NAMESPACE, codec or RawCodec(), sections)
     return b"".join(map(bytes, pack.stream())), pack.table
 
 
@@ -41,8 +41,8 @@ def sealed(table: bytes) -> bytes:
     )
 
 
-def raw_blocks(part: Segment) -> dict[bytes, bytes]:
-    """Return the blocks of a sample segment by key."""
+def raw_blocks(part: Section) -> dict[bytes, bytes]:
+    """Return the blocks of a sample section by key."""
     raw, size = part.source.gather(0, len(part.keys)).tobytes(), part.block_bytes
     return {
         key: raw[number * size : (number + 1) * size]
@@ -69,8 +69,8 @@ def blocks_of(payload: bytes, table: PackTable) -> dict[bytes, bytes]:
     return blocks
 
 
-segments = st.builds(
-    sample_segment,
+sections = st.builds(
+    sample_section,
     st.integers(0, 1 << 30),
     group=st.integers(0, 3),
     blocks=st.integers(1, 9),

@@ -11,7 +11,7 @@ import pytest
 from persistkv.config import GroupLayout, RowLayout
 from persistkv.memory.rows import RowBlocks, Rows
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
-from persistkv.storage.format.pack_writer import Segment
+from persistkv.storage.format.pack_writer import Section
 from persistkv.storage.store.commit_pipeline import Blocks, blocks_per_pack, plan_packs
 
 STRIDE = 4096
@@ -45,12 +45,12 @@ SegmentShape = tuple[int, int, list[bytes], list[int], int]
 """Group, bytes per block, keys, rows and depth of a segment."""
 
 
-def shape(packs: Iterable[Sequence[Segment]]) -> list[list[SegmentShape]]:
+def shape(packs: Iterable[Sequence[Section]]) -> list[list[SegmentShape]]:
     """Describe the content of each pack by its segments."""
     return [[shape_of(segment) for segment in segments] for segments in packs]
 
 
-def shape_of(segment: Segment) -> SegmentShape:
+def shape_of(segment: Section) -> SegmentShape:
     source = segment.source
     assert isinstance(source, RowBlocks)
     return (

@@ -16,7 +16,7 @@ from persistkv.storage.backend import Backend, CommitBatch, ManifestWrite
 from persistkv.storage.format.codec import Codec, RawCodec
 from persistkv.storage.format.manifest import RequestManifest, context_digest
 from persistkv.storage.format.pack import PackedKeys
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_pack
 
@@ -95,12 +95,12 @@ class Contexts:
         self.backend.commit(self.namespace, CommitBatch(packs, writes))
 
     def _packs(self, name: str, chains: Sequence[list[bytes]]) -> list[PackWriter]:
-        segments = []
+        sections = []
         for group, keys in enumerate(chains):
             new = [key for key in keys if key not in self._pack_of_key]
             if new:
-                segments.append(
-                    Segment(
+                sections.append(
+                    Section(
                         group,
                         self._block_bytes,
                         new,
@@ -108,12 +108,12 @@ class Contexts:
                         keys.index(new[0]),
                     )
                 )
-        if not segments:
+        if not sections:
             return []
-        pack = PackWriter(self.namespace, self._codec, segments)
+        pack = PackWriter(self.namespace, self._codec, sections)
         self.packs[name] = pack.pack_id
         self._pack_of_key.update(
-            (key, pack.pack_id) for segment in segments for key in segment.keys
+            (key, pack.pack_id) for section in sections for key in section.keys
         )
         return [pack]
 

@@ -47,7 +47,7 @@ class BlockSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Segment:
+class Section:
     """Consecutive blocks of one group that a pack will contain."""
 
     group: int
@@ -67,7 +67,7 @@ class Segment:
 
     def frame_bounds(self) -> Iterator[tuple[int, int]]:
         """Iterate over the frames: index of the first block, and index after the last one, in this
-        segment."""
+        section."""
         num_blocks = len(self.keys)
         per_frame = max(1, FRAME_BYTES // self.block_bytes)
         for start in range(0, num_blocks, per_frame):
@@ -258,7 +258,7 @@ class PackCopy(NewPack):
 
 
 class PackWriter(NewPack):
-    """A pack whose frames are encoded and sealed from segments during ``stream``. Holds one encoded
+    """A pack whose frames are encoded and sealed from sections during ``stream``. Holds one encoded
     frame in memory, or a few if other threads encode frames.
 
     :param start_frame: starts the encoding of a frame in another thread; None: each frame is
@@ -273,7 +273,7 @@ class PackWriter(NewPack):
         self,
         namespace: bytes,
         codec: Codec,
-        segments: Sequence[Segment],
+        sections: Sequence[Section],
         start_frame: StartFrame | None = None,
         seal: Seal = PLAIN,
         tenant: str = DEFAULT_TENANT,
@@ -283,12 +283,12 @@ class PackWriter(NewPack):
         raw_length = 0
         payload_bound = 0
         # the totals are known before anything is encoded: commits reserve space by them
-        for segment in segments:
-            all_keys += segment.keys
-            raw_length += segment.raw_length
-            for start, stop in segment.frame_bounds():
+        for section in sections:
+            all_keys += section.keys
+            raw_length += section.raw_length
+            for start, stop in section.frame_bounds():
                 num_frames += 1
-                frame_bytes = (stop - start) * segment.block_bytes
+                frame_bytes = (stop - start) * section.block_bytes
                 payload_bound += align(frame_bytes)
         keys = PackedKeys.of(all_keys)
         if len(set(all_keys)) < len(all_keys):
@@ -308,7 +308,7 @@ class PackWriter(NewPack):
             seal=seal,
             tenant=tenant,
         )
-        self.segments = segments
+        self.sections = sections
         """The blocks; empty after ``release``."""
         self.codec = codec
         self._start_frame = start_frame
@@ -422,7 +422,7 @@ class PackWriter(NewPack):
         again.
         """
         self.end_reads()
-        self.segments = ()
+        self.sections = ()
 
     def _stored_frames(self, frame_seal: FrameSeal) -> Iterator[_StoredFrame]:
         """Yield the frames in order, encoded in other threads if the pack has a codec."""
@@ -446,10 +446,10 @@ class PackWriter(NewPack):
     def _frame_calls(self, frame_seal: FrameSeal) -> Iterator[_MakeFrame]:
         """Yield, for each frame of the pack in order, the call that encodes and seals the frame."""
         number = 0
-        for segment in self.segments:
-            for start, stop in segment.frame_bounds():
+        for section in self.sections:
+            for start, stop in section.frame_bounds():
                 yield partial(
-                    self._encode_and_seal, frame_seal, number, segment, start, stop
+                    self._encode_and_seal, frame_seal, number, section, start, stop
                 )
                 number += 1
 
@@ -457,30 +457,30 @@ class PackWriter(NewPack):
         self,
         frame_seal: FrameSeal,
         number: int,
-        segment: Segment,
+        section: Section,
         start: int,
         stop: int,
     ) -> _StoredFrame:
         """Encode and seal frame ``number`` of the pack: blocks ``start`` to ``stop`` (exclusive) of
-        a segment. Without encryption, a raw frame is returned without its tag."""
-        keys = segment.keys[start:stop]
-        depth = segment.depth
+        a section. Without encryption, a raw frame is returned without its tag."""
+        keys = section.keys[start:stop]
+        depth = section.depth
         if depth != UNKNOWN_DEPTH:
             depth += start
         num_blocks = stop - start
         # describe the blocks as a raw frame; ``_make_table`` sets the offset
         frame = Frame(
-            segment.group,
+            section.group,
             num_blocks,
-            segment.block_bytes,
+            section.block_bytes,
             depth,
             offset=0,
-            stored_length=num_blocks * segment.block_bytes,
+            stored_length=num_blocks * section.block_bytes,
             tag=b"",
         )
-        encoded = self._encoded(segment, start, stop)
+        encoded = self._encoded(section, start, stop)
         if encoded is None:
-            pieces: Sequence[Buffer] = segment.source.pieces(start, stop)
+            pieces: Sequence[Buffer] = section.source.pieces(start, stop)
             if not frame_seal.encrypts:
                 # ``_make_table`` computes the tag later, from these views
                 return _StoredFrame(frame, pieces, untagged_keys=keys)
@@ -491,12 +491,12 @@ class PackWriter(NewPack):
         sealed, tag = frame_seal.seal(placed, pieces)
         return _StoredFrame(frame._replace(tag=tag), sealed)
 
-    def _encoded(self, segment: Segment, start: int, stop: int) -> Buffer | None:
+    def _encoded(self, section: Section, start: int, stop: int) -> Buffer | None:
         """Return the encoded blocks; None if the codec does not make them shorter: they are then
         stored raw."""
         if self.codec.identity:
             return None
-        blocks = segment.source.gather(start, stop)
+        blocks = section.source.gather(start, stop)
         raw = blocks.data.cast("B")
         encoded = self.codec.encode(raw)
         is_shorter = len(encoded) < len(raw)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from persistkv.memory.rows import BlockMemory, ByteArray, RowBlocks, StagedBlocks
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.records import RequestEnd
 
 # 32 MiB: the largest pack that a cut at fixed depths makes
@@ -35,8 +35,8 @@ class StagedPack:
     request: str
     since: float
     """Time of creation, by ``time.monotonic``."""
-    segments: list[Segment] = field(default_factory=list)
-    """Copies of segments of jobs, in the order of arrival; their sources are ``StagedBlocks``."""
+    sections: list[Section] = field(default_factory=list)
+    """Copies of sections of jobs, in the order of arrival; their sources are ``StagedBlocks``."""
     num_bytes: int = 0
     """Raw bytes of all blocks."""
     closed: bool = False
@@ -87,7 +87,7 @@ class Staging:
         self,
         tenant: str,
         request: str,
-        segments: Iterable[Segment],
+        sections: Iterable[Section],
         *,
         own_pack: bool = False,
     ) -> None:
@@ -96,10 +96,10 @@ class Staging:
 
         :raises MemoryError: nothing has changed.
         """
-        copies: list[Segment] = []
-        for segment in segments:
-            blocks = segment.source.gather(0, len(segment.keys))
-            copy = replace(segment, source=StagedBlocks([blocks]))
+        copies: list[Section] = []
+        for section in sections:
+            blocks = section.source.gather(0, len(section.keys))
+            copy = replace(section, source=StagedBlocks([blocks]))
             copies.append(copy)
         # make the pack after the copies: if memory is short for a copy, no empty pack is left
         # waiting
@@ -107,11 +107,11 @@ class Staging:
         if not own_pack:
             pack = self._open.setdefault((tenant, request), pack)
         self._waiting[pack] = None
-        for segment in copies:
-            pack.segments.append(segment)
-            pack.num_bytes += segment.raw_length
-            self.num_bytes += segment.raw_length
-            self._pack_of.update(dict.fromkeys(segment.keys, pack))
+        for section in copies:
+            pack.sections.append(section)
+            pack.num_bytes += section.raw_length
+            self.num_bytes += section.raw_length
+            self._pack_of.update(dict.fromkeys(section.keys, pack))
         if pack.num_bytes >= FULL_BYTES:
             self._close(pack)
 
@@ -166,44 +166,44 @@ class Staging:
         """Return the waiting packs of these tenants."""
         return [pack for pack in self._waiting if pack.tenant in tenants]
 
-    def take(self, pack: StagedPack) -> list[Segment]:
-        """Return a waiting pack's blocks in as few segments as their depths allow. They stay staged
+    def take(self, pack: StagedPack) -> list[Section]:
+        """Return a waiting pack's blocks in as few sections as their depths allow. They stay staged
         until ``release``."""
         del self._waiting[pack]
         self._close(pack)
-        return _joined_segments(pack.segments)
+        return _joined_sections(pack.sections)
 
-    def release(self, segments: Iterable[Segment]) -> None:
+    def release(self, sections: Iterable[Section]) -> None:
         """Count these blocks as staged no longer, because their transaction has ended. Blocks that
         are not staged are ignored."""
-        for segment in segments:
-            for key in segment.keys:
+        for section in sections:
+            for key in section.keys:
                 pack = self._pack_of.pop(key, None)
                 if pack is not None:
-                    self.num_bytes -= segment.block_bytes
+                    self.num_bytes -= section.block_bytes
 
 
-def _joined_segments(segments: Iterable[Segment]) -> list[Segment]:
-    """Join segments with consecutive depths, so that blocks that were staged one by one share
+def _joined_sections(sections: Iterable[Section]) -> list[Section]:
+    """Join sections with consecutive depths, so that blocks that were staged one by one share
     frames. Segments of unknown depth are joined, too, by group."""
-    runs: list[list[Segment]] = []
+    runs: list[list[Section]] = []
     continuation = None  # group and depth of the block that continues the last run
-    for segment in sorted(segments, key=attrgetter("group", "depth")):
-        if (segment.group, segment.depth) != continuation:
+    for section in sorted(sections, key=attrgetter("group", "depth")):
+        if (section.group, section.depth) != continuation:
             runs.append([])
-        runs[-1].append(segment)
-        end = _deeper(segment.depth, len(segment.keys))
-        continuation = (segment.group, end)
+        runs[-1].append(section)
+        end = _deeper(section.depth, len(section.keys))
+        continuation = (section.group, end)
     return [_joined_run(run) for run in runs]
 
 
-def _joined_run(run: Sequence[Segment]) -> Segment:
-    """Join segments of one group whose depths are consecutive, or all unknown."""
+def _joined_run(run: Sequence[Section]) -> Section:
+    """Join sections of one group whose depths are consecutive, or all unknown."""
     keys: list[bytes] = []
     copies: list[ByteArray] = []
-    for segment in run:
-        keys += segment.keys
-        blocks = segment.source.gather(0, len(segment.keys))
+    for section in run:
+        keys += section.keys
+        blocks = section.source.gather(0, len(section.keys))
         copies.append(blocks)
     source = StagedBlocks(copies)
     return replace(run[0], keys=keys, source=source)
@@ -332,9 +332,9 @@ def plan_packs(
     rows: BlockMemory,
     blocks: Blocks,
     max_bytes: int,
-) -> list[list[Segment]]:
+) -> list[list[Section]]:
     """Cut blocks into packs, at depths that are multiples of ``blocks_per_pack``; return the
-    segments of each pack.
+    sections of each pack.
 
     Blocks of unknown depth form packs of their own, cut in the order of the job.
 
@@ -346,11 +346,11 @@ def plan_packs(
     if blocks.is_one_run:
         # nothing has to be sorted or grouped: 4,096 blocks take 0.2 ms instead of 3 ms
         parts = _cut_at_depths(blocks, depths_per_pack)
-        return [[_segment(rows, part)] for part in parts]
-    packs: list[list[Segment]] = []
+        return [[_section(rows, part)] for part in parts]
+    packs: list[list[Section]] = []
     for places in _places_of_packs(blocks.depths, depths_per_pack):
-        segments = _segments(rows, blocks, places)
-        packs.append(segments)
+        sections = _sections(rows, blocks, places)
+        packs.append(sections)
     return packs
 
 
@@ -384,12 +384,12 @@ def _places_of_packs(
     return [*known.values(), *unknown.values()]
 
 
-def _segments(
+def _sections(
     rows: BlockMemory,
     blocks: Blocks,
     places: Sequence[int],
-) -> list[Segment]:
-    """Return the blocks at these places as segments: runs of one group with consecutive depths, as
+) -> list[Section]:
+    """Return the blocks at these places as sections: runs of one group with consecutive depths, as
     frames require. Blocks of unknown depth are one run for each group."""
     chosen = blocks.at(places)
     triples = zip(chosen.groups, chosen.depths, places, strict=True)
@@ -400,14 +400,14 @@ def _segments(
             runs.append([])
         runs[-1].append(place)
         continuation = (group, _deeper(depth, 1))
-    return [_segment(rows, blocks.at(run)) for run in runs]
+    return [_section(rows, blocks.at(run)) for run in runs]
 
 
-def _segment(rows: BlockMemory, run: Blocks) -> Segment:
-    """Return blocks of one group with consecutive depths as a segment that reads them from their
+def _section(rows: BlockMemory, run: Blocks) -> Section:
+    """Return blocks of one group with consecutive depths as a section that reads them from their
     rows."""
     group = run.groups[0]
-    return Segment(
+    return Section(
         group=group,
         block_bytes=rows.layout.groups[group].block_bytes,
         keys=run.keys,

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from persistkv.config import parse_durability
 from persistkv.memory.budget import MemoryShares
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.records import RequestEnd, StoreOptions
 from persistkv.storage.store.commit_pipeline import (
     DIRECT_BYTES,
@@ -109,7 +109,7 @@ class CommitQueue:
 
     def __init__(
         self,
-        make_writer: Callable[[Sequence[Segment], str], PackWriter],
+        make_writer: Callable[[Sequence[Section], str], PackWriter],
         options: StoreOptions,
         *,
         remote: bool,
@@ -154,7 +154,7 @@ class CommitQueue:
         self,
         tenant: str,
         request: str,
-        segments: Sequence[Segment],
+        sections: Sequence[Section],
     ) -> PackFuture | None:
         """Copy a pack to staging memory, or queue it to be written from its rows at once.
 
@@ -163,19 +163,19 @@ class CommitQueue:
 
         :returns: None: the pack was copied. Else its future: the rows must not change until then.
         """
-        num_bytes = sum(segment.raw_length for segment in segments)
+        num_bytes = sum(section.raw_length for section in sections)
         is_small = num_bytes < DIRECT_BYTES
         should_copy = is_small or self._copies_all
         if should_copy and self.staging.fits(num_bytes):
             # small packs of a request are joined
-            self.staging.add(tenant, request, segments, own_pack=not is_small)
+            self.staging.add(tenant, request, sections, own_pack=not is_small)
             return None
-        writer = self._make_writer(segments, tenant)
+        writer = self._make_writer(sections, tenant)
         write = asyncio.get_running_loop().create_future()
         self._direct.append(writer)
         self._writes[writer] = write
-        for segment in segments:
-            self._in_flight.update(dict.fromkeys(segment.keys, write))
+        for section in sections:
+            self._in_flight.update(dict.fromkeys(section.keys, write))
         return write
 
     def in_flight(self, keys: Iterable[bytes]) -> dict[bytes, PackFuture]:
@@ -203,8 +203,8 @@ class CommitQueue:
                 self._direct.append(writer)
         # Make packs of the staged copies, because ``end_pack`` releases copies by their pack only.
         for pack in self.staging.of_tenants(tenants):
-            segments = self.staging.take(pack)
-            writer = self._make_writer(segments, pack.tenant)
+            sections = self.staging.take(pack)
+            writer = self._make_writer(sections, pack.tenant)
             taken.append(writer)
         return taken
 
@@ -212,11 +212,11 @@ class CommitQueue:
         """End the wait for a pack that is durable or was dropped: its rows or copies are free."""
         write = self._writes.pop(writer, None)
         if write is None:  # written from staged copies
-            self.staging.release(writer.segments)
+            self.staging.release(writer.sections)
             writer.release()
         else:
-            for segment in writer.segments:
-                for key in segment.keys:
+            for section in writer.sections:
+                for key in section.keys:
                     self._in_flight.pop(key, None)
             # release before ``resolve``, after which the caller may reuse the rows
             writer.release()
@@ -285,7 +285,7 @@ class CommitQueue:
         # packs that are written from the rows, without staging
         writers = self.take_direct()
         for pack in staged:
-            segments = self.staging.take(pack)
-            writer = self._make_writer(segments, pack.tenant)
+            sections = self.staging.take(pack)
+            writer = self._make_writer(sections, pack.tenant)
             writers.append(writer)
         return divide(writers, ends, self._max_bytes)

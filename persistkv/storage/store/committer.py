@@ -377,7 +377,7 @@ class Committer:
         for writer in packs:
             # Most packs are new: one probe shows that the first block is absent, instead of one
             # probe for each block.
-            first_key = writer.segments[0].keys[0]
+            first_key = writer.sections[0].keys[0]
             if first_key not in self._view.index:
                 to_write.append(writer)
                 continue

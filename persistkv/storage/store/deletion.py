@@ -23,7 +23,7 @@ from persistkv.memory.rows import ByteArray, StagedBlocks, runs
 from persistkv.memory.scattered import ScatteredBlocks
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackedKeys
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.records import StoreCounters, StoreOptions
 from persistkv.storage.store.commit_queue import CommitQueue
 from persistkv.storage.store.committer import Committer
@@ -53,7 +53,7 @@ class Deleter:
         committer: Committer,
         queue: CommitQueue,
         options: StoreOptions,
-        make_writer: Callable[[Sequence[Segment], str], PackWriter],
+        make_writer: Callable[[Sequence[Section], str], PackWriter],
     ) -> None:
         """:param make_writer: returns a new pack of these blocks of a tenant."""
         self._view = view
@@ -125,7 +125,7 @@ class Deleter:
     async def _rewrite_without(self, pack: HeldPack, keys: frozenset[bytes]) -> None:
         """Replace a pack by one without these keys."""
         try:
-            segments = await self._kept_segments(pack, keys)
+            sections = await self._kept_sections(pack, keys)
         except StoreError:
             # If another process has replaced the pack meanwhile, its bytes are gone. That is no
             # error: the caller searches again, and finds the new pack.
@@ -134,24 +134,24 @@ class Deleter:
                 raise
             return
         writer = None
-        if segments:
-            writer = self._make_writer(segments, pack.table.tenant)
+        if sections:
+            writer = self._make_writer(sections, pack.table.tenant)
         try:
             await self._replace([pack], writer, keys)
         finally:
             if writer is not None:
                 writer.release()
 
-    async def _kept_segments(
+    async def _kept_sections(
         self,
         pack: HeldPack,
         keys: Collection[bytes],
-    ) -> list[Segment]:
-        """Read the blocks of a pack that are kept; return them as copies, in segments.
+    ) -> list[Section]:
+        """Read the blocks of a pack that are kept; return them as copies, in sections.
 
         :raises StoreError: a block could not be read and verified.
         """
-        segments: list[Segment] = []
+        sections: list[Section] = []
         start = 0
         for frame in pack.table.frames:
             of_frame = pack.keys[start : start + frame.block_count]
@@ -167,15 +167,15 @@ class Deleter:
                 depth = frame.depth
                 if depth != UNKNOWN_DEPTH:
                     depth += first
-                segment = Segment(
+                section = Section(
                     group=frame.group,
                     block_bytes=frame.block_bytes,
                     keys=run_keys,
                     source=StagedBlocks([blocks]),
                     depth=depth,
                 )
-                segments.append(segment)
-        return segments
+                sections.append(section)
+        return sections
 
     async def _read_kept(self, keys: Sequence[bytes], block_bytes: int) -> ByteArray:
         """Return blocks as an array of shape (len(keys), block_bytes)."""

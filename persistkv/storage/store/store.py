@@ -41,7 +41,7 @@ from persistkv.memory.rows import BlockMemory
 from persistkv.storage.backend import Backend
 from persistkv.storage.format.codec import parse_codec
 from persistkv.storage.format.pack import UNKNOWN_DEPTH
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 from persistkv.storage.identity.canary import Canary
 from persistkv.storage.records import (
@@ -151,9 +151,9 @@ class Store:
         # keep the rows mapped.
         namespace = self.namespace
 
-        def make_writer(segments: Sequence[Segment], tenant: str) -> PackWriter:
+        def make_writer(sections: Sequence[Section], tenant: str) -> PackWriter:
             return PackWriter(
-                namespace, codec, segments, threads.start, backend.seal, tenant
+                namespace, codec, sections, threads.start, backend.seal, tenant
             )
 
         self.queue = CommitQueue(
@@ -318,8 +318,8 @@ class Store:
             new_blocks = self._blocks_to_write(blocks, held | borrowed)
             # blocks that need not be written: held, in flight, staged, or twice in this job
             self.counters.held_blocks += len(blocks.keys) - len(new_blocks.keys)
-            for segments in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
-                write = self.queue.add(tenant, request, segments)
+            for sections in plan_packs(self.rows, new_blocks, self._max_pack_bytes):
+                write = self.queue.add(tenant, request, sections)
                 # None: the blocks were copied to staging memory, so their rows are free
                 if write is not None:
                     writes.add(write)

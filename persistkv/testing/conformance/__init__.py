@@ -41,7 +41,7 @@ from persistkv.storage.backend import (
     ReadSpan,
 )
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import NewPack, PackWriter, Segment
+from persistkv.storage.format.pack_writer import NewPack, PackWriter, Section
 from persistkv.storage.stats import BackendStats
 from persistkv.testing.conformance.suite import (
     BackendSuite,
@@ -773,7 +773,7 @@ def _torn_pack(rig: NamespaceRig) -> PackWriter:
     """Return a pack whose stream fails after some of its frames."""
     block_bytes = 1 << 18
     blocks = sample_blocks(seed=3, count=40, block_bytes=block_bytes)
-    segment = Segment(
+    section = Section(
         group=0,
         block_bytes=block_bytes,
         keys=sample_keys(seed=3, count=40),
@@ -782,7 +782,7 @@ def _torn_pack(rig: NamespaceRig) -> PackWriter:
     return PackWriter(
         rig.namespace,
         RawCodec(),
-        [segment],
+        [section],
         seal=rig.backend.seal,
     )
 

@@ -613,7 +613,7 @@ def test_rebuild_copy_of_a_pack_within_a_payload_is_skipped(
     raw = (path / "segments" / "00000000.seg").read_bytes()
     content = raw[extent.page * PAGE_BYTES : extent.end * PAGE_BYTES]
     outer = sample_pack(inner.namespace, 2, blocks=1, block_bytes=len(content))
-    outer.segments[0].source.gather(0, 1)[:] = memoryview(content)
+    outer.sections[0].source.gather(0, 1)[:] = memoryview(content)
     add(store, outer)
     store.commit(inner.namespace, CommitBatch(deletions=[inner.pack_id]))
     lose_catalogue(store, path)
@@ -638,7 +638,7 @@ def test_rebuild_payload_that_imitates_a_pack_at_its_own_place_is_not_taken_for_
     content = raw[extent.page * PAGE_BYTES : extent.end * PAGE_BYTES]
     namespace = store.open_namespace(IDENTITY).id
     outer = sample_pack(namespace, 2, blocks=1, block_bytes=len(content))
-    outer.segments[0].source.gather(0, 1)[:] = memoryview(content)
+    outer.sections[0].source.gather(0, 1)[:] = memoryview(content)
     add(store, outer)
     assert place(store, outer).page == extent.page
     lose_catalogue(store, path)

@@ -20,7 +20,7 @@ from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_keys
 from persistkv_lmdb import LmdbBackend
@@ -62,7 +62,7 @@ def aligned_pack(
     return PackWriter(
         namespace,
         RawCodec(),
-        [Segment(0, MIB, sample_keys(1, 12), AlignedSource(12, on_last))],
+        [Section(0, MIB, sample_keys(1, 12), AlignedSource(12, on_last))],
     )
 
 

@@ -227,7 +227,7 @@ def test_store_opened_during_outage_misses_until_server_recovers(
         backend, sample_identity(), rows, StoreOptions(), url="s3://test"
     )
     assert "does not answer" in caplog.text
-    key = theirs.segments[0].keys[0]
+    key = theirs.sections[0].keys[0]
     assert not store.contains(key)
     with pytest.raises(StoreError):
         backend.commit(NAMESPACE, CommitBatch([ours]))

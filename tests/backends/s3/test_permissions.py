@@ -73,7 +73,7 @@ def fill(backend: S3Backend) -> list[bytes]:
     backend.commit(
         NAMESPACE, CommitBatch([pack], [sample_manifest("r", packs=[pack.pack_id])])
     )
-    return list(pack.segments[0].keys)
+    return list(pack.sections[0].keys)
 
 
 def read_everything(reader: S3Backend) -> None:

@@ -23,7 +23,7 @@ from persistkv.storage.format.pack import (
     align,
     decode_frame,
 )
-from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackCopy, PackWriter, Section
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.threads import StoreThreads
 from persistkv.testing.samples import (
@@ -31,20 +31,20 @@ from persistkv.testing.samples import (
     sample_blocks,
     sample_keys,
     sample_pack,
-    sample_segment,
+    sample_section,
 )
-from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, segments, write
+from tests.storage.packs import NAMESPACE, blocks_of, raw_blocks, sections, write
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(
-        segments, min_size=1, max_size=3, unique_by=lambda segment: segment.keys[0]
+        sections, min_size=1, max_size=3, unique_by=lambda section: section.keys[0]
     ),
     st.sampled_from([RawCodec(), ZstdCodec(), PlanesCodec(), PlanesCodec(4)]),
 )
 def test_pack_round_trip_returns_same_blocks_and_table(
-    parts: list[Segment],
+    parts: list[Section],
     codec: Codec,
 ) -> None:
     payload, table = write(*parts, codec=codec)
@@ -59,8 +59,8 @@ def test_pack_round_trip_returns_same_blocks_and_table(
 
 def test_pack_frames_hold_blocks_up_to_one_mebibyte() -> None:
     _, table = write(
-        sample_segment(1, blocks=40, block_bytes=65_536),
-        sample_segment(2, group=1, blocks=3, block_bytes=3 << 20),
+        sample_section(1, blocks=40, block_bytes=65_536),
+        sample_section(2, group=1, blocks=3, block_bytes=3 << 20),
     )
     assert [(frame.group, frame.block_count, frame.depth) for frame in table.frames] == [
         (0, 16, 0), (0, 16, 16), (0, 8, 32), (1, 1, 0), (1, 1, 1), (1, 1, 2),
@@ -74,15 +74,15 @@ def test_pack_frames_hold_blocks_up_to_one_mebibyte() -> None:
 
 
 def test_pack_unknown_depth_is_kept_in_all_frames() -> None:
-    part = sample_segment(1, blocks=40, block_bytes=65_536)
-    _, table = write(Segment(part.group, part.block_bytes, part.keys, part.source))
+    part = sample_section(1, blocks=40, block_bytes=65_536)
+    _, table = write(Section(part.group, part.block_bytes, part.keys, part.source))
     assert {frame.depth for frame in table.frames} == {UNKNOWN_DEPTH}
 
 
 def test_pack_incompressible_frame_is_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (4, 4096), dtype=np.uint8)
     payload, table = write(
-        Segment(0, 4096, sample_keys(1, 4), StagedBlocks([noise])), codec=ZstdCodec()
+        Section(0, 4096, sample_keys(1, 4), StagedBlocks([noise])), codec=ZstdCodec()
     )
     (frame,) = table.frames
     assert not frame.encoded
@@ -92,10 +92,10 @@ def test_pack_incompressible_frame_is_stored_raw() -> None:
 def test_pack_only_incompressible_frames_are_stored_raw() -> None:
     noise = np.random.default_rng(1).integers(0, 256, (3, 8192), dtype=np.uint8)
     parts = [
-        Segment(
+        Section(
             0, 8192, sample_keys(1, 3), StagedBlocks([np.full((3, 8192), 7, np.uint8)])
         ),
-        Segment(1, 8192, sample_keys(2, 3, group=1), StagedBlocks([noise])),
+        Section(1, 8192, sample_keys(2, 3, group=1), StagedBlocks([noise])),
     ]
     payload, table = write(*parts, codec=ZstdCodec())
     assert table.codec == "zstd:1"
@@ -111,8 +111,8 @@ def test_pack_only_incompressible_frames_are_stored_raw() -> None:
 @pytest.mark.parametrize("codec", [RawCodec(), ZstdCodec(), PlanesCodec()])
 def test_pack_bounds_hold_and_pack_copy_bounds_are_exact(codec: Codec) -> None:
     parts = [
-        sample_segment(1, blocks=300),
-        sample_segment(2, group=3, block_bytes=70_000, blocks=2),
+        sample_section(1, blocks=300),
+        sample_section(2, group=3, block_bytes=70_000, blocks=2),
     ]
     pack = PackWriter(NAMESPACE, codec, parts)
     bound, frames = pack.payload_bound, pack.frame_count
@@ -131,7 +131,7 @@ def test_pack_bounds_hold_and_pack_copy_bounds_are_exact(codec: Codec) -> None:
 
 def test_pack_writer_second_stream_equals_first() -> None:
     pack = PackWriter(
-        NAMESPACE, PlanesCodec(), [sample_segment(1), sample_segment(2, group=1)]
+        NAMESPACE, PlanesCodec(), [sample_section(1), sample_section(2, group=1)]
     )
     first = b"".join(map(bytes, pack.stream()))
     table = pack.table
@@ -140,7 +140,7 @@ def test_pack_writer_second_stream_equals_first() -> None:
 
 
 def test_decode_frame_unknown_codec_raises_corrupt() -> None:
-    payload, table = write(sample_segment(1), codec=ZstdCodec())
+    payload, table = write(sample_section(1), codec=ZstdCodec())
     (frame,) = table.frames
     assert frame.encoded
     with pytest.raises(CorruptPackError, match="brotli"):
@@ -159,7 +159,7 @@ def test_pack_id_depends_on_namespace_keys_codec_and_tenant_only() -> None:
         sample_pack(bytes(16), 1),
         sample_pack(NAMESPACE, 2),
         sample_pack(NAMESPACE, 1, codec=ZstdCodec()),
-        PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)]),
+        PackWriter(NAMESPACE, RawCodec(), [sample_section(1, blocks=3)]),
         sample_pack(NAMESPACE, 1, tenant="anna"),
         sample_pack(NAMESPACE, 1, tenant="berta"),
     ]
@@ -171,7 +171,7 @@ def test_pack_id_depends_on_namespace_keys_codec_and_tenant_only() -> None:
 
 def test_pack_id_differs_for_other_key_boundaries() -> None:
     def named(keys: list[bytes]) -> bytes:
-        part = Segment(0, 8, keys, StagedBlocks([sample_blocks(1, len(keys), 8)]))
+        part = Section(0, 8, keys, StagedBlocks([sample_blocks(1, len(keys), 8)]))
         return PackWriter(NAMESPACE, RawCodec(), [part]).pack_id
 
     assert named([b"ab", b"c"]) != named([b"a", b"bc"])
@@ -180,7 +180,7 @@ def test_pack_id_differs_for_other_key_boundaries() -> None:
 
 def test_pack_writer_repeated_key_raises() -> None:
     keys = sample_keys(1, 3)
-    part = Segment(0, 8, [*keys, keys[0]], StagedBlocks([sample_blocks(1, 4, 8)]))
+    part = Section(0, 8, [*keys, keys[0]], StagedBlocks([sample_blocks(1, 4, 8)]))
     with pytest.raises(ValueError, match="twice"):
         PackWriter(NAMESPACE, RawCodec(), [part])
 
@@ -192,7 +192,7 @@ def test_pack_writer_table_before_stream_raises() -> None:
 
 
 def test_plain_seal_other_keys_or_namespace_raise_corrupt() -> None:
-    payload, table = write(sample_segment(1))
+    payload, table = write(sample_section(1))
     (placed,) = table.placed_frames()
     stored = memoryview(payload[: placed.frame.stored_length])
     keys = placed.keys
@@ -208,7 +208,7 @@ def test_plain_seal_other_keys_or_namespace_raise_corrupt() -> None:
 
 
 def test_plain_seal_any_flipped_byte_raises_corrupt() -> None:
-    payload, table = write(sample_segment(1, blocks=2, block_bytes=64))
+    payload, table = write(sample_section(1, blocks=2, block_bytes=64))
     (placed,) = table.placed_frames()
     seal = PLAIN.of_pack(table)
     for offset in range(placed.frame.stored_length):
@@ -223,8 +223,8 @@ def test_pack_format_matches_documentation(tenant: str) -> None:
     """Decode as docs/format.md describes, with struct and the two hash functions only."""
 
     parts = [
-        sample_segment(1, blocks=3, block_bytes=5000),
-        sample_segment(2, group=7, blocks=2, block_bytes=9, hash_bytes=8),
+        sample_section(1, blocks=3, block_bytes=5000),
+        sample_section(2, group=7, blocks=2, block_bytes=9, hash_bytes=8),
     ]
     writer = PackWriter(NAMESPACE, RawCodec(), parts, tenant=tenant)
     payload = payload_of(writer)
@@ -303,12 +303,12 @@ def test_pack_writer_frames_encoded_in_threads_give_same_pack(codec: Codec) -> N
     """Frames keep their order, and pieces that are still referenced keep their content."""
     blocks = np.random.default_rng(5).integers(0, 8, (40, 256 << 10), dtype=np.uint8)
     names = [number.to_bytes(8, "little") + bytes(4) for number in range(40)]
-    segments = [
-        Segment(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)
+    sections = [
+        Section(0, 256 << 10, names, StagedBlocks([blocks[:17], blocks[17:]]), 0)
     ]
     threads = StoreThreads(3)
     plain, threaded = (
-        PackWriter(NAMESPACE, codec, segments, start) for start in (None, threads.start)
+        PackWriter(NAMESPACE, codec, sections, start) for start in (None, threads.start)
     )
     expected, pieces = b"".join(plain.stream()), list(threaded.stream())
     assert b"".join(pieces) == expected
@@ -335,7 +335,7 @@ def test_pack_writer_end_reads_waits_for_frames_being_encoded() -> None:
     source = Slow([np.zeros((12, 1 << 20), np.uint8)])
     threads = StoreThreads(2)
     writer = PackWriter(
-        NAMESPACE, ZstdCodec(), [Segment(0, 1 << 20, names, source, 0)], threads.start
+        NAMESPACE, ZstdCodec(), [Section(0, 1 << 20, names, source, 0)], threads.start
     )
     stream = writer.stream()
     next(stream)
@@ -349,7 +349,7 @@ def test_pack_writer_end_reads_waits_for_frames_being_encoded() -> None:
 
 
 def test_pack_writer_restart_resets_written() -> None:
-    writer = PackWriter(NAMESPACE, RawCodec(), [sample_segment(1, blocks=3)])
+    writer = PackWriter(NAMESPACE, RawCodec(), [sample_section(1, blocks=3)])
     list(writer.stream())
     assert writer.written
     writer.restart()

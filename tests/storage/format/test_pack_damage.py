@@ -18,17 +18,17 @@ from persistkv.storage.format.pack import (
     PackTable,
     align,
 )
-from persistkv.testing.samples import sample_keys, sample_segment
+from persistkv.testing.samples import sample_keys, sample_section
 from tests.storage.packs import FRAME, HEADER, NAMESPACE, TRAILER, sealed, write
 
 REAL = [
-    write(sample_segment(1, blocks=40, block_bytes=65_536))[1].encode(),
+    write(sample_section(1, blocks=40, block_bytes=65_536))[1].encode(),
     write(
-        sample_segment(1, blocks=2, hash_bytes=8),
-        sample_segment(2, group=1, blocks=3),
+        sample_section(1, blocks=2, hash_bytes=8),
+        sample_section(2, group=1, blocks=3),
         codec=ZstdCodec(),
     )[1].encode(),
-    write(sample_segment(3, blocks=1, block_bytes=2 << 20))[1].encode(),
+    write(sample_section(3, blocks=1, block_bytes=2 << 20))[1].encode(),
 ]
 
 

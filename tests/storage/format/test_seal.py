@@ -35,7 +35,7 @@ from persistkv.testing.samples import (
     open_payload,
     payload_of,
     sample_pack,
-    sample_segment,
+    sample_section,
 )
 
 SECRET = b"0123456789abcdef" * 4
@@ -53,11 +53,11 @@ class SealedPack:
     """A pack as stored, and as it was before."""
 
     def __init__(self, seed: int, seal: KeySeal = OURS) -> None:
-        segments = [
-            sample_segment(seed, blocks=5, block_bytes=700),
-            sample_segment(seed + 1, group=1, blocks=3, block_bytes=900_000),
+        sections = [
+            sample_section(seed, blocks=5, block_bytes=700),
+            sample_section(seed + 1, group=1, blocks=3, block_bytes=900_000),
         ]
-        pack = PackWriter(NAMESPACE, ZstdCodec(), segments, seal=seal)
+        pack = PackWriter(NAMESPACE, ZstdCodec(), sections, seal=seal)
         self.payload = b"".join(map(bytes, pack.stream()))
         self.table = pack.table
         self.content = payload_of(pack)

@@ -132,7 +132,7 @@ def test_read_forged_pack_misses_and_commit_replaces_it(
         first.backend, sample_identity(), rows, StoreOptions(), url="shared://test"
     )
     pack = first.pack(1)
-    keys = pack.segments[0].keys
+    keys = pack.sections[0].keys
     first.store(pack)
     store.refresh()
     assert store.contains(keys[0])

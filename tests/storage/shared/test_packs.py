@@ -180,7 +180,7 @@ def test_store_missing_blob_misses_without_verification_failure(town: Town) -> N
     packs = [sample_pack(store.namespace, seed) for seed in (1, 2)]
     first.backend.commit(store.namespace, CommitBatch(packs))
     store.refresh()
-    gone, held = (pack.segments[0].keys for pack in packs)
+    gone, held = (pack.sections[0].keys for pack in packs)
     town.server.delete([blob_of(town, packs[0].pack_id)])
     assert set(store.read([*gone, *held], range(8))) == set(gone)
     assert bytes(memory[4 * BLOCK :]) == payload_of(packs[1])

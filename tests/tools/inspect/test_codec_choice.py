@@ -13,7 +13,7 @@ from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.format.codec import Codec, PlanesCodec, RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_keys
 from tests.tools.conftest import Run
@@ -45,12 +45,12 @@ def fill(url: str) -> Fill:
     def write(blocks: ByteArray, codec: Codec | None = None) -> str:
         with closing(open_backend(url)) as backend:
             namespace = backend.open_namespace(Identity.of({})).id
-            segment = Segment(
+            section = Section(
                 0, BLOCK_BYTES, sample_keys(1, len(blocks)), StagedBlocks([blocks])
             )
             backend.commit(
                 namespace,
-                CommitBatch([PackWriter(namespace, codec or RawCodec(), [segment])]),
+                CommitBatch([PackWriter(namespace, codec or RawCodec(), [section])]),
             )
         return url
 

@@ -30,7 +30,7 @@ from persistkv.memory.rows import ByteArray, StagedBlocks
 from persistkv.storage import BACKENDS, open_backend
 from persistkv.storage.backend import Backend, CommitBatch, PlainMedium, ReadSpan
 from persistkv.storage.format.codec import RawCodec
-from persistkv.storage.format.pack_writer import PackWriter, Segment
+from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.storage.identity import Identity
 from persistkv.storage.mounts import existing_parent
 from persistkv_tools import render
@@ -215,13 +215,13 @@ def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter
     """Return a pack of these blocks under new keys, because a store would not write blocks that it
     holds."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
-    segment = Segment(
+    section = Section(
         group=0,
         block_bytes=_BLOCK_BYTES,
         keys=keys,
         source=StagedBlocks([rows]),
     )
-    return PackWriter(namespace, RawCodec(), [segment], seal=backend.seal)
+    return PackWriter(namespace, RawCodec(), [section], seal=backend.seal)
 
 
 def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:

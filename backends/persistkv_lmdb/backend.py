@@ -12,7 +12,6 @@ records.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -655,11 +654,8 @@ class LmdbBackend(Backend):
             for path in directory.glob(f"*{_STATUS_SUFFIX}"):
                 # A file that raises an error was removed meanwhile, or is a link or FIFO, which
                 # engines never create: skip it.
-                with (
-                    suppress(OSError),
-                    os.fdopen(files.open_regular(path, os.O_RDONLY), "rb") as file,
-                ):
-                    found[path.stem] = file.read(_STATUS_BYTES)
+                with suppress(OSError):
+                    found[path.stem] = files.read_regular(path, _STATUS_BYTES)
         return found
 
     def close(self) -> None:

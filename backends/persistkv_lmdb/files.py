@@ -249,6 +249,12 @@ FileId: TypeAlias = tuple[int, int]
 """Device and inode of a file or directory."""
 
 
+def read_regular(path: Path, at_most: int) -> bytes:
+    """Return the first ``at_most`` bytes of a regular file; errors as in ``open_regular``."""
+    with os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file:
+        return file.read(at_most)
+
+
 def file_id(path: Path | str | int) -> FileId | None:
     """Return the id of a file, the same for every path to it and every descriptor of it; None if it
     cannot be read."""

@@ -31,6 +31,7 @@ from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.files import (
     SEGMENT_DIRECTORY,
     open_regular,
+    read_regular,
     sync_directory,
     translated_io,
     write_durably,
@@ -217,11 +218,8 @@ def _content(path: Path, at_most: int) -> bytes:
 
     :raises OSError: it cannot be read, or is no regular file.
     """
-    with (
-        suppress(FileNotFoundError),
-        os.fdopen(open_regular(path, os.O_RDONLY), "rb") as file,
-    ):
-        return file.read(at_most)
+    with suppress(FileNotFoundError):
+        return read_regular(path, at_most)
     return b""
 
 

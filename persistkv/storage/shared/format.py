@@ -50,8 +50,6 @@ _MAGIC = b"PKVINDEX"
 PLAIN_NAME = "plain"
 _HEX = re.compile(r"([0-9a-f]{32})")
 _KEY = re.compile(r"([0-9a-f]{16})")
-# first part of a blob's name, for a namespace (``Names.base``) or for the store (``StoreNames``)
-_KEY_ID = re.compile(r"(?:[0-9a-f]{32}-)?(plain|[0-9a-f]{16})/")
 _PACK = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32})")
 # matches level, milliseconds since the epoch, nonce
 _INDEX = re.compile(r"([0-9a-f]{8})-[0-9a-f]{12}-[0-9a-f]{32}")
@@ -510,15 +508,6 @@ class StoreNames:
 
     def note(self, namespace: bytes, name: str) -> str:
         return f"{self._notes}{namespace.hex()}/{name.lower()}"
-
-
-def key_of(blob: str) -> str:
-    """Return the id of the keyring that the name of a blob contains.
-
-    :returns: ``PLAIN_NAME``: it was written without a key; empty: no store writes such a name.
-    """
-    found = _KEY_ID.match(blob)
-    return "" if found is None else found[1]
 
 
 # id in place of that of a namespace in ``record_name``, for blobs of the whole store

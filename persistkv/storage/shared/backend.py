@@ -470,7 +470,7 @@ class SharedBackend(Backend):
         return opened
 
     def catalogue(self, namespace: bytes) -> Catalogue:
-        return self._fresh(namespace).replica.catalogue
+        return self._for_query(namespace).replica.catalogue
 
     # Notes and status
 
@@ -563,7 +563,7 @@ class SharedBackend(Backend):
     def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
         """Fill the buffers of spans; return for each whether it was filled (``Backend.read``)."""
         pack_ids = [span.pack_id for span in spans]
-        opened = self._searched(namespace, pack_ids)
+        opened = self._for_packs(namespace, pack_ids)
         opened.follower.note_use()
         return opened.packs.read(spans)
 
@@ -575,12 +575,12 @@ class SharedBackend(Backend):
         buffer: memoryview,
         take: TakeFrame,
     ) -> None:
-        opened = self._searched(namespace, [pack_id])
+        opened = self._for_packs(namespace, [pack_id])
         opened.follower.note_use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
     def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
-        opened = self._searched(namespace, pack_ids)
+        opened = self._for_packs(namespace, pack_ids)
         return opened.replica.catalogue.tables(pack_ids)
 
     def manifest_keys(
@@ -596,7 +596,7 @@ class SharedBackend(Backend):
         states: list[NamespaceState] = []
         disk_bytes = 0
         for namespace in self.namespaces():
-            replica = self._fresh(namespace.id).replica
+            replica = self._for_query(namespace.id).replica
             states.append(replica.catalogue.state())
             disk_bytes += replica.disk_bytes()
         return totals(states, disk_bytes, self._policy.current().capacity)
@@ -606,7 +606,7 @@ class SharedBackend(Backend):
         tenants with a quota and without content."""
         found: dict[str, TenantTotals] = {}
         for namespace in self.namespaces():
-            replica = self._fresh(namespace.id).replica
+            replica = self._for_query(namespace.id).replica
             for part in replica.tenants():
                 new = TenantTotals(part.tenant)
                 whole = found.setdefault(part.tenant, new)
@@ -637,7 +637,7 @@ class SharedBackend(Backend):
     def merge_state(self, namespace: bytes) -> MergeState:
         return self.opened_namespace(namespace).merge_state()
 
-    def _fresh(self, namespace: bytes) -> SharedNamespace:
+    def _for_query(self, namespace: bytes) -> SharedNamespace:
         """Return a namespace for a query, after a refresh if the option ``refresh`` is 0."""
         if self._options.always_refreshes:
             return self._refreshed(namespace)
@@ -652,9 +652,13 @@ class SharedBackend(Backend):
         opened.refresh()
         return opened
 
-    def _searched(self, namespace: bytes, pack_ids: Sequence[bytes]) -> SharedNamespace:
-        """Return a namespace. If the option ``refresh`` is 0, search the store for packs that are
-        not known."""
+    def _for_packs(
+        self,
+        namespace: bytes,
+        pack_ids: Sequence[bytes],
+    ) -> SharedNamespace:
+        """Return a namespace for a read of packs. If the option ``refresh`` is 0 and the replica
+        lacks one of them, refresh the namespace first."""
         opened = self.opened_namespace(namespace)
         if not self._options.always_refreshes:
             return opened

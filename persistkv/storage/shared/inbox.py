@@ -103,7 +103,7 @@ class Inbox:
             return CommitResult(batch.seen, stale=True)
         used = _used_packs(batch, plan)
         if not _changes_anything(batch, plan):
-            self._touch(used)
+            self._record_uses(used)
             return CommitResult(plan.cursor)
 
         start = self._start()
@@ -237,7 +237,7 @@ class Inbox:
         # in other threads.
         uses = dict(self._uses)
         lost = dict(self._lost)
-        waiting = _waiting(uses, lost)
+        waiting = _delta_of_waiting(uses, lost)
         delta = union([delta, waiting])
         name = self._names.new_commit(self._clock.random)
         body = self._objects.body(name, delta)
@@ -287,7 +287,7 @@ class Inbox:
 
     # Uses
 
-    def _touch(self, pack_ids: Sequence[bytes]) -> None:
+    def _record_uses(self, pack_ids: Sequence[bytes]) -> None:
         """Record a use of packs, for the next commit. Publish uses that have waited for long."""
         now = self._medium.time.time_of_use()
         for pack_id in self._replica.held(pack_ids):
@@ -377,11 +377,14 @@ def _manifest_entry(
     )
 
 
-def _waiting(uses: Mapping[bytes, float], lost: Mapping[bytes, float]) -> Delta:
+def _delta_of_waiting(
+    uses: Mapping[bytes, float],
+    lost: Mapping[bytes, float],
+) -> Delta:
     """Return a delta with uses and lost packs.
 
     :param uses: pack id → time, in the order of the times.
-    :param lost: name → time.
+    :param lost: pack id and nonce of a blob → time at which it was found missing.
     """
     use_entries: list[UseEntry] = []
     # write one entry for all packs that were used at the same time

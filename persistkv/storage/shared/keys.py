@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -118,12 +118,12 @@ class StoreKeys:
         if self._keyring is not None:
             return True
         with self._lock:
-            wrapped = self._read(self._key)
+            wrapped = self._usable_wrapped(self._key)
             if not wrapped and creates:
-                self._create(self._key)
+                self._create_data_key(self._key)
                 # read again: of engines that create the store at the same time, each uses the data
                 # keys of all
-                wrapped = self._read(self._key)
+                wrapped = self._usable_wrapped(self._key)
             if not wrapped:
                 return False
             self._keyring = self._unwrapped(self._key, wrapped)
@@ -140,7 +140,7 @@ class StoreKeys:
             if not lacking:
                 return
             # add the keys that other engines have made, because only one key per tenant is needed
-            self._add_listed()
+            self._add_all_tenant_keys()
             still_lacking = self._known().lacking(lacking)
             for tenant in still_lacking:
                 data_key = DataKey.new(tenant)
@@ -194,7 +194,7 @@ class StoreKeys:
         if self._key is None:
             return {}
         with self._lock:
-            listed_blobs = self._add_listed()
+            listed_blobs = self._add_all_tenant_keys()
             known = self._known()
         found: dict[bytes, BlobInfo] = {}
         # destroyed keys are not among them, because a handle drops these
@@ -212,7 +212,7 @@ class StoreKeys:
         """
         if self._key is None:
             return set()
-        listed_blobs = self._listed()
+        listed_blobs = self._tenant_key_blobs()
         destroyed = self._medium.records.forgotten.keys
         return listed_blobs.keys() & destroyed
 
@@ -228,7 +228,7 @@ class StoreKeys:
         blobs = [names.tenant(key_id) for key_id in sorted(key_ids)]
         return self._medium.blobs.erase(names.tenants, blobs)
 
-    def _listed(self) -> dict[bytes, BlobInfo]:
+    def _tenant_key_blobs(self) -> dict[bytes, BlobInfo]:
         """Return the blobs of all data keys of tenants by the ids of the keys."""
         found: dict[bytes, BlobInfo] = {}
         # make a stable list, because the forgetting of a tenant must find all of its keys
@@ -238,13 +238,14 @@ class StoreKeys:
                 found[key_id] = info
         return found
 
-    def _add_listed(self) -> dict[bytes, BlobInfo]:
-        """Add the data keys of all tenants in the store; return what ``_listed`` returns."""
-        listed_blobs = self._listed()
+    def _add_all_tenant_keys(self) -> dict[bytes, BlobInfo]:
+        """Add the data keys of all tenants in the store; return their blobs by the ids of the
+        keys."""
+        listed_blobs = self._tenant_key_blobs()
         known_keys = self._known().keys
         unknown = listed_blobs.keys() - known_keys.keys()
         names = self._names
-        self._add(names.tenant(key_id) for key_id in sorted(unknown))
+        self._add_tenant_keys(names.tenant(key_id) for key_id in sorted(unknown))
         return listed_blobs
 
     def are_complete(self) -> bool:
@@ -256,7 +257,7 @@ class StoreKeys:
         """
         if self._key is None:
             return True
-        wrapped = _joined(self._blobs(self._key.id))
+        wrapped = self._wrapped_keys(self._key.id)
         known = self._known().keys
         if not wrapped:
             return False
@@ -296,15 +297,15 @@ class StoreKeys:
             )
         # read from the medium, because another operator may have replaced the key since this handle
         # was opened
-        wrapped = self._read(present_key)
+        wrapped = self._usable_wrapped(present_key)
         keyring = self._unwrapped(present_key, wrapped)
-        self._wrap(keyring, key)
+        self._write_for_new_key(keyring, key)
         self._mark_replaced(present_key, key)
         # Engines may have made data keys under the old store key meanwhile. List them after the
         # blob ``replaced`` is written: an engine that makes keys later sees this blob, and does not
         # use them.
-        old_blobs = self._blobs(present_key.id)
-        present = _joined(old_blobs)
+        old_blobs = self._wrapped_by_blob(present_key.id)
+        present = list(chain.from_iterable(old_blobs.values()))
         has_late_keys = any(entry.id not in keyring.keys for entry in present)
         if has_late_keys:
             complete = self._unwrapped(present_key, present)
@@ -312,7 +313,7 @@ class StoreKeys:
         # delete these blobs last: while one is left, a killed rotation can be repeated
         self._medium.blobs.delete(list(old_blobs))
 
-    def _wrap(self, keyring: Keyring, key: StoreKey) -> None:
+    def _write_for_new_key(self, keyring: Keyring, key: StoreKey) -> None:
         """Write the data keys of the store, wrapped with another store key.
 
         :raises ConfigurationError: that key has content of its own. Nothing was changed.
@@ -340,7 +341,7 @@ class StoreKeys:
     def _refuse_content(self, key: StoreKey, keyring: Keyring) -> None:
         """Raise a ConfigurationError if a new key has a store of its own on this medium: it wraps
         data keys of another keyring."""
-        present = _joined(self._blobs(key.id))
+        present = self._wrapped_keys(key.id)
         if any(entry.keyring != keyring.id for entry in present):
             raise ConfigurationError("new key", key.id, "a key without content")
 
@@ -372,7 +373,7 @@ class StoreKeys:
         """Add a data key that is not known, if the store has it: first as the key of a tenant,
         which takes one read, then, at most once a minute, among the keys of the store itself."""
         name = self._names.tenant(key_id)
-        self._add([name])
+        self._add_tenant_keys([name])
         if self._key is None or key_id in self._known().keys:
             return
         now = self._medium.clock.monotonic()
@@ -382,12 +383,12 @@ class StoreKeys:
         has_changed = self._read_again(self._key)
         if has_changed:
             # the blob cannot be opened with this key, but perhaps with another key of the store
-            self._add([name])
+            self._add_tenant_keys([name])
 
     def _read_again(self, key: StoreKey) -> bool:
         """Read the data keys of the store itself again; return whether they have changed. The
         caller holds ``_lock``."""
-        wrapped = _joined(self._blobs(key.id))
+        wrapped = self._wrapped_keys(key.id)
         if not wrapped:
             return False
         # Use no blob of a store key that was replaced. Either a killed rotation has left the blob,
@@ -404,7 +405,7 @@ class StoreKeys:
         self._keyring = present
         return True
 
-    def _add(self, names: Iterable[str]) -> None:
+    def _add_tenant_keys(self, names: Iterable[str]) -> None:
         """Read the data keys of tenants in blobs, and add them to the known ones. Missing, damaged
         and destroyed ones are left out. The caller holds ``_lock``."""
         # read in the threads for uploads, because those for loads and for the index may wait for
@@ -434,14 +435,14 @@ class StoreKeys:
         record = self._tenant_key_seal.sealed_key(key)
         self._medium.put(name, [record])
 
-    def _read(self, key: StoreKey) -> list[WrappedKey]:
+    def _usable_wrapped(self, key: StoreKey) -> list[WrappedKey]:
         """Return the data keys of the store that are wrapped with a store key; of a store key that
         was replaced, only data keys that a newer store key wraps, too.
 
         :raises ConfigurationError: another store key has replaced it, and left it no usable data
             keys.
         """
-        wrapped = _joined(self._blobs(key.id))
+        wrapped = self._wrapped_keys(key.id)
         # read the successors after the blobs: a rotation that begins between the two reads takes
         # over all data keys of the blobs, so they are usable
         successors = self._successors(key.id)
@@ -465,7 +466,7 @@ class StoreKeys:
         """Return the ids of the data keys that any of these store keys wraps."""
         found: set[bytes] = set()
         for key_id in key_ids:
-            wrapped = _joined(self._blobs(key_id))
+            wrapped = self._wrapped_keys(key_id)
             found.update(entry.id for entry in wrapped)
         return found
 
@@ -491,7 +492,12 @@ class StoreKeys:
             return ""
         return bytes(content).decode("ascii", "replace")
 
-    def _blobs(self, key_id: str) -> dict[str, list[WrappedKey]]:
+    def _wrapped_keys(self, key_id: str) -> list[WrappedKey]:
+        """Return the data keys in all blobs of a store key; see ``_wrapped_by_blob``."""
+        blobs = self._wrapped_by_blob(key_id)
+        return list(chain.from_iterable(blobs.values()))
+
+    def _wrapped_by_blob(self, key_id: str) -> dict[str, list[WrappedKey]]:
         """Return the data keys in each blob of a store key, by the name of the blob.
 
         :raises UnavailableError: blobs vanished between list and read in all attempts.
@@ -500,22 +506,24 @@ class StoreKeys:
             # A rotation may delete a blob after the list. List again, because a handle without the
             # keys in the blob would lack some of the content.
             with suppress(BlobMissingError):
-                return self._read_listed(key_id)
+                return self._try_wrapped_by_blob(key_id)
         raise UnavailableError("the keys of the store are being replaced")
 
-    def _read_listed(self, key_id: str) -> dict[str, list[WrappedKey]]:
-        """Make one attempt of ``_blobs``; raise a BlobMissingError if a blob vanishes after the
-        list."""
+    def _try_wrapped_by_blob(self, key_id: str) -> dict[str, list[WrappedKey]]:
+        """Make one attempt of ``_wrapped_by_blob``.
+
+        :raises BlobMissingError: a blob vanished after the list.
+        """
         marker = _blob(key_id, REPLACED)
         found: dict[str, list[WrappedKey]] = {}
         prefix = _blob(key_id, "")
         for info in self._medium.listed(prefix):
             # leave out the marker, which has no keys, but the name of a store key
             if info.name != marker:
-                found[info.name] = self._wrapped(info.name)
+                found[info.name] = self._wrapped_in(info.name)
         return found
 
-    def _wrapped(self, name: str) -> list[WrappedKey]:
+    def _wrapped_in(self, name: str) -> list[WrappedKey]:
         """Return the data keys in a blob; raise a CorruptStoreError if it is damaged."""
         content = self._medium.whole(name, MAX_SMALL_BYTES)
         try:
@@ -531,7 +539,7 @@ class StoreKeys:
         except CorruptPackError as error:
             raise CorruptStoreError(f"the keys of the store: {error}") from None
 
-    def _create(self, key: StoreKey) -> None:
+    def _create_data_key(self, key: StoreKey) -> None:
         """Write a data key for a new store. It is deleted again if a rotation from this store key,
         or to it, has ended meanwhile: then the store has other data keys.
 
@@ -544,7 +552,7 @@ class StoreKeys:
                 f"{_blob(key.id, '')}: without these blobs, nothing can read it"
             )
         created = self._write(key, key.new_keyring())
-        present = _joined(self._blobs(key.id))
+        present = self._wrapped_keys(key.id)
         keyrings = {entry.keyring for entry in present}
         # A new keyring, such as the one just written, has the id of its store key. A keyring with
         # another id was rotated to this key.
@@ -568,8 +576,3 @@ class StoreKeys:
 def _blob(store_key: str, name: str) -> str:
     """Return the name of a blob of a store key; the prefix of all of them for an empty ``name``."""
     return f"{KEYRINGS}{store_key}/{name}"
-
-
-def _joined(blobs: Mapping[str, Sequence[WrappedKey]]) -> list[WrappedKey]:
-    """Return the keys of all blobs."""
-    return list(chain.from_iterable(blobs.values()))

@@ -100,7 +100,7 @@ class Follower:
         """
         now = self._clock.monotonic()
         if now >= self._list_at:
-            self._list(now)
+            self._read_lists(now)
         if now >= self._follow_at:
             self.read_latest()
         elif self._merger is not None and self._merger.is_merge_due():
@@ -110,7 +110,7 @@ class Follower:
             with suppress(StoreError):
                 self.read_latest()
 
-    def _list(self, now: float) -> None:
+    def _read_lists(self, now: float) -> None:
         """Read the lists, and the objects in them."""
         pause_s = _IDLE_LIST_S if self.is_idle() else LIST_S
         self._list_at = now + pause_s * self._jitter()

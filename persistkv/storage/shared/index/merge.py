@@ -284,9 +284,9 @@ class Merger:
         commits = self._reader.list_commits()
         listed = {info.name for info in commits}
         self._drop_merged(listed, began)
-        new = [info for info in commits if self._is_new(info.name)]
-        batch = _bounded(new)
-        deltas = self._read(batch)
+        new = [info for info in commits if self._is_to_merge(info.name)]
+        batch = _first_within_bounds(new)
+        deltas = self._read_commits(batch)
         # the schedule keeps the pauses between merges short while other engines commit
         found_others = any(name not in self.own_commits for name in deltas)
 
@@ -352,7 +352,7 @@ class Merger:
         """Return the names of the objects that another object includes."""
         return [name for name in names if self._replica.is_included(name)]
 
-    def _is_new(self, name: str) -> bool:
+    def _is_to_merge(self, name: str) -> bool:
         """Return whether a commit in the inbox is to be merged."""
         reader = self._reader
         # A commit that cannot be read stays in the inbox. A commit that this handle is writing must
@@ -361,10 +361,10 @@ class Merger:
             return False
         return not self._replica.is_included(name)
 
-    def _read(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
+    def _read_commits(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name, without missing and unreadable ones, and add it to
         the replica."""
-        found = self._contents(infos)
+        found = self._commit_contents(infos)
         # apply commits of other engines; own commits were applied when they were written
         contained = self._replica.contained
         new: list[tuple[str, Delta]] = []
@@ -374,7 +374,7 @@ class Merger:
         self._reader.apply(new)
         return found
 
-    def _contents(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
+    def _commit_contents(self, infos: Sequence[BlobInfo]) -> dict[str, Delta]:
         """Return the content of commits by name: own ones from memory, the rest from the medium. No
         time in it may be later than the commit itself: every reader replaces later times."""
         others = [info for info in infos if info.name not in self.own_commits]
@@ -500,7 +500,7 @@ class Merger:
         it."""
         reader = self._reader
         reader.listed[info.name] = info
-        reader.remember([info])
+        reader.note_recent([info])
         self._written = info.name
         self._written_at = self._clock.monotonic()
 
@@ -702,7 +702,7 @@ def _with_excess(num_bytes: int) -> int:
     return num_bytes + num_bytes // _EXCESS_SHARE
 
 
-def _bounded(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
+def _first_within_bounds(infos: Sequence[BlobInfo]) -> list[BlobInfo]:
     """Return the first of the commits, up to the bounds of one merge. Lists are sorted by name, and
     names are random, so no engine's commits come first."""
     found: list[BlobInfo] = []

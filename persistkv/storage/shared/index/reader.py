@@ -165,13 +165,13 @@ class IndexReader:
         # to be missing.
         if latest == self._followed:
             return latest
-        missing = self.read_objects(self._named(latest))
+        missing = self.read_objects(self._objects_named_by(latest))
         if missing:
             self.refresh()
         self._followed = latest
         return latest
 
-    def _named(self, latest: Latest) -> list[BlobInfo]:
+    def _objects_named_by(self, latest: Latest) -> list[BlobInfo]:
         """Return the objects of the index that ``latest`` names, with the time 0, because readers
         use only the times of commits."""
         named: list[BlobInfo] = []
@@ -193,14 +193,14 @@ class IndexReader:
         :param is_inbox: the objects are commits. Times in a commit are limited to the time of its
             blob.
         """
-        new = [info for info in infos if self._is_new(info.name)]
+        new = [info for info in infos if self._is_to_read(info.name)]
         todo = self._in_order(new)
         missing: list[str] = []
         # read the first object alone, because it may include all the others
         at_once = 1
         while todo:
             batch = self._of_one_level(todo[:at_once])
-            missing += self._read_some(batch, is_inbox=is_inbox)
+            missing += self._read_together(batch, is_inbox=is_inbox)
             # leave out objects that the batch includes
             contained = self._replica.contained
             rest = todo[len(batch) :]
@@ -208,7 +208,7 @@ class IndexReader:
             at_once = self._medium.blobs.connections
         return missing
 
-    def _read_some(self, infos: Sequence[BlobInfo], *, is_inbox: bool) -> list[str]:
+    def _read_together(self, infos: Sequence[BlobInfo], *, is_inbox: bool) -> list[str]:
         """Read objects concurrently, and add them to the replica in one transaction; return the
         names of missing ones."""
         missing: list[str] = []
@@ -227,7 +227,7 @@ class IndexReader:
                 # report is logged once only, and sets the time of the next try.
                 self._report(info.name, "it is listed and missing")
         self.apply(objects)
-        self.remember(read)
+        self.note_recent(read)
         return missing
 
     def _of_one_level(self, infos: Sequence[BlobInfo]) -> list[BlobInfo]:
@@ -323,7 +323,7 @@ class IndexReader:
         now = self._clock.monotonic()
         self._shown_at.update(dict.fromkeys(names, now))
 
-    def remember(self, infos: Iterable[BlobInfo]) -> None:
+    def note_recent(self, infos: Iterable[BlobInfo]) -> None:
         """Record objects of the index that were read or written, for ``latest``."""
         for info in infos:
             # commits have level 0
@@ -345,7 +345,7 @@ class IndexReader:
                 not_included.append(name)
         self._replica.mark_not_included(not_included)
 
-    def _is_new(self, name: str) -> bool:
+    def _is_to_read(self, name: str) -> bool:
         """Return whether an object is to be read: it is part of the index, not contained, and not
         known to be bad."""
         is_known = name in self._replica.contained or name in self.publishing

@@ -137,13 +137,13 @@ class Application:
             self._add_pack(entry)
         for use in delta.uses:
             for pack_id in split_ids(use.packs):
-                self._use(pack_id, use.time)
+                self._record_use(pack_id, use.time)
         for manifest in delta.manifests:
             self._write_request(manifest)
         for dropped in delta.dropped:
             self._drop_request(dropped)
         for pin in delta.pins:
-            self._pin(pin)
+            self._apply_pin(pin)
         # apply tombstones last, because an object may add and end the same pack
         for tombstone in delta.removed:
             self._end_blob(tombstone)
@@ -169,7 +169,7 @@ class Application:
         if not is_ended and not is_held:
             self._add_blob(entry)
         # record the use even if the blob is not added: another blob may hold the pack, now or later
-        self._use(entry.pack_id, entry.time)
+        self._record_use(entry.pack_id, entry.time)
 
     def _add_many(self, entries: Sequence[PackEntry]) -> list[PackEntry]:
         """Add the packs of which nothing is known, at a tenth of the time that each would take;
@@ -314,7 +314,7 @@ class Application:
             self._rows.put(EARLY, pack_id, row)
         self._catalogue.discard(pack_id)
 
-    def _use(self, pack_id: bytes, time: float) -> None:
+    def _record_use(self, pack_id: bytes, time: float) -> None:
         """Record a use of a pack, also if the pack arrives later."""
         self._order.set_time(time)
         # ``touch`` returns False if the catalogue does not list the pack
@@ -360,7 +360,7 @@ class Application:
         packs = split_ids(entry.packs)
         # record the uses even of an old version: replicas must agree in any order of arrival
         for pack_id in packs:
-            self._use(pack_id, entry.time)
+            self._record_use(pack_id, entry.time)
         before = read_version(self._rows, entry.digest)
         content_digest = _content_digest(entry)
         # of equal versions, the greater digest counts, so that all replicas choose the same one
@@ -391,7 +391,7 @@ class Application:
     ) -> None:
         """Write a request to the catalogue, in place of its earlier version."""
         name = manifest_row(self._namespace, write.manifest.id)
-        self._forget_bytes(name)
+        self._subtract_request(name)
         # set the time at which the catalogue lists the request as written
         self._order.set_time(entry.time)
         batch = CommitBatch(manifests=[write])
@@ -444,10 +444,10 @@ class Application:
             # a later version of the request stays, but the deletion may end its pin
             self._catalogue.pin(name, updated.is_pinned)
         elif before.is_alive:
-            self._forget_bytes(name)
+            self._subtract_request(name)
             self._catalogue.drop_manifest(name)
 
-    def _pin(self, pin: Pin) -> None:
+    def _apply_pin(self, pin: Pin) -> None:
         """Pin or unpin a request, unless a later pin is known."""
         before = read_version(self._rows, pin.digest)
         # of a pin and an unpin with equal versions, the pin counts, because True is greater
@@ -463,7 +463,7 @@ class Application:
             # ``is_pinned`` is false, because the deletion has ended the pin.
             self._catalogue.pin(name, updated.is_pinned)
 
-    def _forget_bytes(self, name: bytes) -> None:
+    def _subtract_request(self, name: bytes) -> None:
         """Subtract the bytes of a request from the total, if it is held."""
         row = self._rows.get(MANIFEST_KEYS, name)
         keys = KeysRow.decode(row)

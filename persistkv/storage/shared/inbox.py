@@ -90,7 +90,8 @@ class Inbox:
         self._uses: dict[bytes, float] = {}
         """Unpublished uses, oldest first: pack id → time on the medium's clock."""
         self._lost: dict[bytes, float] = {}
-        """Packs whose blobs are missing, and whose tombstones are unpublished: name → time."""
+        """Unpublished tombstones of missing blobs: pack id and nonce of a blob → time of its
+        tombstone, on the medium's clock."""
         self._published_at = self._clock.monotonic()
         """Monotonic time of the last commit."""
 
@@ -228,8 +229,8 @@ class Inbox:
         return max(1, milliseconds)
 
     def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:
-        """Write a commit to the inbox, with the waiting uses, and apply it; return the cursors
-        before and after.
+        """Write a commit to the inbox, with the uses and tombstones that wait for one, and apply it
+        to the replica; return the cursors of the replica before and after.
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
@@ -384,7 +385,7 @@ def _delta_of_waiting(
     """Return a delta with uses and lost packs.
 
     :param uses: pack id → time, in the order of the times.
-    :param lost: pack id and nonce of a blob → time at which it was found missing.
+    :param lost: pack id and nonce of a missing blob → time of its tombstone.
     """
     use_entries: list[UseEntry] = []
     # write one entry for all packs that were used at the same time

@@ -219,7 +219,8 @@ class RecordedPolicy:
         self._stored = changed
 
     def _create(self) -> StoredPolicy:
-        """Write the policy: that of a new store, or of one that was deleted, which keeps its keys.
+        """Write the policy of a new store. If the store was deleted while this handle was open,
+        create it again, with the limits, data keys and records that this handle knows.
 
         :raises StoreUnavailableError: this handle does not create stores.
         """
@@ -228,7 +229,6 @@ class RecordedPolicy:
         if self._stored is None:
             policy = self._wanted
         else:
-            # The store was deleted while this handle was open: write its keys and records again.
             policy = self.current()
             self._medium.records.write_again()
             self._medium.keys.write_again()

@@ -117,8 +117,9 @@ class Forgetting:
         records.write(record)
 
     def _record_keys(self) -> None:
-        """Record the data keys of the tenant. Repeat that while other engines have made keys up to
-        the time of the first record: content may have been accepted under them before it.
+        """Record the data keys of the tenant as destroyed. Other engines may have made further keys
+        before the first record was written, and accepted content under them: search again, and
+        record these keys, too, until a search finds none.
 
         :raises StoreError: they make keys all the time.
         """

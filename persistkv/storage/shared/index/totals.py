@@ -83,8 +83,8 @@ class Totals(ArrayStruct, frozen=True):
         :param tenant_horizons: for each tenant above its quota, by the digest of its name: the time
             before which its content is evicted.
         """
-        # count evicted content of any age; the steps of ages are coarse, so the rest may be
-        # negative
+        # Infinity counts evicted content of any age. Its bytes follow from coarse steps (``ages``),
+        # so the difference may be negative.
         evicted = self._evicted(tenant_horizons, time=math.inf)
         num_bytes = max(0, self.num_bytes - evicted)
         ages: list[tuple[float, int]] = []

@@ -399,6 +399,7 @@ class Replica:
             )
             # read the cursor before the removals, which advance it
             cursor = transaction.cursor
+            # leave out the touches, which would write rows for nothing, and all that is added
             deletions = CommitBatch(
                 deletions=batch.deletions,
                 bad=batch.bad,

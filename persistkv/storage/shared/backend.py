@@ -553,9 +553,9 @@ class SharedBackend(Backend):
         """Return the changes of a namespace after a cursor (``Backend.changes``); nothing before
         the medium has answered."""
         self._check_open()
-        is_opened = self._identities.known(namespace) is not None
+        is_known_here = self._identities.known(namespace) is not None
         # an engine that starts while the medium does not answer begins with an empty index
-        if not self._policy.has_answered() and is_opened:
+        if not self._policy.has_answered() and is_known_here:
             return Changes(EMPTY_CURSOR, [], reset=True)
         # this raises if the medium has not answered and the engine has not opened the namespace
         return super().changes(namespace, cursor)

@@ -21,9 +21,7 @@ import msgspec
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult, ManifestWrite
-from persistkv.storage.catalog.rows import manifest_row
 from persistkv.storage.format.manifest import encode_manifest
-from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.clock import ROUNDING_S
 from persistkv.storage.shared.format import (
@@ -47,6 +45,7 @@ from persistkv.storage.shared.replica import (
     KeysPlace,
     Replica,
 )
+from persistkv.storage.shared.replica.rows import request_digest
 
 # 12 hours: longest time from the start of a commit to its acknowledgement
 MOST_COMMIT_S = 12 * 3600.0
@@ -192,12 +191,7 @@ class Inbox:
         :param places: where the keys of each written request are.
         :param pins: see ``CommitPlan``.
         """
-        namespace = self._replica.namespace
-        written_digests: list[bytes] = []
-        for write in writes:
-            # the key of a manifest's rows is the namespace, then the digest of the id
-            row = manifest_row(namespace, write.manifest.id)
-            written_digests.append(row[ID_BYTES:])
+        written_digests = [request_digest(write.manifest.id) for write in writes]
         pinned_digests = [digest for digest, _ in pins]
         versions = self._replica.versions([*written_digests, *pinned_digests])
 

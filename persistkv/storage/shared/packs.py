@@ -142,18 +142,18 @@ class PackBlobs:
         :param memory: maximum bytes of encoded packs.
         """
         budget = UploadBudget(memory)
-        keys = self._key_records(writes)
+        key_records = self._key_records(writes)
         uploads: list[Callable[[], _Uploaded]] = []
         for pack in packs:
             uploads.append(partial(self._upload_pack, pack, budget))
         if writes:
-            uploads.append(partial(self._upload_keys, keys))
+            uploads.append(partial(self._upload_keys, key_records))
         done = self._medium.uploads.all(operator.call, uploads)
 
         times = [uploaded.time for uploaded in done]
         earliest = min(times, default=LATEST_TIME)
         entries = [uploaded.entry for uploaded in done if uploaded.entry is not None]
-        return Upload(entries, keys.places, earliest)
+        return Upload(entries, key_records.places, earliest)
 
     def _key_records(self, writes: Sequence[ManifestWrite]) -> _KeyRecords:
         """Seal the keys of requests as records of one blob."""

@@ -144,7 +144,7 @@ class ForgetRecords:
         with self._lock:
             missing_before: set[str] = set()
             for _ in range(_MOST_LISTS):
-                missing = self._read_listed()
+                missing = self._read_new_blobs()
                 # A blob that vanishes after the list was replaced by another that includes it, and
                 # that the next list shows. A blob that is missing after both lists is damage, and
                 # is ignored.
@@ -157,7 +157,7 @@ class ForgetRecords:
                 "the records of forgotten tenants are being replaced"
             )
 
-    def _read_listed(self) -> set[str]:
+    def _read_new_blobs(self) -> set[str]:
         """Read the blobs that a list shows and that were not read; return the names of missing
         blobs."""
         missing: set[str] = set()

@@ -60,7 +60,12 @@ class IndexObjects:
             record = self._unless_destroyed(data_key, seal)
             if record is not None:
                 sealed.append(record)
-        stored = msgspec.structs.replace(delta, packs=(), manifests=(), sealed=sealed)
+        stored = msgspec.structs.replace(
+            delta,
+            packs=(),
+            manifests=(),
+            sealed=sealed,
+        )
         return encode(stored)
 
     def _unless_destroyed(

@@ -567,7 +567,7 @@ def eviction_horizon(all_totals: Sequence[Totals], limit: int, free: int) -> flo
     # add up the oldest content of all namespaces, until its bytes are enough
     evicted = 0
     horizon = -math.inf
-    for time, step_bytes in _steps(all_totals):
+    for time, step_bytes in _steps_of_all(all_totals):
         evicted += step_bytes
         # add the least possible time, so that content that was used at this time is evicted, too
         horizon = math.nextafter(time, math.inf)
@@ -576,7 +576,7 @@ def eviction_horizon(all_totals: Sequence[Totals], limit: int, free: int) -> flo
     return horizon
 
 
-def _steps(all_totals: Sequence[Totals]) -> list[tuple[float, int]]:
+def _steps_of_all(all_totals: Sequence[Totals]) -> list[tuple[float, int]]:
     """Return the steps of all totals together, sorted by time: (time, bytes that the step adds). In
     ``Totals.ages``, the bytes of a step include those of the steps before it."""
     steps: list[tuple[float, int]] = []

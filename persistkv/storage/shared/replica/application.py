@@ -80,6 +80,7 @@ from persistkv.storage.shared.replica.rows import (
     read_bytes,
     read_time,
     read_version,
+    request_digest,
     shown_name,
     shown_table,
     write_later_time,
@@ -422,8 +423,7 @@ class Application:
             text = "a request in the index of %s is unreadable (%s)"
             logger.warning(text, self._namespace.hex(), error)
             return None
-        row = manifest_row(self._namespace, manifest.id)
-        if row[ID_BYTES:] != entry.digest:
+        if request_digest(manifest.id) != entry.digest:
             text = "the index of %s names a request by another id"
             logger.warning(text, self._namespace.hex())
             return None

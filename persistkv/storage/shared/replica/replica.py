@@ -82,6 +82,7 @@ from persistkv.storage.shared.replica.rows import (
     read_bytes,
     read_version,
     read_versions,
+    request_digest,
     shown_name,
 )
 from persistkv.tenants import TAG_BYTES
@@ -351,7 +352,7 @@ class Replica:
             total = read_bytes(rows)
             order = rows.range(ORDER, start=b"")
             moments = _moments(key for key, _ in order)
-        return _steps(moments, points, total, packs)
+        return _age_steps(moments, points, total, packs)
 
     def tenant_ages(self, tenant: bytes, points: int) -> list[tuple[float, int]]:
         """Return what ``ages`` returns, for the packs of one tenant; ``tenant``: digest of its
@@ -363,7 +364,7 @@ class Replica:
             moments = _moments(key[TAG_BYTES:] for key, _ in keys)
         if totals is None:
             return []
-        return _steps(moments, points, totals.stored_bytes, totals.packs)
+        return _age_steps(moments, points, totals.stored_bytes, totals.packs)
 
     def tenants(self) -> list[TenantTotals]:
         """Return the totals of all tenants in this namespace, without quotas."""
@@ -431,10 +432,9 @@ class Replica:
         written = {write.manifest.id for write in batch.manifests}
         pins: list[tuple[bytes, bool]] = []
         for manifest_id, pinned in batch.pins:
-            row = manifest_row(self.namespace, manifest_id)
-            is_held = rows.get(MANIFESTS, row) is not None
+            digest = request_digest(manifest_id)
+            is_held = rows.get(MANIFESTS, self.namespace + digest) is not None
             if is_held or manifest_id in written:
-                digest = row[ID_BYTES:]
                 pins.append((digest, pinned))
         return pins
 
@@ -577,9 +577,13 @@ class Replica:
         packs = removals.removed
         requests = removals.dropped
         # remove the content in several transactions, because commits wait while one runs
-        for start in range(0, max(len(packs), len(requests)), _FORGOTTEN_AT_ONCE):
+        num_entries = max(len(packs), len(requests))
+        for start in range(0, num_entries, _FORGOTTEN_AT_ONCE):
             end = start + _FORGOTTEN_AT_ONCE
-            part = Delta(removed=packs[start:end], dropped=requests[start:end])
+            part = Delta(
+                removed=packs[start:end],
+                dropped=requests[start:end],
+            )
             # write no object: other replicas refuse the content by the same records
             self.apply([(NO_OBJECT, part)])
         self._num_applied_records = num_records
@@ -655,7 +659,7 @@ def _moments(keys: Iterable[Buffer]) -> list[int]:
     return moments
 
 
-def _steps(
+def _age_steps(
     moments: Sequence[int],
     points: int,
     num_bytes: int,

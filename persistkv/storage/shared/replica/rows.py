@@ -9,7 +9,14 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from persistkv.storage.catalog.rows import META, PACKS, SEQUENCE, TABLES, TableRows
+from persistkv.storage.catalog.rows import (
+    META,
+    PACKS,
+    SEQUENCE,
+    TABLES,
+    TableRows,
+    manifest_row,
+)
 from persistkv.storage.format.codec import Buffer
 
 # name of a blob → ``BlobRow``, without the table for the blob that the catalogue shows
@@ -100,6 +107,12 @@ class KeysRow(NamedTuple):
             return None
         fields = _KEYS.unpack(row)
         return cls._make(fields)
+
+
+def request_digest(manifest_id: str) -> bytes:
+    """Return the digest by which a replica and index objects name a request: the key of its rows in
+    the catalogue, without the namespace."""
+    return manifest_row(b"", manifest_id)
 
 
 def encode_includer(includer: str) -> bytes:

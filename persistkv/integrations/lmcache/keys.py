@@ -51,8 +51,8 @@ class ObjectLayout(NamedTuple):
             return None
         num_bytes = 0
         for shape, dtype in zip(shapes, dtypes, strict=True):
-            numbers = math.prod(shape)
-            num_bytes += numbers * dtype.itemsize
+            num_elements = math.prod(shape)
+            num_bytes += num_elements * dtype.itemsize
         return cls._of_arrays(shapes, dtypes, num_bytes)
 
     @classmethod

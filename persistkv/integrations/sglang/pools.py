@@ -54,15 +54,15 @@ class PageMemory(NamedTuple):
             return []
         # SGLang returns the regions of all pages in one list, page by page
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
-        per_page, spare_regions = divmod(len(addresses), num_pages)
+        regions_per_page, spare_regions = divmod(len(addresses), num_pages)
         if spare_regions:
             raise ValueError(f"{len(addresses)} regions for {num_pages} pages")
         regions: list[memoryview] = []
         for address, size in zip(addresses, sizes, strict=True):
             region = memory_at(int(address), int(size))
             regions.append(region)
-        starts = range(0, len(regions), per_page)
-        return [regions[start : start + per_page] for start in starts]
+        starts = range(0, len(regions), regions_per_page)
+        return [regions[start : start + regions_per_page] for start in starts]
 
     def region_sizes(self) -> list[int]:
         """Return the bytes of each region of a page.

@@ -21,16 +21,16 @@ class _Calls:
 
     def add(
         self,
-        pages: int,
+        num_pages: int,
         num_bytes: int,
         seconds: float,
     ) -> None:
-        """Add a call, unless it transferred nothing or too many calls wait."""
-        if not pages or len(self.pages) >= _MOST_CALLS:
+        """Add a call, unless it transferred nothing or too many calls wait for a report."""
+        if not num_pages or len(self.pages) >= _MOST_CALLS:
             return
         gigabytes = num_bytes / _GB
         bandwidth = gigabytes / max(seconds, _SHORTEST_S)
-        self.pages.append(pages)
+        self.pages.append(num_pages)
         self.bandwidths.append(bandwidth)
 
 
@@ -46,23 +46,23 @@ class Transfers:
 
     def add_read(
         self,
-        pages: int,
+        num_pages: int,
         num_bytes: int,
         seconds: float,
     ) -> None:
         """Record a call that read pages."""
         with self._lock:
-            self._read.add(pages, num_bytes, seconds)
+            self._read.add(num_pages, num_bytes, seconds)
 
     def add_write(
         self,
-        pages: int,
+        num_pages: int,
         num_bytes: int,
         seconds: float,
     ) -> None:
         """Record a call that stored pages."""
         with self._lock:
-            self._written.add(pages, num_bytes, seconds)
+            self._written.add(num_pages, num_bytes, seconds)
 
     def take_metrics(self) -> Any:
         """Return SGLang's ``StorageMetrics`` of the calls since the last report."""

@@ -188,8 +188,11 @@ class Tiers:
         """Load ``num_tokens``, a result of ``match``, into the device blocks of ``tables``, and
         wait for the load. If it fails, the content of the device blocks is undefined.
         """
-        # 0 if nothing is to be loaded: the engine then computes the tokens
-        if not self.scheduler.update_state_after_alloc(req_id, tables, num_tokens):
+        num_to_load = self.scheduler.update_state_after_alloc(
+            req_id, tables, num_tokens
+        )
+        # nothing was matched, or blocks were evicted since then: the engine computes the tokens
+        if not num_to_load:
             return LoadProgress(success=True, num_tokens=0, num_bytes=0)
         # a step waits for the loads that it starts, so the first step usually has the result
         loads = self.step()

@@ -222,6 +222,7 @@ def _device_vectors(
     """
     key_length = attention.head_size
     value_length = attention.head_size_v
+    # without a value, divide the latent vector into parts of at most ``_LATENT_PART`` numbers
     length = gcd(key_length, value_length or _LATENT_PART)
     num_vectors = (key_length + value_length) // length
     return _TokenVectors(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -156,7 +155,7 @@ def test_probe_of_hung_store_delays_no_caller(
     loads: PrefixLoads,
     clock: Clock,
     store: BlockStore,
-    backend: FaultyBackend[Any],
+    backend: FaultyBackend[MemoryBackend],
 ) -> None:
     goes_on = threading.Event()
     backend.before("read", lambda *_: goes_on.wait(60))

@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -44,8 +43,19 @@ def filled(url: str) -> str:
     return url
 
 
-def ids(store: persistkv.StoreHandle, *arguments: Any, **options: Any) -> list[str]:
-    return [request.id for request in store.requests(*arguments, **options).requests]
+def ids(
+    store: persistkv.StoreHandle,
+    selection: Selection = Selection(),  # noqa: B008 - immutable
+    *,
+    namespace: str | None = None,
+    sort: str = "created",
+    offset: int = 0,
+    limit: int | None = None,
+) -> list[str]:
+    page = store.requests(
+        selection, namespace=namespace, sort=sort, offset=offset, limit=limit
+    )
+    return [request.id for request in page.requests]
 
 
 def test_open_store_absent_store_raises_and_creates_nothing(tmp_path: Path) -> None:

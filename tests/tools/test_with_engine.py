@@ -10,7 +10,6 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,7 @@ def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def open_engine(checkpoint: Path, url: str, **options: Any) -> Engine:
+def open_engine(checkpoint: Path, url: str) -> Engine:
     return Engine.open(
         checkpoint,
         url,
@@ -56,7 +55,6 @@ def open_engine(checkpoint: Path, url: str, **options: Any) -> Engine:
         device_blocks=64,
         cpu_bytes="2MiB",
         codec="zstd:1",
-        **options,
     )
 
 

@@ -12,7 +12,12 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM, RequestOutput
+    from vllm.config import VllmConfig
 
 
 class Server:
@@ -42,7 +47,7 @@ class Server:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": connector,
             } | (transfer or {})
-        self._llm: Any = LLM(
+        self._llm: LLM = LLM(
             model,
             skip_tokenizer_init=True,
             enforce_eager=True,
@@ -55,7 +60,7 @@ class Server:
         self,
         prompts: list[list[int]],
         max_tokens: int = 12,
-        params: Any = None,
+        params: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return greedy answers, and the number of cached tokens of each prompt."""
         return _answers(self._run(prompts, max_tokens, params)[0])
@@ -85,9 +90,9 @@ class Server:
         self,
         prompts: list[list[int]],
         max_tokens: int,
-        params: Any,
+        params: dict[str, Any] | None,
         logprobs: int | None = None,
-    ) -> tuple[list[Any], float]:
+    ) -> tuple[list[RequestOutput], float]:
         from vllm import SamplingParams
 
         extra = None if params is None else {"kv_transfer_params": params}
@@ -146,16 +151,17 @@ class Server:
 
     def delete(self) -> None:
         """Delete the ``LLM`` object, as a notebook does. Send no further command."""
-        self._llm = None
+        del self._llm
         gc.collect()
 
     def close(self) -> None:
         """Shut the engine down as a program does that exits normally."""
-        if self._llm is not None:
+        # a deleted object has shut its engine down
+        if hasattr(self, "_llm"):
             self._llm.llm_engine.engine_core.shutdown()
 
 
-def change_weights(model: Any, seed: int) -> None:
+def change_weights(model: torch.nn.Module, seed: int) -> None:
     """Add noise to each parameter."""
     import torch
 
@@ -164,11 +170,11 @@ def change_weights(model: Any, seed: int) -> None:
         parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-def count_parameters(model: Any) -> int:
+def count_parameters(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _answers(outputs: list[Any]) -> dict[str, Any]:
+def _answers(outputs: list[RequestOutput]) -> dict[str, Any]:
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
         "cached": [output.num_cached_tokens for output in outputs],
@@ -182,7 +188,7 @@ def schedule_asynchronously() -> None:
 
     check = CpuPlatform.check_and_update_config
 
-    def check_and_keep(config: Any) -> None:
+    def check_and_keep(config: VllmConfig) -> None:
         check(config)
         config.scheduler_config.async_scheduling = True
 

@@ -3,10 +3,13 @@ benchmarks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 
-def offloading_config(chunk_bytes: int, chunk_tokens: int = 16) -> Any:
+def offloading_config(chunk_bytes: int, chunk_tokens: int = 16) -> OffloadingConfig:
     """Return vLLM's ``OffloadingConfig`` of one worker and one KV cache group, with one block per
     chunk."""
     from vllm.v1.kv_offload import config as offload

@@ -55,9 +55,11 @@ def pruned(run: Run, url: str, *options: str, code: int = 0) -> Any:
     return json.loads(done.stdout)
 
 
-def plan(backend: Backend, selection: Selection, **rules: Any) -> Prune:
+def plan(
+    backend: Backend, selection: Selection, keep_bytes: int | None = None
+) -> Prune:
     """Plan a prune of all namespaces of an open store."""
-    wanted = PruneRules(selection, **rules)
+    wanted = PruneRules(selection, keep_bytes=keep_bytes)
     return Prune(backend, lambda: backend, backend.namespaces(), wanted)
 
 

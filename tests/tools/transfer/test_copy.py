@@ -9,14 +9,15 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch, ReadSpan
 from persistkv.storage.format.codec import ZstdCodec
-from persistkv.storage.format.pack import PackTable
+from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
+from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.identity import Identity
 from persistkv.storage.inspection.selection import Selection
 from persistkv.testing import FaultyBackend, MemoryBackend
@@ -42,9 +43,18 @@ def payload(backend: Backend, table: PackTable) -> bytes:
     return bytes(buffer)
 
 
-def contents(backend: Backend) -> dict[bytes, Any]:
+class Content(NamedTuple):
+    """Content of a namespace."""
+
+    packs: dict[bytes, tuple[PackTable, bytes]]
+    """Tables and payloads."""
+    heads: dict[str, RequestManifest]
+    keys: dict[str, ManifestKeys | None]
+
+
+def contents(backend: Backend) -> dict[bytes, Content]:
     """Return the whole content of a store: packs byte by byte, manifests and keys of requests."""
-    found = {}
+    found: dict[bytes, Content] = {}
     for namespace in backend.namespaces():
         packs = {
             name: (table, payload(backend, table))
@@ -55,27 +65,35 @@ def contents(backend: Backend) -> dict[bytes, Any]:
             for manifest in backend.catalogue(namespace.id).manifests()
         }
         keys = {name: backend.manifest_keys(namespace.id, [name])[0] for name in heads}
-        found[namespace.id] = (packs, heads, keys)
+        found[namespace.id] = Content(packs, heads, keys)
     return found
 
 
-def contents_at(url: str) -> dict[bytes, Any]:
+def contents_at(url: str) -> dict[bytes, Content]:
     with closing(open_backend(url, read_only=True)) as backend:
         return contents(backend)
 
 
-def opened(backend: Backend) -> dict[bytes, Any]:
-    """Return the whole content of a store without what its seal decides: ids and tags of packs."""
-    found = {}
+class Opened(NamedTuple):
+    """Content of a namespace without what its seal decides: ids and tags of packs."""
+
+    blocks: dict[PackedKeys, bytes | None]
+    """Keys and bytes of the packs."""
+    heads: dict[str, RequestManifest]
+    keys: dict[str, ManifestKeys | None]
+
+
+def opened(backend: Backend) -> dict[bytes, Opened]:
+    found: dict[bytes, Opened] = {}
     for name, (packs, heads, keys) in contents(backend).items():
         blocks = {}
         for table, _ in packs.values():
             blocks[table.keys] = read_pack(backend, name, table)
-        found[name] = (blocks, heads, keys)
+        found[name] = Opened(blocks, heads, keys)
     return found
 
 
-def opened_at(url: str) -> dict[bytes, Any]:
+def opened_at(url: str) -> dict[bytes, Opened]:
     with closing(open_backend(url, read_only=True)) as backend:
         return opened(backend)
 

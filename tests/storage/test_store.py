@@ -209,14 +209,14 @@ def test_end_request_missing_block_shortens_manifest(
     assert (manifest.tokens, manifest.group_blocks) == (32, (2,))
 
 
-def test_wants_commit_age_or_staging_bound_makes_blocks_due(
+def test_seconds_to_due_age_or_staging_bound_makes_blocks_due(
     open_store: OpenStore,
     keys: Keys,
 ) -> None:
     aged = open_store("memory://x", max_age_s=0.0)
     aged.put("r", keys(1), [0], None)
     assert is_due(aged)
-    assert aged.store.committer.seconds_to_work() == 0.0
+    assert aged.store.committer.seconds_to_due() == 0.0
     bounded = open_store("memory://y", max_age_s=1e6, staging_bytes=512 << 10)
     bounded.put("r", keys(1), [0], None)
     assert not is_due(bounded)
@@ -494,7 +494,7 @@ def test_durability_interval_copies_blocks_and_flush_commits_once(
     store.end_request(end("a", large))
     before = refill(store)
     assert not is_due(store)
-    assert store.store.committer.seconds_to_work() != 0
+    assert store.store.committer.seconds_to_due() != 0
     store.work()
     assert not any(map(store.contains, large + small))
     assert store.take_report().persisted == []
@@ -507,7 +507,7 @@ def test_durability_interval_copies_blocks_and_flush_commits_once(
 
 
 @pytest.mark.parametrize("use", ["blocks", "request end"])
-def test_durability_interval_elapsed_tick_commits(
+def test_durability_interval_elapsed_work_commits(
     open_store: OpenStore,
     keys: Keys,
     monkeypatch: pytest.MonkeyPatch,
@@ -519,10 +519,10 @@ def test_durability_interval_elapsed_tick_commits(
         store.put("r", names, [0, 1], None)
     else:
         store.end_request(end("r", names))
-    assert store.store.committer.seconds_to_work() != 0.0
+    assert store.store.committer.seconds_to_due() != 0.0
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3601)
-    assert store.store.committer.seconds_to_work() == 0.0
+    assert store.store.committer.seconds_to_due() == 0.0
     store.work()
     assert store.counters.commits == 1
     assert not is_due(store)

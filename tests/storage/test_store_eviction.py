@@ -138,13 +138,13 @@ def test_touch_without_stores_is_committed_when_due(
     # no use becomes due during the test
     monkeypatch.setattr(time, "monotonic", lambda: now() - 1000)
     store.store.touch(names)
-    due = store.store.committer.seconds_to_work()
+    due = store.store.committer.seconds_to_due()
     assert due is not None
     assert 900 < due <= 1002
     store.work()
     assert store.counters.commits == commits
     monkeypatch.setattr(time, "monotonic", lambda: now() + 3)
-    assert store.store.committer.seconds_to_work() == 0.0
+    assert store.store.committer.seconds_to_due() == 0.0
     store.work()
     assert store.counters.commits == commits + 1
     store.work()

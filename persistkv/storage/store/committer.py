@@ -43,6 +43,21 @@ class _Attempt(NamedTuple):
     result: CommitResult
 
 
+class _DueSteps(NamedTuple):
+    """Which steps of ``Committer.work`` are due."""
+
+    replacement: bool
+    """A slice of the index's replacement by a larger table."""
+    repair: bool
+    """The removal of damaged packs."""
+    verdicts: bool
+    """The writing of new verdicts about the namespace of another engine release."""
+    commit: bool
+    """A commit of accepted blocks, request ends or uses, or the expiry of packs."""
+    refresh: bool
+    """The reading of changes that other processes have made."""
+
+
 class Committer:
     """Commits the work in a queue, and applies the changes of other processes to the index."""
 
@@ -84,7 +99,7 @@ class Committer:
         while True:
             # Clear the event before looking for work: work that becomes due later sets it again.
             self.has_work.clear()
-            seconds = self.seconds_to_work()
+            seconds = self.seconds_to_due()
             if seconds > 0:
                 # use a timer, because ``asyncio.timeout`` is several times as expensive
                 timer = loop.call_later(seconds, self.has_work.set)
@@ -93,17 +108,26 @@ class Committer:
             else:
                 await self.work()
 
-    def seconds_to_work(self) -> float:
-        """Return the seconds until ``work`` has something to do."""
-        view = self._view
-        if self._flushes or view.needs_repair or view.index.replacing:
+    def seconds_to_due(self) -> float:
+        """Return the seconds until ``work`` has something to do; 0: now."""
+        if any(self._due_steps()):
             return 0.0
-        if self._canary.needs_update:
-            return 0.0
-        due_at = min(self._refresh_at, self._upkeep_at())
-        until_timed_work = due_at - time.monotonic()
-        until_queue = self._queue.seconds_to_due()
-        return max(0.0, min(until_timed_work, until_queue))
+        next_at = min(self._refresh_at, self._upkeep_at())
+        until_timed_work = max(0.0, next_at - time.monotonic())
+        return min(until_timed_work, self._queue.seconds_to_due())
+
+    def _due_steps(self) -> _DueSteps:
+        """Return which steps of ``work`` are due now."""
+        now = time.monotonic()
+        is_queue_due = self._queue.seconds_to_due() == 0
+        is_upkeep_due = now >= self._upkeep_at()
+        return _DueSteps(
+            replacement=self._view.index.replacing,
+            repair=self._view.needs_repair,
+            verdicts=self._canary.needs_update,
+            commit=bool(self._flushes) or is_queue_due or is_upkeep_due,
+            refresh=now >= self._refresh_at,
+        )
 
     def _upkeep_at(self) -> float:
         """Return when a commit without blocks is due, for uses or the expiry of packs, by
@@ -122,28 +146,24 @@ class Committer:
         await flushed
 
     async def work(self) -> None:
-        """Do the due work: a slice of the index's replacement, the removal of damaged packs, a
-        commit, a refresh."""
-        view = self._view
+        """Do the steps that are due. What becomes due meanwhile is done by the next call."""
         async with self.turn:
+            due = self._due_steps()
             # one slice in each call, so that a large table delays a commit by a few ms only
-            if view.index.replacing:
-                view.index.replace_some()
+            if due.replacement:
+                self._view.index.replace_some()
                 await asyncio.sleep(0)  # let other tasks run between two slices
             # repair before the commit, because a damaged block must not count as held
-            if view.needs_repair:
+            if due.repair:
                 await self.repair()
-            # there are new verdicts about the namespace of another engine release
-            if self._canary.needs_update:
+            if due.verdicts:
                 await self._forgetting(self._canary.update())
-            is_upkeep_due = time.monotonic() >= self._upkeep_at()
-            is_queue_due = self._queue.seconds_to_due() == 0
-            if self._flushes or is_upkeep_due or is_queue_due:
+            if due.commit:
                 await self._commit()
             # refresh last, so that accepted blocks do not wait for it
-            if time.monotonic() >= self._refresh_at:
+            if due.refresh:
                 self._refresh_at = time.monotonic() + self._refresh_s
-                await view.refresh_or_log()
+                await self._view.refresh_or_log()
                 await self._canary.refresh()
             self.changed.set()
 

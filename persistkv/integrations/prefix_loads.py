@@ -80,7 +80,7 @@ class PrefixLoads:
         """Prefixes that were declined."""
 
     def expected_load_s(self, num_bytes: int) -> float:
-        """Return the expected seconds of a load of so many bytes; 0 if nothing is known."""
+        """Return the expected seconds of a load of ``num_bytes`` bytes; 0 if nothing is known."""
         call_bytes = self._call_bytes
         if call_bytes is None:
             return self._times.expected_s(num_bytes)
@@ -94,8 +94,8 @@ class PrefixLoads:
         return expected_s
 
     def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
-        """Return whether loading so many bytes is expected to be faster than computing their
-        tokens."""
+        """Return whether loading a prefix of ``num_bytes`` bytes is expected to be faster than
+        computing its ``num_tokens`` tokens."""
         # without a prober, no speed of the engine is known: every prefix is loaded
         if self._prober is None or num_bytes <= 0:
             return True
@@ -112,7 +112,7 @@ class PrefixLoads:
         return is_loaded
 
     def begin_load(self, num_bytes: int) -> int:
-        """Begin a load of so many bytes; return its number, for ``end_load``."""
+        """Begin a load of ``num_bytes`` bytes; return its number, for ``end_load``."""
         now = self._clock()
         with self._lock:
             number = next(self._numbers)

@@ -325,7 +325,7 @@ def _is_faster(
     tier: PersistentTier,
     num_bytes: int,
 ) -> bool:
-    """Return whether ``other`` is expected to load so many bytes faster than ``tier``."""
+    """Return whether ``other`` is expected to load ``num_bytes`` bytes faster than ``tier``."""
     other_s = other.expected_load_s(num_bytes)
     own_s = tier.expected_load_s(num_bytes)
     # None: the tier loads whatever it takes (``load_policy`` "always"), so times do not decide

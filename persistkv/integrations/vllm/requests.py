@@ -209,8 +209,11 @@ def _with_hint(
     options: RequestOptions,
     payload: Mapping[str, Any],
 ) -> RequestOptions:
-    """Return a request's options with those of a hint, which take precedence; labels of both are
-    kept."""
+    """Return a request's options, replaced by the options that a hint gives; the labels of both
+    are kept.
+
+    :param payload: options of the hint, in the form of ``RequestOptions``.
+    """
     own = msgspec.to_builtins(options)
     merged = {**own, **payload}
     hint_labels = payload.get("labels", {})

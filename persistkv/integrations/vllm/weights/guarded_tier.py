@@ -338,7 +338,7 @@ class GuardedTier:
                 self._ended_loads.append(result)
 
     def _collect(self) -> None:
-        """Take the results of the tier: those of loads wait for their comparisons."""
+        """Take the results of the tier. Results of loads then wait for their comparisons."""
         # while a tier is being opened, there are no jobs, and only the opening thread may use it
         if self.is_opening:
             return

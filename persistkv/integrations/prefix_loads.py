@@ -93,7 +93,7 @@ class PrefixLoads:
             expected_s += self._times.expected_s(rest_bytes)
         return expected_s
 
-    def is_worth(self, num_bytes: int, num_tokens: int) -> bool:
+    def is_worth_loading(self, num_bytes: int, num_tokens: int) -> bool:
         """Return whether loading a prefix of ``num_bytes`` bytes is expected to be faster than
         computing its ``num_tokens`` tokens."""
         # without a prober, no speed of the engine is known: every prefix is loaded

@@ -66,29 +66,31 @@ def test_is_worth_compares_load_with_computing(
     loads: PrefixLoads,
     clock: Clock,
 ) -> None:
-    assert loads.is_worth(BLOCK_BYTES, 100), "nothing is known of the store"
+    assert loads.is_worth_loading(BLOCK_BYTES, 100), "nothing is known of the store"
     load(loads, clock, BLOCK_BYTES, 0.5)
-    assert not loads.is_worth(BLOCK_BYTES, 100)
-    assert loads.is_worth(BLOCK_BYTES, 1000)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 100)
+    assert loads.is_worth_loading(BLOCK_BYTES, 1000)
     assert loads.num_declined == 1
 
 
 def test_is_worth_counts_the_calls_of_a_load(clock: Clock) -> None:
     loads = PrefixLoads(TOKENS_PER_S, call_bytes=BLOCK_BYTES, clock=clock)
     load(loads, clock, BLOCK_BYTES, 0.1)
-    assert loads.is_worth(10 * BLOCK_BYTES, 1050)
-    assert not loads.is_worth(10 * BLOCK_BYTES, 750), "it may have been late by chance"
+    assert loads.is_worth_loading(10 * BLOCK_BYTES, 1050)
+    assert not loads.is_worth_loading(10 * BLOCK_BYTES, 750), (
+        "it may have been late by chance"
+    )
     assert loads.expected_load_s(10 * BLOCK_BYTES + 1) < 1.1
     loads.close()
 
 
 def test_is_worth_counts_loads_in_progress(loads: PrefixLoads, clock: Clock) -> None:
     load(loads, clock, BLOCK_BYTES, 0.1)
-    assert loads.is_worth(BLOCK_BYTES, 150)
+    assert loads.is_worth_loading(BLOCK_BYTES, 150)
     number = loads.begin_load(BLOCK_BYTES)
-    assert not loads.is_worth(BLOCK_BYTES, 150)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 150)
     loads.end_load(number, 0)
-    assert loads.is_worth(BLOCK_BYTES, 150)
+    assert loads.is_worth_loading(BLOCK_BYTES, 150)
 
 
 def test_is_worth_without_speed_loads_everything(
@@ -97,7 +99,7 @@ def test_is_worth_without_speed_loads_everything(
 ) -> None:
     loads = PrefixLoads(None, clock=clock)
     load(loads, clock, BLOCK_BYTES, 1000.0)
-    assert loads.is_worth(BLOCK_BYTES, 1)
+    assert loads.is_worth_loading(BLOCK_BYTES, 1)
     loads.probe_if_due(store, KEY, BLOCK_BYTES)
     loads.close()
 
@@ -107,16 +109,16 @@ def test_load_of_nothing_is_stall_only_if_it_took_long(
     clock: Clock,
 ) -> None:
     load(loads, clock, 0, 0.001)
-    assert loads.is_worth(BLOCK_BYTES, 100), "the blocks were evicted"
+    assert loads.is_worth_loading(BLOCK_BYTES, 100), "the blocks were evicted"
     load(loads, clock, 0, 5.0)
-    assert not loads.is_worth(BLOCK_BYTES, 1_000_000)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 1_000_000)
 
 
 def test_load_that_ends_at_a_short_timeout_is_stall(clock: Clock) -> None:
     loads = PrefixLoads(TOKENS_PER_S, timeout_s=0.5, clock=clock)
     load(loads, clock, BLOCK_BYTES, 0.01)
     load(loads, clock, 0, 0.5)
-    assert not loads.is_worth(BLOCK_BYTES, 1_000_000)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 1_000_000)
     loads.close()
 
 
@@ -127,14 +129,16 @@ def test_load_that_hangs_is_stall_until_another_one_ends(
     load(loads, clock, BLOCK_BYTES, 1.0)
     hung = loads.begin_load(BLOCK_BYTES)
     clock.now += 2.3
-    assert loads.is_worth(BLOCK_BYTES, 1_000_000), "three times the expected time"
+    assert loads.is_worth_loading(BLOCK_BYTES, 1_000_000), (
+        "three times the expected time"
+    )
     clock.now += 0.3
-    assert not loads.is_worth(BLOCK_BYTES, 1_000_000)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 1_000_000)
     load(loads, clock, BLOCK_BYTES, 1.0)
     clock.now += 1000.0
-    assert loads.is_worth(BLOCK_BYTES, 2_000), "a load is counted once"
+    assert loads.is_worth_loading(BLOCK_BYTES, 2_000), "a load is counted once"
     loads.end_load(hung, BLOCK_BYTES)
-    assert not loads.is_worth(BLOCK_BYTES, 2_000), "it took 1,000 s"
+    assert not loads.is_worth_loading(BLOCK_BYTES, 2_000), "it took 1,000 s"
 
 
 def test_probe_shows_that_store_is_fast_again(
@@ -143,10 +147,10 @@ def test_probe_shows_that_store_is_fast_again(
     store: BlockStore,
 ) -> None:
     load(loads, clock, 0, 5.0)
-    assert not loads.is_worth(BLOCK_BYTES, 100_000)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 100_000)
     loads.probe_if_due(store, KEY, BLOCK_BYTES)
     deadline = time.monotonic() + 60
-    while not loads.is_worth(BLOCK_BYTES, 100_000):
+    while not loads.is_worth_loading(BLOCK_BYTES, 100_000):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -163,7 +167,7 @@ def test_probe_of_hung_store_delays_no_caller(
     begin = time.monotonic()
     loads.probe_if_due(store, KEY, BLOCK_BYTES)
     loads.probe_if_due(store, KEY, BLOCK_BYTES)
-    assert not loads.is_worth(BLOCK_BYTES, 100)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 100)
     loads.close()
     assert time.monotonic() - begin < 30
     goes_on.set()
@@ -177,5 +181,5 @@ def test_probe_after_close_is_ignored(
     """A late lookup, beside the end of the adapter."""
     load(loads, clock, 0, 5.0)
     loads.close()
-    assert not loads.is_worth(BLOCK_BYTES, 100)
+    assert not loads.is_worth_loading(BLOCK_BYTES, 100)
     loads.probe_if_due(store, KEY, BLOCK_BYTES)

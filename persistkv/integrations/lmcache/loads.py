@@ -74,7 +74,7 @@ class ObjectLoads:
         any_held = next(iter(found.values()))
         num_tokens = len(chunk_hashes) * _tokens_of(any_held.layout)
         # without a known number of tokens, nothing can be compared: load the objects
-        if not num_tokens or self._loads.is_worth(num_bytes, num_tokens):
+        if not num_tokens or self._loads.is_worth_loading(num_bytes, num_tokens):
             return list(results)
         self._probe_if_due(any_held)
         return [False] * len(results)

@@ -131,8 +131,8 @@ class PersistKVStorage(HiCacheStorage):  # type: ignore[misc]
         held = store.held(keys)
         # count the pages before the first gap, because SGLang restores prefixes
         num_pages = leading(held)
-        is_worth = store.is_worth(keys[:num_pages])
-        return num_pages if is_worth else 0
+        is_worth_loading = store.is_worth_loading(keys[:num_pages])
+        return num_pages if is_worth_loading else 0
 
     def batch_get_v1(
         self,

@@ -115,11 +115,11 @@ class PoolStore:
 
         return self._call_store(keys, look_up)
 
-    def is_worth(self, keys: PageKeys) -> bool:
+    def is_worth_loading(self, keys: PageKeys) -> bool:
         """Return whether held pages are expected to be loaded faster than computed."""
         num_bytes = len(keys) * self._page_bytes
         num_tokens = len(keys) * self.memory.page_size
-        if self._loads.is_worth(num_bytes, num_tokens):
+        if self._loads.is_worth_loading(num_bytes, num_tokens):
             return True
         # the load is declined: read a page now and then, to notice when the store is fast again
         store = self._opener.get()

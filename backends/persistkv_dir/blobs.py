@@ -95,7 +95,7 @@ _REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 """Errors of a directory or file that another machine removed or replaced."""
 
 
-class _Place(NamedTuple):
+class _BlobPath(NamedTuple):
     """Path of a blob below the root."""
 
     directories: tuple[str, ...]
@@ -104,7 +104,7 @@ class _Place(NamedTuple):
     """Name of the file."""
 
     @classmethod
-    def of(cls, name: str) -> _Place:
+    def of(cls, name: str) -> _BlobPath:
         *directories, file = name.split("/")
         return cls(tuple(directories), file)
 
@@ -117,7 +117,7 @@ class _OpenBlob:
 
     def __init__(
         self,
-        place: _Place,
+        place: _BlobPath,
         descriptor: int,
         status: os.stat_result,
     ) -> None:
@@ -130,7 +130,7 @@ class _OpenBlob:
         os.close(self.descriptor)
 
 
-class _ServerTime(NamedTuple):
+class _FileSystemTime(NamedTuple):
     """A time that the file system reported, and the local monotonic clock then."""
 
     time: float
@@ -158,7 +158,7 @@ class DirBlobs(Blobs):
         """Whether ``root`` has existed at some time: then it is not created again."""
         self._durable: set[tuple[int, int]] = set()
         """Device and inode of the directories whose path is durable: its entries are synced."""
-        self._server_time: _ServerTime | None = None
+        self._server_time: _FileSystemTime | None = None
         """Time of the last ``put``; None: there was none, so the server's clock is not known."""
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -166,7 +166,7 @@ class DirBlobs(Blobs):
         system."""
         check_name(name)
         self._check_writable()
-        place = _Place.of(name)
+        place = _BlobPath.of(name)
         with self._translated(name):
             try:
                 write_time = self._write(place, pieces)
@@ -177,7 +177,7 @@ class DirBlobs(Blobs):
                 # removed the temporary file, which was a day old.
                 self._create_directories(place.directories)
                 write_time = self._write(place, pieces)
-        self._server_time = _ServerTime(write_time, time.monotonic())
+        self._server_time = _FileSystemTime(write_time, time.monotonic())
         return write_time
 
     def read(
@@ -192,7 +192,7 @@ class DirBlobs(Blobs):
         check_name(name)
         self._check_open()
         with self._translated(name):
-            blob = self._open_blob(_Place.of(name))
+            blob = self._open_blob(_BlobPath.of(name))
         num_read = 0
         try:
             for buffer in buffers:
@@ -220,7 +220,7 @@ class DirBlobs(Blobs):
             check_name(name)
         self._check_writable()
         # sort the places, because ``groupby`` finds neighbours only: each directory is opened once
-        places = sorted(map(_Place.of, names))
+        places = sorted(map(_BlobPath.of, names))
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
             # try all directories, even if one is forbidden
@@ -358,7 +358,7 @@ class DirBlobs(Blobs):
 
     # Writing
 
-    def _write(self, place: _Place, pieces: Sequence[Buffer]) -> float:
+    def _write(self, place: _BlobPath, pieces: Sequence[Buffer]) -> float:
         """Write a blob; return the file system's time afterwards.
 
         :raises OSError: nothing was written.
@@ -384,7 +384,7 @@ class DirBlobs(Blobs):
     def _delete_in(
         self,
         directories: Sequence[str],
-        places: Iterable[_Place],
+        places: Iterable[_BlobPath],
     ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the errors of those that could
         not be deleted."""
@@ -404,7 +404,7 @@ class DirBlobs(Blobs):
 
     # Reading
 
-    def _open_blob(self, place: _Place) -> _OpenBlob:
+    def _open_blob(self, place: _BlobPath) -> _OpenBlob:
         """Open a blob for reading; the caller closes it.
 
         :raises BlobMissingError: there is no regular file at its path.
@@ -426,7 +426,7 @@ class DirBlobs(Blobs):
                 f"{self.root / str(place)} does not exist"
             ) from error
 
-    def _open_file(self, place: _Place, access: int) -> _OpenBlob:
+    def _open_file(self, place: _BlobPath, access: int) -> _OpenBlob:
         """Open the file of a blob.
 
         :param access: ``_LOOK_UP`` or ``_REVALIDATE``, for the directories on its path.

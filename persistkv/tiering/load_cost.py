@@ -126,7 +126,7 @@ class _LoadInFlight(NamedTuple):
     """Bytes of the loads that were in flight when it began."""
 
 
-class _Shares(NamedTuple):
+class _SharesOfChange(NamedTuple):
     """How far two estimates follow the change that a load shows: exponents of the change, from 0,
     not at all, to 1, completely."""
 
@@ -225,7 +225,7 @@ class LoadTimes:
         if usual is not None:
             usual.add(num_bytes, usual_s * change**shares.usual)
 
-    def _shares_of(self, change: float) -> _Shares:
+    def _shares_of(self, change: float) -> _SharesOfChange:
         """Return how far two estimates follow a load: the slowdown of the store, and the usual time
         of loads of this size.
 
@@ -235,14 +235,14 @@ class LoadTimes:
         # which: the slowdown follows fully, the usual time a part of the way.
         is_ordinary = 1 / _CHANGE < change < _CHANGE
         if not is_ordinary:
-            return _Shares(slowdown=1.0, usual=_OWN_SHARE)
+            return _SharesOfChange(slowdown=1.0, usual=_OWN_SHARE)
         # After a stall, the slowdown from before it is out of date: it follows fully. The usual
         # time of this size is not, and stays.
         if self.is_stalled:
-            return _Shares(slowdown=1.0, usual=0.0)
+            return _SharesOfChange(slowdown=1.0, usual=0.0)
         # An ordinary difference is mostly of this size alone: its usual time follows nearly all of
         # it. The slowdown, which all sizes share, follows a small part.
-        return _Shares(slowdown=_NOISE_RATE, usual=1 - _NOISE_RATE)
+        return _SharesOfChange(slowdown=_NOISE_RATE, usual=1 - _NOISE_RATE)
 
     def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
         """Add a load that was abandoned at its deadline. The blocks that had arrived count like a

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from persistkv.base import OffloadKey, ReqContext
 from persistkv.tiering.isolated_tier import IsolatedTier
 
-_Place = tuple[IsolatedTier, str]
+_TierRequest = tuple[IsolatedTier, str]
 """Place of a promotion in the queue: its tier and the id of its request."""
 
 
@@ -50,7 +50,7 @@ class PromotionQueue:
         self.lost: set[OffloadKey] = set()
         """Blocks whose promotion was given up, because its deadline has passed or its tier cannot
         be polled: misses, although their rows stay reserved until the tier reports the job."""
-        self.queued: dict[_Place, Promotion] = {}
+        self.queued: dict[_TierRequest, Promotion] = {}
         """Promotions that are not submitted yet."""
 
     def add(self, tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> None:

@@ -59,7 +59,7 @@ from persistkv_s3.client.transport import (
 )
 
 R = TypeVar("R")
-State = Literal["closed", "open", "half-open"]
+BreakerState = Literal["closed", "open", "half-open"]
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Breaker:
         self._slow_s = slow_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._state: State = "closed"
+        self._state: BreakerState = "closed"
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
         """For each of the last answers, whether it was bad; cleared when the breaker closes."""
         self._pause_s = _FIRST_PAUSE_S
@@ -100,7 +100,7 @@ class Breaker:
         has not ended."""
 
     @property
-    def state(self) -> State:
+    def state(self) -> BreakerState:
         """Present state: ``half-open`` as soon as the pause of ``open`` has passed."""
         with self._lock:
             if self._state == "open" and self._clock.monotonic() >= self._wait_until:

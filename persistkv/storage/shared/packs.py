@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple
 
 from persistkv.errors import CorruptPackError
-from persistkv.storage.backend import ManifestWrite, ReadSpan
+from persistkv.storage.backend import ManifestWrite, ReadSpan, TakeFrame
 from persistkv.storage.blobs import BlobMissingError
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.manifest import (
@@ -41,9 +41,6 @@ _BYTES_PER_S = 500e6
 # time make several
 _MOST_BLOBS = 4
 _MOST_GAP_BYTES = 256 << 10  # 256 KiB
-
-Take = Callable[[int, memoryview], None]
-"""Called with an index and the bytes that were read for it."""
 
 
 class UploadBudget:
@@ -250,7 +247,7 @@ class PackBlobs:
         pack_id: bytes,
         frames: Sequence[Frame],
         buffer: memoryview,
-        take: Take,
+        take: TakeFrame,
     ) -> None:
         """Read frames of a pack into ``buffer``, one after another, and pass each to ``take``.
         Frames that cannot be read are left out.
@@ -400,7 +397,7 @@ class _Range:
         self.end = span.offset + length
         self.spans.append(index)
 
-    def buffers_taken_by(self, take: Take) -> Iterator[memoryview]:
+    def buffers_taken_by(self, take: TakeFrame) -> Iterator[memoryview]:
         """Yield the buffers to a reader, and pass the first one of each span to ``take`` when it is
         full, with the index of the span."""
         for number, buffer in enumerate(self.buffers):

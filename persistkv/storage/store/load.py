@@ -58,7 +58,7 @@ The disk alone took 13.3 ms."""
 # takes less time than a second call.
 _MOST_GAP_BYTES = 256 << 10
 
-Take = Callable[[int], memoryview]
+TakeBuffer = Callable[[int], memoryview]
 """Returns page-aligned scratch memory of a number of bytes."""
 
 
@@ -89,11 +89,11 @@ class Scratch:
         """Buffers that are not lent. No lock: ``pop`` and ``append`` are atomic."""
 
     @contextmanager
-    def lend(self) -> Iterator[Take]:
+    def lend(self) -> Iterator[TakeBuffer]:
         """Lend a buffer, which must not be used after the ``with`` block.
 
-        If the rest of the buffer is too small, as for a very large block, ``Take`` returns new
-        memory.
+        If the rest of the buffer is too small, as for a very large block, ``TakeBuffer`` returns
+        new memory.
         """
         try:
             buffer = self._free.pop()
@@ -434,7 +434,7 @@ class PartRead:
         result."""
         return self._end_read(unread_are_absent=False, is_late=True)
 
-    def _stream(self, take: Take) -> None:
+    def _stream(self, take: TakeBuffer) -> None:
         """Read frames of one pack through one buffer; verify each as it arrives, and copy or decode
         it into its rows."""
         frames = [read.frame for read in self._part]
@@ -451,7 +451,7 @@ class PartRead:
         pack_id = self._part[0].pack.pack_id
         self._backend.read_frames(self._namespace, pack_id, frames, buffer, finish)
 
-    def _gather(self, take: Take) -> None:
+    def _gather(self, take: TakeBuffer) -> None:
         """Read all frames with one call, into rows (``FrameRead.direct``) or scratch memory, and
         verify them afterwards. Frames that the medium lacks stay in ``_unread``."""
         raw = self._take_raw(take)
@@ -478,7 +478,7 @@ class PartRead:
                 in_rows = self._part[number].direct
                 self._finish_frame(number, buffers[number], raw, in_rows=in_rows)
 
-    def _buffers_for(self, read: FrameRead, take: Take) -> list[memoryview]:
+    def _buffers_for(self, read: FrameRead, take: TakeBuffer) -> list[memoryview]:
         """Return the memory into which the frame's stored bytes are read, in their order: its rows
         if it is ``direct``, else a piece that ``take`` takes from the scratch buffer."""
         if read.direct:
@@ -496,7 +496,7 @@ class PartRead:
             raise _AbandonedError
         return self._rows
 
-    def _take_raw(self, take: Take) -> memoryview:
+    def _take_raw(self, take: TakeBuffer) -> memoryview:
         """Return memory for one decoded frame."""
         largest_bytes = max(read.frame.raw_length for read in self._part)
         return take(largest_bytes)

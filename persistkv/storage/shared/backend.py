@@ -145,14 +145,11 @@ class SharedBackend(Backend):
 
         :param must_answer: raise if the medium does not answer.
         """
-        try:
+        if must_answer:
             self._policy.refresh()
-        except UnavailableError as error:
-            if must_answer:
-                raise
-            self._policy.last_error = str(error)
+        elif not self._policy.has_answered():
             text = "%s does not answer (%s); lookups miss until it does"
-            logger.warning(text, self._place, error)
+            logger.warning(text, self._place, self._policy.last_error)
 
     @property
     def seal(self) -> Seal:

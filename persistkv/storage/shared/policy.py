@@ -100,7 +100,7 @@ class RecordedPolicy:
 
     @property
     def is_known(self) -> bool:
-        """Whether the medium has answered."""
+        """Whether the medium has answered, and the policy was read."""
         return self._stored is not None
 
     def current(self) -> Policy:
@@ -129,12 +129,12 @@ class RecordedPolicy:
 
         :raises StoreError: the medium refuses; or there is no store, and none is created.
         """
-        if self._stored is None:
+        if not self.is_known:
             try:
                 self.refresh()
             except UnavailableError as error:
                 self.last_error = str(error)
-        return self._stored is not None
+        return self.is_known
 
     def is_due(self) -> bool:
         """Return whether it is time for a ``refresh``; if so, plan the next one."""

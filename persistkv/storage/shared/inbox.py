@@ -228,8 +228,8 @@ class Inbox:
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        # Copy the uses and lost packs that this commit publishes, because ``lose`` may add others
-        # in other threads.
+        # Copy what this commit publishes, because other threads may add tombstones meanwhile
+        # (``remove_missing``).
         uses = dict(self._uses)
         lost = dict(self._lost)
         waiting = _delta_of_waiting(uses, lost)
@@ -301,7 +301,7 @@ class Inbox:
         if self._uses or self._lost:
             self._publish(Delta(), self._start())
 
-    def lose(self, name: bytes) -> None:
+    def remove_missing(self, name: bytes) -> None:
         """Remove a pack whose blob is missing: now from the replica, with the next commit from the
         index. Any thread may call this.
         """

@@ -65,7 +65,7 @@ class SharedNamespace:
         """Reads objects of the index into the replica."""
         self.merger = Merger(medium, self.names, self.replica, self.reader)
         """Merges commits, and deletes blobs that merges have replaced."""
-        self.packs = PackBlobs(medium, self.names, self.replica, self._lose)
+        self.packs = PackBlobs(medium, self.names, self.replica, self._remove_missing)
         """Uploads and reads packs."""
         self._inbox = Inbox(
             medium,
@@ -96,12 +96,12 @@ class SharedNamespace:
         self._open_at = clock.monotonic()
         """Monotonic time of the next attempt of ``step`` to read the index for the first time."""
 
-    def _lose(self, name: bytes) -> None:
+    def _remove_missing(self, name: bytes) -> None:
         """Log a pack whose blob is missing, and remove it from the index; ``name``: its pack id and
         nonce."""
         text = "a pack of %s is missing on the medium: its blocks are misses"
         logger.warning(text, self.replica.namespace.hex())
-        self._inbox.lose(name)
+        self._inbox.remove_missing(name)
 
     # Index
 
@@ -233,7 +233,7 @@ class SharedNamespace:
 
     # Background work
 
-    def exchange_totals(self) -> None:
+    def plan_exchange(self) -> None:
         """Make the next step exchange totals with other namespaces, also if this one is idle."""
         self._limits.due_at = self._medium.clock.monotonic()
 
@@ -331,7 +331,7 @@ class SharedNamespace:
         except StoreError as error:
             text = "%s: the last uses are lost (%s)"
             logger.warning(text, replica.namespace.hex(), error)
-            # The replica may lack packs (``Inbox.lose``) whose tombstones could not be written. So
-            # the next process must read the whole index.
+            # The replica may lack packs (``Inbox.remove_missing``) whose tombstones could not be
+            # written. So the next process must read the whole index.
             is_clean = False
         self._folder.close(replica, keep=is_clean)

@@ -126,7 +126,7 @@ class OpenedNamespaces:
             else:
                 # Publish new totals, so that other namespaces use the space that evictions have
                 # freed here.
-                abandoned.namespace.exchange_totals()
+                abandoned.namespace.plan_exchange()
 
     def close(self) -> None:
         """Publish waiting uses, and release the replicas. Failures are only logged."""

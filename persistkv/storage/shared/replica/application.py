@@ -182,12 +182,12 @@ class Application:
         """
         new, others = self._split_new(entries)
         state = read_state(self._rows, self._namespace)
-        additions = _Additions(state, self._order, self._forgotten)
+        additions = _Additions(self._namespace, state, self._order, self._forgotten)
         for entry in new:
-            is_added = additions.add(self._namespace, entry)
+            is_added = additions.add(entry)
             if not is_added:
                 others.append(entry)
-        additions.write(self._rows, self._namespace)
+        additions.write(self._rows)
         self._growth_bytes += additions.counted
         # begin another transaction: the old one has read totals without these packs, and would
         # overwrite the new totals
@@ -489,10 +489,12 @@ class _Additions:
 
     def __init__(
         self,
+        namespace: bytes,
         state: NamespaceState,
         order: TimedOrder,
         forgotten: ForgottenTenants,
     ) -> None:
+        self._namespace = namespace
         self._forgotten = forgotten
         self.counted = 0
         """Bytes that the blobs count for in the capacity."""
@@ -503,14 +505,15 @@ class _Additions:
         self._tenants: dict[str, TenantTotals] = {}
         """Totals of the new packs of each tenant except the default one."""
 
-    def add(self, namespace: bytes, entry: PackEntry) -> bool:
+    def add(self, entry: PackEntry) -> bool:
         """Add a pack; return False, and add nothing, if its table is damaged or not one of this
         pack, or its tenant is forgotten."""
         head = table_head(entry.body)
         if head is None or not is_whole(entry.body):
             return False
-        is_of_pack = head.namespace == namespace and head.pack_id == entry.pack_id
-        if not is_of_pack:
+        is_of_namespace = head.namespace == self._namespace
+        is_of_pack = head.pack_id == entry.pack_id
+        if not (is_of_namespace and is_of_pack):
             return False
         if self._forgotten.covers(head.tenant, head.data_key, entry.time):
             return False
@@ -518,12 +521,11 @@ class _Additions:
         self.counted += counted
         # the rows contain the number of this change, which ``_count`` assigns
         self._count(head)
-        self._add_rows(namespace, entry, head, counted)
+        self._add_rows(entry, head, counted)
         return True
 
     def _add_rows(
         self,
-        namespace: bytes,
         entry: PackEntry,
         head: TableHead,
         counted: int,
@@ -533,7 +535,7 @@ class _Additions:
         :param counted: bytes that the blob counts for in the capacity.
         """
         new = self._new
-        name = namespace + entry.pack_id
+        name = self._namespace + entry.pack_id
         sequence = SEQUENCE.pack(self._state.sequence)
         pack_row = sequence + entry.body
         new[PACKS].append((name, pack_row))
@@ -579,13 +581,13 @@ class _Additions:
             tenant=tenant,
         )
 
-    def write(self, rows: TableRows, namespace: bytes) -> None:
+    def write(self, rows: TableRows) -> None:
         """Write the rows of all added packs, and the totals."""
         for table, new in self._new.items():
             # LMDB adds rows faster if they are in the order of the table
             new.sort()
             rows.put_many(table, new)
-        rows.put(STATES, namespace, self._state.encode())
+        rows.put(STATES, self._namespace, self._state.encode())
         quotas = Quotas(rows)
         for tenant, added in self._tenants.items():
             totals = quotas.of(tenant)

@@ -178,7 +178,11 @@ class SharedBackend(Backend):
         )
 
     @classmethod
-    def check_options(cls, url: StoreUrl, options: Mapping[str, str]) -> None:
+    def check_options(
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+    ) -> None:
         """Raise a ConfigurationError if ``open_blobs`` would, without opening anything."""
 
     @classmethod
@@ -483,7 +487,11 @@ class SharedBackend(Backend):
         except (BlobMissingError, CorruptPackError):
             return None
 
-    def notes(self, namespace: bytes, names: Sequence[str]) -> list[bytes | None]:
+    def notes(
+        self,
+        namespace: bytes,
+        names: Sequence[str],
+    ) -> list[bytes | None]:
         read = partial(self.note, namespace)
         return self._medium.maintenance.all(read, names)
 
@@ -496,7 +504,12 @@ class SharedBackend(Backend):
         found = self._medium.listed(prefix)
         return [info.name.removeprefix(prefix) for info in found]
 
-    def put_note(self, namespace: bytes, name: str, content: bytes | None) -> None:
+    def put_note(
+        self,
+        namespace: bytes,
+        name: str,
+        content: bytes | None,
+    ) -> None:
         """Write a note about a namespace; None: delete it."""
         self._check_open(writes=True)
         medium = self._medium
@@ -557,7 +570,11 @@ class SharedBackend(Backend):
         # this raises if the medium has not answered and the engine has not opened the namespace
         return super().changes(namespace, cursor)
 
-    def read(self, namespace: bytes, spans: Sequence[ReadSpan]) -> list[bool]:
+    def read(
+        self,
+        namespace: bytes,
+        spans: Sequence[ReadSpan],
+    ) -> list[bool]:
         """Fill the buffers of spans; return for each whether it was filled (``Backend.read``)."""
         pack_ids = [span.pack_id for span in spans]
         opened = self._for_packs(namespace, pack_ids)
@@ -576,7 +593,11 @@ class SharedBackend(Backend):
         opened.follower.note_use()
         opened.packs.read_frames(pack_id, frames, buffer, take)
 
-    def tables(self, namespace: bytes, pack_ids: Sequence[bytes]) -> list[PackTable]:
+    def tables(
+        self,
+        namespace: bytes,
+        pack_ids: Sequence[bytes],
+    ) -> list[PackTable]:
         opened = self._for_packs(namespace, pack_ids)
         return opened.replica.catalogue.tables(pack_ids)
 

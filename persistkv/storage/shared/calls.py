@@ -41,7 +41,11 @@ class Calls:
         self._connections = connections
         self._pool = None if connections == 1 else ThreadPool(connections, name)
 
-    def all(self, call: Callable[[A], R], things: Iterable[A]) -> list[R]:
+    def all(
+        self,
+        call: Callable[[A], R],
+        things: Iterable[A],
+    ) -> list[R]:
         """Call ``call`` with each thing; return the results in order.
 
         All calls have ended when it returns or raises the error of the first thing whose call
@@ -87,7 +91,12 @@ class Medium:
     :param key: the store key; None: the store has none.
     """
 
-    def __init__(self, blobs: Blobs, key: StoreKey | None, clock: Clock) -> None:
+    def __init__(
+        self,
+        blobs: Blobs,
+        key: StoreKey | None,
+        clock: Clock,
+    ) -> None:
         self.blobs = blobs
         self.clock = clock
         self.keys = StoreKeys(self, key)
@@ -185,7 +194,12 @@ class Medium:
         content = self.whole(name, limit)
         return open_object(name, content, self.seal, namespace)
 
-    def listed(self, prefix: str, *, stable: bool = False) -> list[BlobInfo]:
+    def listed(
+        self,
+        prefix: str,
+        *,
+        stable: bool = False,
+    ) -> list[BlobInfo]:
         """Return the blobs whose names start with ``prefix``.
 
         :param stable: list again until one list shows all that the one before it has shown, and

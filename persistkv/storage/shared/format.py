@@ -239,7 +239,10 @@ class Latest(ArrayStruct, frozen=True):
     """Names and sizes in bytes of index objects that were written recently, newest last."""
 
 
-def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
+def union(
+    deltas: Iterable[Delta],
+    includes: Sequence[str] = (),
+) -> Delta:
     """Return a delta that contains the content of several, and includes the objects with these
     names. The lists are only joined: an entry may occur twice, and replicas apply it once."""
     packs: list[PackEntry] = []
@@ -258,14 +261,24 @@ def union(deltas: Iterable[Delta], includes: Sequence[str] = ()) -> Delta:
     return Delta(packs, uses, removed, manifests, dropped, pins, includes)
 
 
-def seal_object(name: str, body: bytes, seal: Seal, namespace: bytes) -> bytes:
+def seal_object(
+    name: str,
+    body: bytes,
+    seal: Seal,
+    namespace: bytes,
+) -> bytes:
     """Return the bytes of the object ``name``."""
     header = _HEADER.pack(_MAGIC, FORMAT_VERSION)
     full_name = record_name(namespace, name)
     return seal.sealed(full_name, header + body)
 
 
-def open_object(name: str, data: Buffer, seal: Seal, namespace: bytes) -> bytes:
+def open_object(
+    name: str,
+    data: Buffer,
+    seal: Seal,
+    namespace: bytes,
+) -> bytes:
     """Return the body of the object ``name``.
 
     :raises CorruptPackError: it is damaged, belongs under another name, or was not written with the
@@ -354,7 +367,11 @@ _CONTENTS = msgspec.msgpack.Decoder(TenantContent)
 _LATEST = msgspec.msgpack.Decoder(Latest)
 
 
-def _parse_bytes(pattern: re.Pattern[str], prefix: str, blob: str) -> bytes | None:
+def _parse_bytes(
+    pattern: re.Pattern[str],
+    prefix: str,
+    blob: str,
+) -> bytes | None:
     """Return the bytes whose hexadecimal digits follow ``prefix`` in the name of a blob; None: the
     name has another form."""
     if not blob.startswith(prefix):

@@ -222,7 +222,11 @@ class Inbox:
         milliseconds = int(1000 * medium.time.now())
         return max(1, milliseconds)
 
-    def _publish(self, delta: Delta, start: _Start) -> tuple[bytes, bytes]:
+    def _publish(
+        self,
+        delta: Delta,
+        start: _Start,
+    ) -> tuple[bytes, bytes]:
         """Write a commit to the inbox, with the uses and tombstones that wait for one, and apply it
         to the replica; return the cursors of the replica before and after.
 

@@ -312,7 +312,11 @@ class PackBlobs:
             return False
         return is_too_short or not medium.exists(blob)
 
-    def _ranges(self, spans: Sequence[ReadSpan], filled: list[bool]) -> list[_Range]:
+    def _ranges(
+        self,
+        spans: Sequence[ReadSpan],
+        filled: list[bool],
+    ) -> list[_Range]:
         """Group the spans that are not filled into ranges, one for each call. Skip spans of missing
         packs or beyond the payload, which stay misses.
 

@@ -80,7 +80,11 @@ class Eraser:
         left = self._erase(self._names.packs, packs)
         return Erased(len(packs), stored_bytes, left)
 
-    def _erase(self, prefix: str, names: Sequence[str]) -> Sequence[str]:
+    def _erase(
+        self,
+        prefix: str,
+        names: Sequence[str],
+    ) -> Sequence[str]:
         """Delete blobs below a prefix; return what the medium keeps of them."""
         if not names:
             return []

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from persistkv.errors import StoreError
-from persistkv.storage.blobs import BlobInfo
 from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.forgetting.records import ForgetRecord, ForgottenTenants
@@ -161,7 +160,7 @@ class Forgetting:
     def _keys_until(self, time: float | None) -> list[bytes]:
         """Return the ids of the tenant's data keys that no record names, and that were written
         until ``time`` on the medium's clock; None: at any time."""
-        blobs: dict[bytes, BlobInfo] = self._medium.keys.of_tenant(self._tenant)
+        blobs = self._medium.keys.of_tenant(self._tenant)
         found: list[bytes] = []
         for key_id, info in blobs.items():
             if time is None or info.time <= time:

@@ -93,7 +93,13 @@ class MergeSchedule:
         self._planned_at = math.inf
         self._stopped_at = math.inf
 
-    def end_merge(self, *, found: bool, found_others: bool, incomplete: bool) -> None:
+    def end_merge(
+        self,
+        *,
+        found: bool,
+        found_others: bool,
+        incomplete: bool,
+    ) -> None:
         """Record that the merge has succeeded.
 
         :param found: whether there were commits.
@@ -134,7 +140,13 @@ class MergeSchedule:
             # without commits of its own.
             self._planned_at = math.inf
 
-    def _plan_takeover(self, now: float, *, is_own: bool, time: float) -> None:
+    def _plan_takeover(
+        self,
+        now: float,
+        *,
+        is_own: bool,
+        time: float,
+    ) -> None:
         """Plan a merge in place of another engine that merges regularly: it may be killed after a
         commit. Each change of ``latest`` shows that the other engine is alive, and delays the plan.
 

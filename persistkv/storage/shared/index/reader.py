@@ -131,7 +131,12 @@ class IndexReader:
         self._note_shown_now(shown)
         return commits
 
-    def _old_commits(self, least_age_s: float, *, stable: bool) -> list[BlobInfo]:
+    def _old_commits(
+        self,
+        least_age_s: float,
+        *,
+        stable: bool,
+    ) -> list[BlobInfo]:
         """Return the commits in the inbox that are at least ``least_age_s`` old, and those whose
         age is unknown."""
         time_before = self._medium.time.now()
@@ -208,7 +213,12 @@ class IndexReader:
             at_once = self._medium.blobs.connections
         return missing
 
-    def _read_together(self, infos: Sequence[BlobInfo], *, is_inbox: bool) -> list[str]:
+    def _read_together(
+        self,
+        infos: Sequence[BlobInfo],
+        *,
+        is_inbox: bool,
+    ) -> list[str]:
         """Read objects concurrently, and add them to the replica in one transaction; return the
         names of missing ones."""
         missing: list[str] = []

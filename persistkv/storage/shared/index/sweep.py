@@ -159,7 +159,11 @@ class Sweeper:
         old_before = now - LEAST_AGE_S
         return {info.name for info in unheld if info.time < old_before}
 
-    def _named(self, blobs: set[str], now: float) -> set[str]:
+    def _named(
+        self,
+        blobs: set[str],
+        now: float,
+    ) -> set[str]:
         """Return the names of the blobs that the index names, without those of packs that have a
         tombstone.
 

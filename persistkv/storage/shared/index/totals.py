@@ -94,14 +94,22 @@ class Totals(ArrayStruct, frozen=True):
             ages.append((step_time, rest))
         return Totals(num_bytes, ages)
 
-    def exceeds(self, horizon: float, tenant_horizons: Mapping[bytes, float]) -> bool:
+    def exceeds(
+        self,
+        horizon: float,
+        tenant_horizons: Mapping[bytes, float],
+    ) -> bool:
         """Return whether there is content to evict: it was last used before ``horizon``, or before
         the horizon of its tenant (``without``)."""
         within_quotas = self.without(tenant_horizons)
         has_excess = within_quotas.num_bytes < self.num_bytes
         return has_excess or self.used_until(horizon) > 0
 
-    def _evicted(self, tenant_horizons: Mapping[bytes, float], time: float) -> int:
+    def _evicted(
+        self,
+        tenant_horizons: Mapping[bytes, float],
+        time: float,
+    ) -> int:
         """Return how many bytes were last used at ``time`` or earlier, and before the horizon of
         their tenant (``without``)."""
         num_bytes = 0
@@ -554,7 +562,11 @@ def _horizon_with_free_part(all_totals: Sequence[Totals], limit: int) -> float:
     return eviction_horizon(all_totals, limit, free=limit // _FREE_SHARE)
 
 
-def eviction_horizon(all_totals: Sequence[Totals], limit: int, free: int) -> float:
+def eviction_horizon(
+    all_totals: Sequence[Totals],
+    limit: int,
+    free: int,
+) -> float:
     """Return the time before which content is evicted, to leave ``free`` bytes of a limit free;
     minus infinity: nothing is evicted.
 

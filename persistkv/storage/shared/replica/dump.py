@@ -46,7 +46,11 @@ Entry = PackEntry | Tombstone | ManifestEntry | Dropped | Pin | UseEntry
 T = TypeVar("T", bound=Entry)
 
 
-def dump_deltas(rows: TableRows, namespace: bytes, part_bytes: int) -> Iterator[Delta]:
+def dump_deltas(
+    rows: TableRows,
+    namespace: bytes,
+    part_bytes: int,
+) -> Iterator[Delta]:
     """Iterate over the whole content, in deltas of at most ``part_bytes`` each; at least one. A
     delta with a single pack or request may be larger.
     """
@@ -93,7 +97,10 @@ def _delta(entries: Sequence[Entry]) -> Delta:
     )
 
 
-def _of(kind: type[T], entries: Sequence[Entry]) -> list[T]:
+def _of(
+    kind: type[T],
+    entries: Sequence[Entry],
+) -> list[T]:
     """Return the entries of one kind."""
     return [entry for entry in entries if isinstance(entry, kind)]
 

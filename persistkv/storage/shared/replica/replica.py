@@ -236,7 +236,12 @@ class Replica:
         return contained
 
     @contextmanager
-    def rows(self, *, write: bool = False, abort: bool = False) -> Iterator[TableRows]:
+    def rows(
+        self,
+        *,
+        write: bool = False,
+        abort: bool = False,
+    ) -> Iterator[TableRows]:
         """Run a transaction, which is committed at the end of the ``with`` block, and rolled back
         if it raises.
 
@@ -310,7 +315,11 @@ class Replica:
         """Return those of the blobs that have a tombstone; ``names`` as in ``live_names``."""
         return self._existing(TOMBSTONES, names)
 
-    def _existing(self, table: str, keys: Iterable[bytes]) -> set[bytes]:
+    def _existing(
+        self,
+        table: str,
+        keys: Iterable[bytes],
+    ) -> set[bytes]:
         """Return those of the keys that have a row in a table."""
         with self.rows() as rows:
             return {key for key in keys if rows.get(table, key) is not None}
@@ -354,7 +363,11 @@ class Replica:
             moments = _moments(key for key, _ in order)
         return _age_steps(moments, points, total, packs)
 
-    def tenant_ages(self, tenant: bytes, points: int) -> list[tuple[float, int]]:
+    def tenant_ages(
+        self,
+        tenant: bytes,
+        points: int,
+    ) -> list[tuple[float, int]]:
         """Return what ``ages`` returns, for the packs of one tenant; ``tenant``: digest of its
         name."""
         with self.rows() as rows:
@@ -502,7 +515,11 @@ class Replica:
         self.contained.update(includers)
         return cursor_before, cursor_after
 
-    def _put_includers(self, rows: TableRows, includers: Mapping[str, str]) -> None:
+    def _put_includers(
+        self,
+        rows: TableRows,
+        includers: Mapping[str, str],
+    ) -> None:
         """Write the rows of contained objects, each with its includer."""
         for name, includer in includers.items():
             rows.put(CONTAINED, name.encode(), encode_includer(includer))

@@ -180,7 +180,12 @@ def read_time(rows: TableRows, table: str, key: bytes) -> float | None:
     return float(time)
 
 
-def write_later_time(rows: TableRows, table: str, key: bytes, time: float) -> None:
+def write_later_time(
+    rows: TableRows,
+    table: str,
+    key: bytes,
+    time: float,
+) -> None:
     """Write a time to a row of ``TOMBSTONES`` or ``EARLY``, unless it has a later one."""
     before = read_time(rows, table, key)
     if before is None or before < time:

@@ -139,15 +139,15 @@ class Merger:
 
     def due_at(self) -> float:
         """Return the monotonic time of the next merge, base or deletion."""
-        merge_at = self._merge_at()
+        merge_at = self._merge_due_at()
         deletion_at = self.deletions.due_at()
         return min(merge_at, self._base_wanted_at, deletion_at)
 
     def is_merge_due(self) -> bool:
         """Return whether the next ``step`` merges."""
-        return self._clock.monotonic() >= self._merge_at()
+        return self._clock.monotonic() >= self._merge_due_at()
 
-    def _merge_at(self) -> float:
+    def _merge_due_at(self) -> float:
         """Return the monotonic time of the next merge."""
         now = self._clock.monotonic()
         oldest_own = self._oldest_own()
@@ -185,13 +185,13 @@ class Merger:
     def _oldest_own(self) -> float | None:
         """Return the monotonic time at which the oldest own commit that no segment includes was
         acknowledged; None: there is no such commit."""
-        self._drop_included()
+        self._drop_included_commits()
         # copy, because another thread may add a commit meanwhile
         waiting = list(self.own_commits.values())
         times = [commit.acknowledged for commit in waiting]
         return min(times, default=None)
 
-    def _drop_included(self) -> None:
+    def _drop_included_commits(self) -> None:
         """Drop own commits that a segment includes."""
         # copy, because another thread may add a commit meanwhile
         names = list(self.own_commits)
@@ -199,11 +199,11 @@ class Merger:
             if self._replica.is_included(name):
                 self.own_commits.pop(name, None)
 
-    def _drop_merged(self, listed: set[str], began: float) -> None:
+    def _drop_vanished_commits(self, listed: set[str], began: float) -> None:
         """Drop own commits that a list of the inbox lacks: another engine has merged them.
 
-        Usually ``_drop_included`` finds them. But an engine that was suspended may read only a
-        later base, which includes the segment and does not name the commits in it.
+        Usually ``_drop_included_commits`` finds them. But an engine that was suspended may read
+        only a later base, which includes the segment and does not name the commits in it.
 
         :param listed: names of the commits in the list.
         :param began: monotonic time before the list, which may lack later commits.
@@ -283,7 +283,7 @@ class Merger:
         self.schedule.begin_merge(began)
         commits = self._reader.list_commits()
         listed = {info.name for info in commits}
-        self._drop_merged(listed, began)
+        self._drop_vanished_commits(listed, began)
         new = [info for info in commits if self._is_to_merge(info.name)]
         batch = _first_within_bounds(new)
         deltas = self._read_commits(batch)
@@ -297,7 +297,7 @@ class Merger:
             self.deletions.add_packs(plan.removals.packs)
             self._announce_segment()
         # delete the commits only now: the segment that includes them is durable
-        self._delete_included(commits)
+        self._delete_merged_commits(commits)
 
         num_removed = len(plan.removals.packs) + len(plan.removals.manifests)
         may_evict_more = num_removed >= _MOST_EVICTED
@@ -343,12 +343,12 @@ class Merger:
         segment = union(contents, includes)
         return _SegmentPlan(segment, removals, planned)
 
-    def _delete_included(self, commits: Sequence[BlobInfo]) -> None:
+    def _delete_merged_commits(self, commits: Sequence[BlobInfo]) -> None:
         """Delete the commits that a segment or base includes."""
         names = [info.name for info in commits]
-        self.deletions.delete(self._included(names))
+        self.deletions.delete(self._only_included(names))
 
-    def _included(self, names: Iterable[str]) -> list[str]:
+    def _only_included(self, names: Iterable[str]) -> list[str]:
         """Return the names of the objects that another object includes."""
         return [name for name in names if self._replica.is_included(name)]
 
@@ -596,7 +596,7 @@ class Merger:
                 break
         # write a base even if the index is a single object, which must be replaced, too
         self.write_base(least_objects=1)
-        included = self._included(self._reader.listed)
+        included = self._only_included(self._reader.listed)
         return self._medium.blobs.erase(self._names.index, included)
 
     def write_base(self, least_objects: int = 2) -> None:

@@ -129,7 +129,7 @@ class Sweeper:
         try:
             # read twice, because one reading may miss the object that names a blob
             for _ in range(2):
-                unnamed -= self._named(unnamed, now)
+                unnamed -= self._named_by_index(unnamed, now)
         except _BlockedError as blocked:
             logger.warning("%s: no sweep, because %s", self._names.base, blocked)
             return 0
@@ -159,7 +159,7 @@ class Sweeper:
         old_before = now - LEAST_AGE_S
         return {info.name for info in unheld if info.time < old_before}
 
-    def _named(
+    def _named_by_index(
         self,
         blobs: set[str],
         now: float,

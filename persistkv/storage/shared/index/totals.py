@@ -157,7 +157,7 @@ class TotalsBoard:
         totals = self._publish(replica, policy)
         now = self._clock.monotonic()
         if now >= self._next_list_at:
-            self._read(replica.namespace, totals)
+            self._read_all(replica.namespace, totals)
             # this is 0 if there are fewer than 1,000 namespaces, so that each call reads
             pause_minutes = len(self._published) // _LISTED_PER_MINUTE
             self._next_list_at = now + 60.0 * pause_minutes
@@ -186,7 +186,7 @@ class TotalsBoard:
         own = self._own.get(namespace)
         return own is not None and own.num_bytes > 0
 
-    def _read(self, own_namespace: bytes, own_totals: Totals) -> None:
+    def _read_all(self, own_namespace: bytes, own_totals: Totals) -> None:
         """Read the totals of all namespaces.
 
         :param own_namespace: namespace whose totals are known: this handle has just published them.
@@ -194,7 +194,7 @@ class TotalsBoard:
         found: dict[bytes, PublishedTotals] = {}
         # namespaces whose totals must be read → time of the blob
         changed: dict[bytes, float] = {}
-        for namespace, written in self._list():
+        for namespace, written in self._listed_namespaces():
             known = self._published.get(namespace)
             if namespace == own_namespace:
                 found[namespace] = PublishedTotals(written, own_totals)
@@ -208,10 +208,10 @@ class TotalsBoard:
             found[namespace] = PublishedTotals(changed[namespace], new_totals)
         self._listed_time = self._medium.time.now()
         # totals that the list lacks still count for a while
-        recent = self._recent()
+        recent = self._recent_totals()
         self._published = recent | found
 
-    def _recent(self) -> dict[bytes, PublishedTotals]:
+    def _recent_totals(self) -> dict[bytes, PublishedTotals]:
         """Return the totals that engines have written lately, as they were read before. They count
         even if they are missing now: either an operator has deleted them, and their engines write
         them again within a minute; or the namespace has become empty, and its old totals count for
@@ -225,7 +225,7 @@ class TotalsBoard:
                 recent[namespace] = published
         return recent
 
-    def _list(self) -> Iterator[tuple[bytes, float]]:
+    def _listed_namespaces(self) -> Iterator[tuple[bytes, float]]:
         """Iterate over the namespaces with totals in the store, and the times of their blobs."""
         names = self._medium.names
         for info in self._medium.listed(names.totals):

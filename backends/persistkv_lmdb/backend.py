@@ -74,12 +74,10 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, Rebuilt
 from persistkv.tenants import check_tenant
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, read_extents
 from persistkv_lmdb.commit import BatchCommit, StaleError, enforce_policy, release_free
 from persistkv_lmdb.environment import ENVIRONMENTS, Environment
 from persistkv_lmdb.files import ReplacedError
 from persistkv_lmdb.forgetting import LmdbForgetting
-from persistkv_lmdb.inline import read_pieces
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DEFAULT_CAPACITY,
@@ -89,7 +87,9 @@ from persistkv_lmdb.layout import (
     write_policy,
 )
 from persistkv_lmdb.opening import delete_quarantined, quarantined
-from persistkv_lmdb.rebuild import rebuild
+from persistkv_lmdb.payloads.allocator import Allocator, read_extents
+from persistkv_lmdb.payloads.inline import read_pieces
+from persistkv_lmdb.repair.rebuild import rebuild
 
 logger = logging.getLogger(__name__)
 

@@ -60,14 +60,6 @@ from persistkv.storage.catalog.transaction import (
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv_lmdb.allocator import (
-    ExtentPayloads,
-    NotPlacedError,
-    pages_for,
-    pages_of,
-    read_reserved,
-    split,
-)
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.layout import (
     encode_tail,
@@ -75,8 +67,16 @@ from persistkv_lmdb.layout import (
     read_ttl,
     tail_pages,
 )
-from persistkv_lmdb.room import Room, bound_pages
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.payloads.allocator import (
+    ExtentPayloads,
+    NotPlacedError,
+    pages_for,
+    pages_of,
+    read_reserved,
+    split,
+)
+from persistkv_lmdb.payloads.room import Room, bound_pages
+from persistkv_lmdb.payloads.segments import Extent
 
 # maximum number of packs and manifests that one transaction evicts or deletes. This takes about 3
 # ms, during which other engines wait.

@@ -50,11 +50,6 @@ from persistkv.storage.catalog.order import read_clock, write_clock
 from persistkv.storage.catalog.rows import META, STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import (
-    Allocator,
-    ExtentPayloads,
-    read_space,
-)
 from persistkv_lmdb.database import (
     LOCK_FILE_BYTES,
     Database,
@@ -70,8 +65,13 @@ from persistkv_lmdb.layout import (
     write_refusal,
 )
 from persistkv_lmdb.opening import Guard
+from persistkv_lmdb.payloads.allocator import (
+    Allocator,
+    ExtentPayloads,
+    read_space,
+)
+from persistkv_lmdb.payloads.segments import SegmentFiles
 from persistkv_lmdb.recovery import RecoveryFiles
-from persistkv_lmdb.segments import SegmentFiles
 
 # 1 MiB by which files may exceed their recorded space: file systems count metadata, too
 _UNPUNCHED_BYTES = 1 << 20

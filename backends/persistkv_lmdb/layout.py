@@ -32,7 +32,7 @@ from persistkv.storage.format.pack import TRAILER_BYTES as TABLE_TRAILER_BYTES
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.payloads.segments import Extent
 
 if TYPE_CHECKING:
     from lmdb import _Database

@@ -48,8 +48,8 @@ from persistkv.errors import (
     StoreError,
 )
 from persistkv_lmdb import files
-from persistkv_lmdb.fsck import DAMAGE, inspect
 from persistkv_lmdb.layout import DATABASES
+from persistkv_lmdb.repair.fsck import DAMAGE, inspect
 
 logger = logging.getLogger(__name__)
 

@@ -58,7 +58,7 @@ from persistkv.storage.store.blocking import BlockingStore
 from persistkv.testing.conformance.suite import check_totals
 from persistkv.testing.samples import sample_blocks, sample_keys
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import Allocator
+from persistkv_lmdb.payloads.allocator import Allocator
 from tests.backends.lmdb.consistency import find_faults
 from tests.crash.disk import (
     ALLOCATE,

@@ -14,8 +14,8 @@ from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage import open_backend
 from persistkv.storage.catalog.rows import SEQUENCE, manifest_row
 from persistkv.storage.format.pack import PackTable
-from persistkv_lmdb.inline import PIECE_BYTES
 from persistkv_lmdb.layout import DATABASES
+from persistkv_lmdb.payloads.inline import PIECE_BYTES
 from tests.tools.contexts import Contexts
 
 _TABLE_PREFIX = SEQUENCE.size

@@ -31,9 +31,9 @@ from persistkv.storage.catalog.rows import (
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import Allocator, decode_extents, pages_of
-from persistkv_lmdb.fsck import space_faults
 from persistkv_lmdb.layout import EXTENTS, PIECES, tail_pages
+from persistkv_lmdb.payloads.allocator import Allocator, decode_extents, pages_of
+from persistkv_lmdb.repair.fsck import space_faults
 
 
 def find_faults(backend: LmdbBackend) -> list[str]:

@@ -33,15 +33,15 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import (
+from persistkv_lmdb.layout import DATABASES
+from persistkv_lmdb.payloads.allocator import (
     Allocator,
     pages_of,
     read_extents,
     read_reserved,
     split,
 )
-from persistkv_lmdb.layout import DATABASES
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.payloads.segments import Extent
 from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 from tests.backends.lmdb.consistency import find_faults
@@ -419,7 +419,7 @@ def test_read_pack_in_several_segments_returns_stored_bytes(
     identity: Identity,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("persistkv_lmdb.allocator.SEGMENT_BYTES", 1 << 20)
+    monkeypatch.setattr("persistkv_lmdb.payloads.allocator.SEGMENT_BYTES", 1 << 20)
     backend = open_store("?capacity=16MiB")
     namespace = backend.open_namespace(identity).id
     ids = fill(backend, namespace)

@@ -21,8 +21,9 @@ from persistkv.storage.backend import CommitBatch
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
-from persistkv_lmdb import files, fsck, opening
-from persistkv_lmdb.fsck import CheckResult, Finding, inspect
+from persistkv_lmdb import files, opening
+from persistkv_lmdb.repair import fsck
+from persistkv_lmdb.repair.fsck import CheckResult, Finding, inspect
 from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
 
@@ -191,7 +192,7 @@ def test_end_with_killed_parent_ends_inspecting_process() -> None:
     inspection running."""
     inspecting = """
 import os, time
-from persistkv_lmdb.fsck import end_with
+from persistkv_lmdb.repair.fsck import end_with
 end_with(os.getppid())
 print("inspecting", flush=True)
 time.sleep(600)
@@ -454,7 +455,7 @@ def test_inspect_child_exit_determines_result(
 def test_fsck_main_never_imports_torch(path: Path, filled: bytes) -> None:
     code = f"""
 import atexit, os, sys
-from persistkv_lmdb import fsck
+from persistkv_lmdb.repair import fsck
 os._exit = lambda code: sys.exit("torch" in sys.modules)
 fsck.main({str(path)!r}, os.getppid())
 """

@@ -21,7 +21,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend, files
-from persistkv_lmdb.fsck import CheckResult, inspect
+from persistkv_lmdb.repair.fsck import CheckResult, inspect
 from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 

@@ -278,7 +278,7 @@ def test_release_free_file_system_without_holes_keeps_content_and_space(
     def refuse(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("persistkv_lmdb.segments.punch_hole", refuse)
+    monkeypatch.setattr("persistkv_lmdb.payloads.segments.punch_hole", refuse)
     packs = fill(backend, namespace, range(20))
     backend.commit(
         namespace, CommitBatch(deletions=[pack.pack_id for pack in packs[:10]])
@@ -300,7 +300,7 @@ def test_release_free_file_system_without_holes_keeps_content_and_space(
 RELEASE = """
 import os, signal, sys
 from persistkv.storage import open_backend
-from persistkv_lmdb import segments
+from persistkv_lmdb.payloads import segments
 backend, left = open_backend(sys.argv[1]), [int(sys.argv[2])]
 real = segments.punch_hole
 def punch(*arguments):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.inline import PIECE_BYTES, InlinePayloads, read_pieces
 from persistkv_lmdb.layout import PIECES
+from persistkv_lmdb.payloads.inline import PIECE_BYTES, InlinePayloads, read_pieces
 
 NAME, NEIGHBOURS = b"n" * 32, (b"m" * 32, b"n" * 31 + b"o")
 

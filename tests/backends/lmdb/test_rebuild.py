@@ -23,8 +23,8 @@ from persistkv.storage.identity import Identity
 from persistkv.storage.stats import Rebuilt
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.allocator import read_extents
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.payloads.allocator import read_extents
+from persistkv_lmdb.payloads.segments import Extent
 from tests import forked
 from tests.backends.lmdb.conftest import IDENTITY, Opener
 from tests.backends.lmdb.consistency import find_faults

@@ -25,7 +25,7 @@ from persistkv.testing.conformance.suite import read_pack, tables
 from persistkv.testing.samples import payload_of, sample_keys
 from persistkv_lmdb import LmdbBackend
 from persistkv_lmdb.environment import Environment
-from persistkv_lmdb.room import Room
+from persistkv_lmdb.payloads.room import Room
 from tests.backends.lmdb.consistency import find_faults
 
 MIB = 1 << 20

@@ -27,7 +27,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb import LmdbBackend, files, opening
-from persistkv_lmdb.allocator import Allocator, read_reserved
+from persistkv_lmdb.payloads.allocator import Allocator, read_reserved
 from persistkv_tools.packs import check_pack
 from tests import forked
 from tests.backends.lmdb.conftest import Opener, stdout_of
@@ -45,7 +45,7 @@ from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack
 from persistkv.testing.samples import payload_of, sample_pack
 from persistkv_lmdb import LmdbBackend
-from persistkv_lmdb.segments import SegmentFiles
+from persistkv_lmdb.payloads.segments import SegmentFiles
 
 namespace = bytes.fromhex(sys.argv[2])
 

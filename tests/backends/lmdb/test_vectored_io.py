@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from persistkv_lmdb.segments import (
+from persistkv_lmdb.payloads.segments import (
     BounceBuffer,
     after_bytes,
     first_bytes,

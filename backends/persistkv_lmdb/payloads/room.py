@@ -14,12 +14,12 @@ from persistkv.config import PAGE_BYTES, exact_size
 from persistkv.errors import StoreFullError
 from persistkv.storage.catalog import TableRows
 from persistkv.storage.format.pack_writer import NewPack
-from persistkv_lmdb.allocator import pages_for, read_space
 from persistkv_lmdb.database import MIN_CATALOGUE, REWRITTEN_BYTES
 from persistkv_lmdb.environment import Environment
 from persistkv_lmdb.files import free_disk_bytes
-from persistkv_lmdb.inline import page_bytes
 from persistkv_lmdb.layout import tail_pages
+from persistkv_lmdb.payloads.allocator import pages_for, read_space
+from persistkv_lmdb.payloads.inline import page_bytes
 
 # 1/16: share of the catalogue that stays unused, for later commits
 _CATALOGUE_RESERVE_SHARE = 16

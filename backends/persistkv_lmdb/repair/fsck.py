@@ -36,12 +36,6 @@ from persistkv.storage.catalog.rows import (
     NamespaceState,
     TableRows,
 )
-from persistkv_lmdb.allocator import (
-    Allocator,
-    decode_extents,
-    pages_of,
-    read_reserved,
-)
 from persistkv_lmdb.files import DATA_FILE, has_catalogue
 from persistkv_lmdb.layout import (
     DATABASES,
@@ -50,7 +44,13 @@ from persistkv_lmdb.layout import (
     open_databases,
     read_placement,
 )
-from persistkv_lmdb.segments import Extent
+from persistkv_lmdb.payloads.allocator import (
+    Allocator,
+    decode_extents,
+    pages_of,
+    read_reserved,
+)
+from persistkv_lmdb.payloads.segments import Extent
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ PATIENCE_S = 1200.0  # 20 minutes: minimum patience with a check
 # because it reads a part of each MiB.
 _BYTES_A_SECOND = 2_500_000
 PROGRAM = (
-    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.fsck import main; "
+    "import sys; sys.path[:] = {path!r}; from persistkv_lmdb.repair.fsck import main; "
     "main({directory!r}, {parent})"
 )
 # signals that end a process which reads damaged pages; others, as SIGKILL, have other causes

@@ -24,7 +24,6 @@ from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.rounding import divide_up
 from persistkv.storage.catalog.rows import META, TableRows
 from persistkv.storage.format.codec import Buffer
-from persistkv_lmdb.inline import InlinePayloads
 from persistkv_lmdb.layout import (
     EXTENTS,
     FREE,
@@ -35,7 +34,8 @@ from persistkv_lmdb.layout import (
     SPACE_ROW,
     WRITER,
 )
-from persistkv_lmdb.segments import PLACE, Extent, SegmentFiles
+from persistkv_lmdb.payloads.inline import InlinePayloads
+from persistkv_lmdb.payloads.segments import PLACE, Extent, SegmentFiles
 
 # Fields of rows. Big-endian in keys, so that LMDB's byte order is the order of the numbers.
 _EXTENT = struct.Struct("<III")  # segment, first page, number of pages

@@ -44,8 +44,6 @@ from persistkv.storage.format.seal import Seal
 from persistkv.storage.policy import Policy
 from persistkv.storage.stats import Rebuilt
 from persistkv_lmdb import files
-from persistkv_lmdb.allocator import Allocator, pages_for, pages_of
-from persistkv_lmdb.fsck import DAMAGE, CheckResult, inspect
 from persistkv_lmdb.keys import KeyFile
 from persistkv_lmdb.layout import (
     DATABASES,
@@ -60,8 +58,10 @@ from persistkv_lmdb.layout import (
     write_policy,
 )
 from persistkv_lmdb.opening import Guard, quarantine_directory
+from persistkv_lmdb.payloads.allocator import Allocator, pages_for, pages_of
+from persistkv_lmdb.payloads.segments import Extent, segment_number
 from persistkv_lmdb.recovery import RecoveryFiles
-from persistkv_lmdb.segments import Extent, segment_number
+from persistkv_lmdb.repair.fsck import DAMAGE, CheckResult, inspect
 
 # Reasons why a trace of a pack in the files is not listed (``Rebuilt.skipped``).
 INVALID = "overwritten or damaged"

@@ -1,0 +1,1 @@
+"""Checks of a store's files and rows, and a new catalogue from the segment files."""

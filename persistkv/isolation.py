@@ -56,6 +56,7 @@ class Isolation:
 
     def attempt(
         self,
+        call: str,
         method: Callable[..., T],
         *arguments: Any,
         default: T,
@@ -65,14 +66,13 @@ class Isolation:
         """Return the result of ``method(*arguments, **keywords)``; if it raises, log the exception
         and return ``default``.
 
+        :param call: name of the call in the log line. The method may have none, or that of a
+            decorator.
         :param consequence: effect of an exception, for the log line.
         """
         try:
             return method(*arguments, **keywords)
         except Exception as error:
-            # A partial function has no name: its type is logged. Not its text, because a tier that
-            # is half built may raise in ``__repr__``.
-            call = getattr(method, "__name__", type(method).__name__)
             self.report(call, consequence, error)
             return default
 

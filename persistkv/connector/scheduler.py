@@ -696,8 +696,8 @@ class OffloadingConnectorScheduler:
         called once per engine step."""
         events = list(self.manager.take_events())
         key_bytes = self._key_bytes
-        # Before the first request, the length of the engine's keys is unknown, and with it the part
-        # of a key that a tenant adds.
+        # Before the first key, the length of the engine's keys is unknown, and with it the part of
+        # a key that a tenant adds.
         if key_bytes is None:
             return events
         shown = []

@@ -53,6 +53,7 @@ class OffloadingConnectorWorker:
             handlers.append(self._handlers[direction])
         for job, handler in zip(jobs, handlers, strict=True):
             started = self._isolations[handler].attempt(
+                "transfer_async",
                 handler.transfer_async,
                 job.job_id,
                 job.spec,

@@ -16,6 +16,7 @@ from persistkv.base import (
     RequestOffloadingContext,
 )
 from persistkv.cpu.policies import Keys
+from persistkv.errors import ConfigurationError
 
 MAX_TRACKER_SIZE = 64_000  # maximum number of blocks: about 10 MiB
 
@@ -48,6 +49,14 @@ class FilterReusedOffloadingManager(OffloadingManager):
         store_threshold: int = 2,
         max_tracker_size: int = MAX_TRACKER_SIZE,
     ) -> None:
+        if store_threshold < 1:
+            raise ConfigurationError(
+                "store_threshold", store_threshold, "1 lookup or more"
+            )
+        if max_tracker_size < 1:
+            raise ConfigurationError(
+                "max_tracker_size", max_tracker_size, "1 block or more"
+            )
         self.backing = backing
         self.store_threshold = store_threshold
         self.max_tracker_size = max_tracker_size

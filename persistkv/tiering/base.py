@@ -102,11 +102,14 @@ class SecondaryTierManager(ABC):
         about 1 µs."""
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return for how many of the keys, from the first on without a gap, ``lookup`` would return
-        True. 0, the default, also if the tier has nothing faster than a call of ``lookup`` for
-        each key: the manager makes these calls then.
-        """
-        return 0
+        """Return the number of keys before the first one for which ``lookup`` does not return
+        True."""
+        count = 0
+        for key in keys:
+            if not self.lookup(key, req_context):
+                break
+            count += 1
+        return count
 
     @abstractmethod
     def submit_store(self, job_metadata: JobMetadata) -> None:

@@ -50,6 +50,11 @@ class IsolatedTier:
         self._isolation = Isolation(f"secondary tier {tier.get_tier_type()}")
         self._attempt = self._isolation.attempt
         """Calls a method of the tier; ``default`` is the result if the method raises."""
+        own_lookup_prefix = type(tier).lookup_prefix
+        self._has_lookup_prefix = (
+            own_lookup_prefix is not SecondaryTierManager.lookup_prefix
+        )
+        """Whether the tier overrides ``lookup_prefix``."""
 
     # Lookup
 
@@ -65,11 +70,15 @@ class IsolatedTier:
             return False
 
     def num_held(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        """Return how many of the keys, from the first on without a gap, the tier holds; 0 also if
-        only ``lookup`` tells (``SecondaryTierManager.lookup_prefix``)."""
-        if not self.is_usable:
+        """Return how many of the keys, from the first on without a gap, the tier holds.
+
+        0 also if the tier has no ``lookup_prefix`` of its own: the manager then calls ``lookup``
+        for each key, which is as fast.
+        """
+        if not (self.is_usable and self._has_lookup_prefix):
             return 0
         return self._attempt(
+            "lookup_prefix",
             self.tier.lookup_prefix,
             keys,
             req_context,
@@ -78,8 +87,14 @@ class IsolatedTier:
         )
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        with self._isolation.guard("touch", "the use is not counted"):
-            self.tier.touch(keys, req_context)
+        self._attempt(
+            "touch",
+            self.tier.touch,
+            keys,
+            req_context,
+            default=None,
+            consequence="the use is not counted",
+        )
 
     # Whether to load
 
@@ -92,6 +107,7 @@ class IsolatedTier:
         # a tier that raises is expected to take forever, so that nothing is loaded from it
         never: float | None = math.inf
         return self._attempt(
+            "expected_load_s",
             self.tier.expected_load_s,
             num_bytes,
             default=never,
@@ -151,6 +167,7 @@ class IsolatedTier:
     def on_new_request(self, req_context: ReqContext) -> OffloadPolicy:
         """Announce a request; return which of its blocks the tier must receive to store."""
         answer = self._attempt(
+            "on_new_request",
             self.tier.on_new_request,
             req_context,
             default=RequestOffloadingContext(),
@@ -159,9 +176,13 @@ class IsolatedTier:
         return answer.policy
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        consequence = "the tier may miss the end"
-        with self._isolation.guard("on_request_finished", consequence):
-            self.tier.on_request_finished(req_context)
+        self._attempt(
+            "on_request_finished",
+            self.tier.on_request_finished,
+            req_context,
+            default=None,
+            consequence="the tier may miss the end",
+        )
 
     # The state of the tier
 
@@ -188,6 +209,7 @@ class IsolatedTier:
         """See ``RecentContexts``, which the tier must implement."""
         tier = cast(RecentContexts, self.tier)
         return self._attempt(
+            "ask_recent",
             tier.ask_recent,
             max_blocks,
             prefetched=prefetched,
@@ -197,7 +219,9 @@ class IsolatedTier:
 
     def take_recent(self) -> list[StoredContext] | None:
         tier = cast(RecentContexts, self.tier)
-        return self._attempt(tier.take_recent, default=None, consequence=_NOT_PROMOTED)
+        return self._attempt(
+            "take_recent", tier.take_recent, default=None, consequence=_NOT_PROMOTED
+        )
 
     def has_pending_work(self) -> bool:
         """Return whether the tier needs engine steps. An unusable one never does: an engine would
@@ -205,6 +229,7 @@ class IsolatedTier:
         if not self.is_usable:
             return False
         return self._attempt(
+            "has_pending_work",
             self.tier.has_pending_work,
             default=False,
             consequence="the tier is taken as idle",
@@ -216,6 +241,7 @@ class IsolatedTier:
         if timeout_s <= 0:
             return False
         return self._attempt(
+            "drain_jobs",
             self.tier.drain_jobs,
             timeout_s,
             default=False,

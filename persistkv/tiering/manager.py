@@ -105,8 +105,9 @@ class TieringOffloadingManager(OffloadingManager):
 
     :param primary_tier: owned by the manager, which shuts it down last.
     :param tiers: the secondary tiers in the order of lookups; owned by the manager. May be empty.
-    :param options: those of the manager itself are used. Call ``take_events`` in each step whether
-        ``enable_events`` is set or not: it starts promotions.
+    :param options: the manager uses ``cascade_share``, ``hold_s``, ``room_wait_s``,
+        ``prewarm_share``, ``prefill_tokens_per_s`` and ``enable_events``. Call ``take_events`` in
+        each step whether ``enable_events`` is set or not: it starts promotions.
     """
 
     def __init__(
@@ -160,8 +161,8 @@ class TieringOffloadingManager(OffloadingManager):
         req_context: ReqContext,
     ) -> list[bool | None]:
         """See ``OffloadingManager``. From the first key on that is not readable in the primary
-        tier, one call probes each secondary tier for all keys. Keys that it does not find are
-        looked up one by one, because a tier may have no such call.
+        tier, one call probes each secondary tier for all keys, if the tier has its own
+        ``lookup_prefix``.
         """
         answers: list[bool | None] = []
         for key in keys:
@@ -441,7 +442,15 @@ class TieringOffloadingManager(OffloadingManager):
         for key in context.keys:
             is_absent = self.primary_tier.lookup(key, _PREWARM) is False
             if is_absent and key not in self._promotions.waiters:
-                self._lookup_secondary(key, _PREWARM, holder=None)
+                self._queue_prewarmed(key)
+
+    def _queue_prewarmed(self, key: OffloadKey) -> None:
+        """Queue the promotion of a block from the first tier that holds it, if one does. A tier
+        that asks to retry is passed over, because prewarming looks each block up only once."""
+        for tier in self._tiers:
+            if tier.lookup(key, _PREWARM):
+                self._promotions.add(tier, key, _PREWARM)
+                return
 
     # Loads
 

@@ -15,6 +15,7 @@ from persistkv.base import (
 )
 from persistkv.cpu.manager import CPUOffloadingManager
 from persistkv.cpu.reuse_manager import FilterReusedOffloadingManager
+from persistkv.errors import ConfigurationError
 
 MakeKeys = Callable[[int], list[OffloadKey]]
 
@@ -256,3 +257,21 @@ def test_filter_other_calls_reach_backing_manager(
         ("reset_cache", False),
         ("shutdown", None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "size", "message"),
+    [
+        (0, 10, "store_threshold: 0 is not valid; expected 1 lookup or more"),
+        (-1, 10, "store_threshold: -1 is not valid; expected 1 lookup or more"),
+        (2, 0, "max_tracker_size: 0 is not valid; expected 1 block or more"),
+    ],
+)
+def test_filter_number_out_of_range_raises_and_names_option(
+    threshold: int,
+    size: int,
+    message: str,
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make_filter(threshold, size)
+    assert str(caught.value) == message

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import Unpack
 
@@ -22,7 +21,6 @@ from persistkv.config import OffloadingConfig
 from persistkv.cpu.spec import WorkerGeometry
 from persistkv.errors import ConfigurationError
 from persistkv.storage.backend import ReadSpan
-from persistkv.tiering.base import SecondaryTierManager
 from persistkv.tiering.load_cost import LoadDecision, Reason
 from persistkv.tiering.persistent import PersistentTier
 from persistkv_dir.blobs import DirBlobs
@@ -45,14 +43,6 @@ BLOCK_BYTES = GROUPS[0].block_bytes
 TOKENS_PER_S = 160.0  # ten blocks
 
 
-def num_held(
-    tier: SecondaryTierManager,
-    keys: Sequence[OffloadKey],
-    req_context: ReqContext,
-) -> int:
-    return len(list(takewhile(lambda key: tier.lookup(key, req_context), keys)))
-
-
 class TimedTier(RecordingTier):
     """Tier that expects its loads to take ``block_s`` per block."""
 
@@ -71,7 +61,7 @@ class TimedTier(RecordingTier):
         self.passed_over: list[list[OffloadKey]] = []
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> int:
-        return num_held(self, keys, req_context)
+        return super().lookup_prefix(keys, req_context)
 
     def expected_load_s(self, num_bytes: int) -> float | None:
         return self.block_s * num_bytes / BLOCK_BYTES
@@ -268,7 +258,7 @@ def test_lookup_prefix_tier_without_estimates_loads_without_deadline(
             keys: Sequence[OffloadKey],
             req_context: ReqContext,
         ) -> int:
-            return num_held(self, keys, req_context)
+            return super().lookup_prefix(keys, req_context)
 
     names = keys(4)
     stack = warm_stack(make_stack, names, described, Simple)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from persistkv.base import OffloadKey, StoredContext
+from persistkv.base import OffloadKey, ReqContext, StoredContext
 from persistkv.tenants import DEFAULT_TENANT
 from persistkv.tiering.persistent import PersistentTier
 from persistkv.tiering.prewarming import Prewarming
 from tests.tiering.conftest import Described, Keys, MakeStack, Stack
+from tests.tiering.tiers import RecordingTier
 
 
 class FakeTier:
@@ -119,6 +120,33 @@ def two_contexts(
     fill(first, described, "new", new)
     first.manager.shutdown()
     return old, new
+
+
+class UndecidedTier(RecordingTier):
+    """Tier that asks to retry each lookup."""
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> bool | None:
+        return None
+
+
+def test_prewarming_nearer_tier_asks_to_retry_promotes_from_the_next(
+    make_stack: MakeStack,
+    tmp_path: Path,
+    keys: Keys,
+    described: Described,
+) -> None:
+    """Prewarming looks each block up once, so a tier that does not know yet is passed over."""
+    tier = partial(
+        PersistentTier, url=f"lmdb://{tmp_path}/store", host="thread", max_age_s=0.01
+    )
+    two_contexts(make_stack, tier, keys, described)
+
+    second = make_stack(16, UndecidedTier, tier, prewarm_share=0.5)
+    deadline = time.monotonic() + 90
+    while second.manager.has_pending_work():
+        assert time.monotonic() < deadline
+        second.step()
+    assert second.manager.stats.promoted_blocks == 8
 
 
 @pytest.mark.parametrize("host", ["thread", "process"])

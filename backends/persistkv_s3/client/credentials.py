@@ -74,7 +74,8 @@ class DeferredCredentials:
         with self._lock:
             if self._are_valid_for(_RENEW_S):
                 return None
-            # for so long, requests use the present credentials while these are renewed
+            # while the present credentials are valid for longer than this, requests use them during
+            # a renewal
             usable = self._are_valid_for(_VALID_S)
             if self._is_search_due(usable=usable):
                 self._start_search(what, usable=usable)

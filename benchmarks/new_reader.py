@@ -27,7 +27,7 @@ import msgspec
 from benchmarks.rig import show
 from benchmarks.s3_fleet import IDENTITY, pack_of
 from persistkv.storage.backend import Namespace
-from persistkv.storage.catalog.rows import encode_namespace
+from persistkv.storage.catalogue.rows import encode_namespace
 from persistkv.storage.format.pack import ID_BYTES, PackedKeys, PackTable
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.shared import SharedBackend, SharedOptions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from persistkv.storage.backend import Backend
-from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.catalogue.rows import manifest_row
 from persistkv.storage.shared.namespace import SharedNamespace
 from persistkv.testing import FaultyBackend, MemoryBackend
 

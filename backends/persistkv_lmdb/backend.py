@@ -42,15 +42,15 @@ from persistkv.storage.backend import (
     Namespace,
     ReadSpan,
 )
-from persistkv.storage.catalog import Catalogue
-from persistkv.storage.catalog.catalogue import check_batch, tenants_of, totals
-from persistkv.storage.catalog.quotas import (
+from persistkv.storage.catalogue import Catalogue
+from persistkv.storage.catalogue.catalogue import check_batch, tenants_of, totals
+from persistkv.storage.catalogue.quotas import (
     TenantTotals,
     read_tenants,
     with_default,
     write_quotas,
 )
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     META,
     NAMESPACES,
     PACKS,

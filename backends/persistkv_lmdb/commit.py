@@ -39,10 +39,10 @@ from itertools import islice
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import QuotaExceededError, StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.catalog import CatalogTransaction, EvictionEnd, TableRows
-from persistkv.storage.catalog.catalogue import tenants_of
-from persistkv.storage.catalog.quotas import Quotas
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue import CatalogTransaction, EvictionEnd, TableRows
+from persistkv.storage.catalogue.catalogue import tenants_of
+from persistkv.storage.catalogue.quotas import Quotas
+from persistkv.storage.catalogue.rows import (
     GENERATION_BYTES,
     LINKS,
     NAMESPACES,
@@ -52,7 +52,7 @@ from persistkv.storage.catalog.rows import (
     is_current,
     read_state,
 )
-from persistkv.storage.catalog.transaction import (
+from persistkv.storage.catalogue.transaction import (
     bytes_by_tenant,
     kept_names,
     rows_bound,

@@ -22,7 +22,7 @@ import lmdb
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreBusyError, StoreFullError
 from persistkv.rounding import round_down
-from persistkv.storage.catalog.rows import TableRows
+from persistkv.storage.catalogue.rows import TableRows
 from persistkv.storage.format.seal import PLAIN, Seal
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files

@@ -46,8 +46,8 @@ from persistkv.errors import (
     TenantForgottenError,
 )
 from persistkv.storage.backend import Namespace
-from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import META, STATES, TableRows
+from persistkv.storage.catalogue.order import read_clock, write_clock
+from persistkv.storage.catalogue.rows import META, STATES, TableRows
 from persistkv.storage.policy import Policy
 from persistkv_lmdb import files
 from persistkv_lmdb.database import (

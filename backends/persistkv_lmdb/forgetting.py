@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 
-from persistkv.storage.catalog import CatalogTransaction, Payloads, TableRows
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue import CatalogTransaction, Payloads, TableRows
+from persistkv.storage.catalogue.rows import (
     LOG,
     MANIFEST_KEYS,
     MANIFESTS,

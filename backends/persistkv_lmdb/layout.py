@@ -25,8 +25,8 @@ import xxhash
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
 from persistkv.rounding import divide_up
-from persistkv.storage.catalog.quotas import read_quotas
-from persistkv.storage.catalog.rows import META, TABLES, TableRows
+from persistkv.storage.catalogue.quotas import read_quotas
+from persistkv.storage.catalogue.rows import META, TABLES, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import TRAILER_BYTES as TABLE_TRAILER_BYTES
 from persistkv.storage.format.pack import PackTable
@@ -42,7 +42,7 @@ DEFAULT_CAPACITY = 10 << 30  # 10 GiB
 _MIN_CAPACITY = 1 << 20  # 1 MiB
 _MAX_CAPACITY = 64 << 40  # 64 TiB: half of the address space of a process on x86-64
 
-# Databases of payloads, in addition to those of ``persistkv.storage.catalog.rows``.
+# Databases of payloads, in addition to those of ``persistkv.storage.catalogue.rows``.
 # namespace, pack id, u32 big-endian → at most 256 KiB of a payload that is inline
 PIECES = "pieces"
 # namespace, pack id → extents (page ranges of segment files) of a payload that is not inline

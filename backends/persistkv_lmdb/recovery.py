@@ -26,7 +26,7 @@ from typing import NamedTuple
 import xxhash
 
 from persistkv.storage.backend import Namespace
-from persistkv.storage.catalog.rows import decode_namespace
+from persistkv.storage.catalogue.rows import decode_namespace
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.files import (
     SEGMENT_DIRECTORY,

@@ -7,7 +7,7 @@ Methods raise vendor exceptions as ``StoreError``s; after ``close``, they raise 
 The caller owns returned objects. Any thread may call ``read``, ``read_frames``, ``scan`` and
 ``tables``, concurrently with any other call; only one thread at a time may call the other methods.
 A pack's payload is its frames as stored. *Held* means: contained in the store. The rules of
-eviction are in ``storage.catalog``.
+eviction are in ``storage.catalogue``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from persistkv.storage.policy import Policy
 from persistkv.storage.stats import BackendStats, FreeSpace, MergeState, Rebuilt
 
 if TYPE_CHECKING:
-    from persistkv.storage.catalog import Catalogue
-    from persistkv.storage.catalog.quotas import TenantTotals
+    from persistkv.storage.catalogue import Catalogue
+    from persistkv.storage.catalogue.quotas import TenantTotals
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Further tests of our drivers: namespaces, commits, cursors, manifests, scans.
 
-Most of these rules are implemented once, in ``persistkv.storage.catalog``.
+Most of these rules are implemented once, in ``persistkv.storage.catalogue``.
 """
 
 from __future__ import annotations

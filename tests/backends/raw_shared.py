@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from persistkv.storage.blobs import Blobs
-from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
+from persistkv.storage.catalogue.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.shared import SharedBackend
 from persistkv.testing.conformance import RawKind, RawStore
 

@@ -13,8 +13,8 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.order import EvictionOrder
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.order import EvictionOrder
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.format.pack import UNKNOWN_DEPTH, PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity

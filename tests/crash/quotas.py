@@ -34,7 +34,7 @@ from typing import NamedTuple
 from persistkv.config import StoreUrl
 from persistkv.errors import QuotaExceededError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables

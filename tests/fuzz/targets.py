@@ -28,8 +28,8 @@ from persistkv.config import GroupLayout, RowLayout, StoreUrl
 from persistkv.errors import ConfigurationError, CorruptPackError
 from persistkv.memory.rows import Rows, StagedBlocks
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.rows import META, SEQUENCE, manifest_row
-from persistkv.storage.catalog.rows import PACKS as PACK_ROWS
+from persistkv.storage.catalogue.rows import META, SEQUENCE, manifest_row
+from persistkv.storage.catalogue.rows import PACKS as PACK_ROWS
 from persistkv.storage.format.codec import (
     Codec,
     PlanesCodec,

@@ -12,7 +12,7 @@ import lmdb
 
 from persistkv.config import PAGE_BYTES, StoreUrl
 from persistkv.storage import open_backend
-from persistkv.storage.catalog.rows import SEQUENCE, manifest_row
+from persistkv.storage.catalogue.rows import SEQUENCE, manifest_row
 from persistkv.storage.format.pack import PackTable
 from persistkv_lmdb.layout import DATABASES
 from persistkv_lmdb.payloads.inline import PIECE_BYTES

@@ -13,7 +13,7 @@ import pytest
 
 from persistkv.storage import open_backend
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.quotas import Quotas
+from persistkv.storage.catalogue.quotas import Quotas
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, tables
 from persistkv.testing.samples import sample_manifest, sample_pack

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError, StoreFullError
 from persistkv.rounding import divide_up
-from persistkv.storage.catalog.rows import META, TableRows
+from persistkv.storage.catalogue.rows import META, TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import (
     EXTENTS,
@@ -430,7 +430,7 @@ class NotPlacedError(Exception):
 
 class ExtentPayloads:
     """Storage of packs' payloads within one write transaction: in extents of the segment files, or
-    in LMDB. Implements ``persistkv.storage.catalog.Payloads``.
+    in LMDB. Implements ``persistkv.storage.catalogue.Payloads``.
 
     :param inline: True: payloads are stored in LMDB, and no extents are used.
     :param limit: bound on the bytes that all segments take on disk.

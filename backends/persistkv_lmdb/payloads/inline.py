@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 
 from persistkv.config import PAGE_BYTES
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import PIECES
 

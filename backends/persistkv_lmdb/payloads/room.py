@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from persistkv.config import PAGE_BYTES, exact_size
 from persistkv.errors import StoreFullError
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.pack_writer import NewPack
 from persistkv_lmdb.database import MIN_CATALOGUE, REWRITTEN_BYTES
 from persistkv_lmdb.environment import Environment

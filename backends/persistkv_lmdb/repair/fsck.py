@@ -29,8 +29,8 @@ import lmdb
 from lmdb import verify
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.order import read_clock
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.order import read_clock
+from persistkv.storage.catalogue.rows import (
     PACKS,
     STATES,
     NamespaceState,

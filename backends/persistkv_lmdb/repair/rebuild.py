@@ -31,9 +31,9 @@ import lmdb
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptPackError, CorruptStoreError, StoreUnavailableError
 from persistkv.storage.backend import CommitBatch, Namespace
-from persistkv.storage.catalog import CatalogTransaction
-from persistkv.storage.catalog.order import read_clock, write_clock
-from persistkv.storage.catalog.rows import NamespaceState, TableRows
+from persistkv.storage.catalogue import CatalogTransaction
+from persistkv.storage.catalogue.order import read_clock, write_clock
+from persistkv.storage.catalogue.rows import NamespaceState, TableRows
 from persistkv.storage.format.pack import (
     ID_BYTES,
     PackTable,

@@ -11,7 +11,7 @@ from operator import itemgetter
 import msgspec
 
 from persistkv.storage.backend import Backend, Namespace
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import PackTable

@@ -40,14 +40,14 @@ from persistkv.storage.backend import (
     TakeFrame,
 )
 from persistkv.storage.blobs import BlobMissingError, Blobs, UnavailableError
-from persistkv.storage.catalog.catalogue import (
+from persistkv.storage.catalogue.catalogue import (
     Catalogue,
     check_batch,
     tenants_of,
     totals,
 )
-from persistkv.storage.catalog.quotas import TenantTotals
-from persistkv.storage.catalog.rows import EMPTY_CURSOR, NamespaceState
+from persistkv.storage.catalogue.quotas import TenantTotals
+from persistkv.storage.catalogue.rows import EMPTY_CURSOR, NamespaceState
 from persistkv.storage.checks import Check
 from persistkv.storage.forgetting import Forgotten
 from persistkv.storage.format.keys import StoreKey

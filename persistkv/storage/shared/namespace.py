@@ -10,7 +10,7 @@ from pathlib import Path
 
 from persistkv.errors import QuotaExceededError, StoreError
 from persistkv.storage.backend import CommitBatch, CommitResult
-from persistkv.storage.catalog.transaction import bytes_by_tenant
+from persistkv.storage.catalogue.transaction import bytes_by_tenant
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium

@@ -8,7 +8,7 @@ from contextlib import suppress
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.backend import Namespace
 from persistkv.storage.blobs import BlobMissingError
-from persistkv.storage.catalog.rows import decode_namespace, encode_namespace
+from persistkv.storage.catalogue.rows import decode_namespace, encode_namespace
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import MAX_SMALL_BYTES, NO_NAMESPACE
 

@@ -14,7 +14,7 @@ A driver's tests subclass it, and define the driver and the URLs of its stores:
             return MyRawStore(url)  # the medium's own client, without the driver
 
 Tests of capacity, and of features that a driver's ``Capabilities`` exclude, are skipped. Rules that
-``persistkv.storage.catalog`` implements for all drivers, such as cascading deletions and ``ttl``,
+``persistkv.storage.catalogue`` implements for all drivers, such as cascading deletions and ``ttl``,
 are tested in persistkv's repository.
 """
 

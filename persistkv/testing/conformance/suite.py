@@ -24,7 +24,7 @@ from persistkv.storage.backend import (
     ManifestWrite,
     ReadSpan,
 )
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.format.manifest import ManifestKeys, RequestManifest
 from persistkv.storage.format.pack import PackTable
 from persistkv.storage.format.pack_writer import NewPack, PackWriter

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.quotas import (
+from persistkv.storage.catalogue.quotas import (
     TenantTotals,
     read_tenants,
 )
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     LOG,
     MANIFESTS,
     META,

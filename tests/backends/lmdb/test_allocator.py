@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from persistkv.config import PAGE_BYTES
 from persistkv.errors import StoreError, StoreFullError
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import check_totals, read_pack, tables
 from persistkv.testing.samples import payload_of, sample_pack

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 from persistkv.config import StoreUrl
-from persistkv.storage.catalog import LOG_ENTRIES
+from persistkv.storage.catalogue import LOG_ENTRIES
 from persistkv.testing.conformance import BackendConformance, RawKind, RawStore
 from persistkv_lmdb import LmdbBackend
 from tests import forked

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.rows import LOW_PRIORITY, TableRows, Use
+from persistkv.storage.catalogue.rows import LOW_PRIORITY, TableRows, Use
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.testing.conformance.suite import tables
 from persistkv.testing.samples import sample_manifest, sample_pack

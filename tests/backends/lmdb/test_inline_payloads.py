@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.codec import Buffer
 from persistkv_lmdb.layout import PIECES
 from persistkv_lmdb.payloads.inline import PIECE_BYTES, InlinePayloads, read_pieces

@@ -17,8 +17,8 @@ import pytest
 import xxhash
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog import LOG_ENTRIES
-from persistkv.storage.catalog.rows import NamespaceState, cursor_sequence
+from persistkv.storage.catalogue import LOG_ENTRIES
+from persistkv.storage.catalogue.rows import NamespaceState, cursor_sequence
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_manifest, sample_pack
 from persistkv_lmdb.layout import DATABASES

@@ -12,8 +12,8 @@ from persistkv.config import StoreUrl
 from persistkv.errors import ConfigurationError, QuotaExceededError
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend, CommitBatch, CommitResult
-from persistkv.storage.catalog.quotas import TenantTotals, write_quotas
-from persistkv.storage.catalog.rows import TENANTS
+from persistkv.storage.catalogue.quotas import TenantTotals, write_quotas
+from persistkv.storage.catalogue.rows import TENANTS
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.storage.policy import Policy

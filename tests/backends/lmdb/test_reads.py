@@ -15,7 +15,7 @@ import pytest
 
 from persistkv.errors import ConfigurationError, CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch, ReadSpan
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import payload_of, sample_pack

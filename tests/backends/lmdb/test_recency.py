@@ -11,7 +11,7 @@ import lmdb
 import pytest
 
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.rows import Use
+from persistkv.storage.catalogue.rows import Use
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.identity import Identity
 from persistkv.testing.samples import sample_manifest, sample_pack

@@ -18,7 +18,7 @@ import pytest
 from persistkv.errors import StoreError
 from persistkv.memory.rows import ByteArray
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.codec import RawCodec
 from persistkv.storage.format.pack_writer import PackWriter, Section
 from persistkv.testing.conformance.suite import read_pack, tables

@@ -40,7 +40,7 @@ import os, signal, sys
 from persistkv.config import StoreUrl
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog import CatalogTransaction
+from persistkv.storage.catalogue import CatalogTransaction
 from persistkv.storage.identity import Identity
 from persistkv.testing.conformance.suite import read_pack
 from persistkv.testing.samples import payload_of, sample_pack

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from persistkv.storage.catalog.rows import MANIFESTS, PACKS, manifest_row
+from persistkv.storage.catalogue.rows import MANIFESTS, PACKS, manifest_row
 from persistkv.storage.shared.replica import Replica
 from persistkv.testing.conformance import (
     BackendConformance,

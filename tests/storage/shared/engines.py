@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from persistkv.errors import ConfigurationError, StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.rows import manifest_row
+from persistkv.storage.catalogue.rows import manifest_row
 from persistkv.storage.format.pack import ID_BYTES, PLAIN_KEY, PackTable
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.format.seal import Seal

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from persistkv.storage.blobs import BlobInfo
-from persistkv.storage.catalog.rows import TableRows
+from persistkv.storage.catalogue.rows import TableRows
 from persistkv.storage.shared.forgetting.records import ForgetRecords, ForgottenTenants
 from persistkv.storage.shared.format import BASE_LEVEL, Delta
 from persistkv.storage.shared.inbox import Inbox, _Start

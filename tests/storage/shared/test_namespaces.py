@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from persistkv.storage.backend import CommitBatch, Namespace
-from persistkv.storage.catalog.rows import encode_namespace
+from persistkv.storage.catalogue.rows import encode_namespace
 from persistkv.storage.format.seal import PLAIN
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.format import NO_NAMESPACE, StoreNames, seal_object

@@ -9,7 +9,7 @@ import pytest
 
 from persistkv.errors import QuotaExceededError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog import TableRows
+from persistkv.storage.catalogue import TableRows
 from persistkv.storage.format.pack_writer import PackWriter
 from persistkv.storage.shared import SharedOptions
 from persistkv.storage.shared.replica import Replica

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog import LOG_ENTRIES
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue import LOG_ENTRIES
+from persistkv.storage.catalogue.rows import (
     CHAINS,
     MANIFEST_KEYS,
     MANIFESTS,

@@ -26,7 +26,7 @@ from persistkv.errors import (
 )
 from persistkv.storage import open_backend
 from persistkv.storage.backend import Backend
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.host.status import EngineStatus, read_statuses
 from persistkv.storage.inspection.savings import SavedTotals
 from persistkv.storage.stats import BackendStats

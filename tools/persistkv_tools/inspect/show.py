@@ -18,7 +18,7 @@ from rich.tree import Tree
 
 from persistkv.memory.budget import no_collections
 from persistkv.storage.backend import Backend
-from persistkv.storage.catalog import Catalogue
+from persistkv.storage.catalogue import Catalogue
 from persistkv.storage.format.manifest import RequestManifest
 from persistkv.storage.format.pack import Frame, PackTable
 from persistkv.storage.inspection.pack_tables import keys_of

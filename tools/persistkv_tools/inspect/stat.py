@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.inspection.handle import open_store
 from persistkv.storage.inspection.store_totals import (
     Bin,

@@ -38,7 +38,7 @@ from persistkv.errors import ConfigurationError, FileError
 from persistkv.memory.budget import no_collections
 from persistkv.memory.pages import huge_memory
 from persistkv.storage.backend import Backend, ReadSpan
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.format.manifest import ManifestKeys
 from persistkv.storage.format.pack import PackedKeys, PackTable
 from persistkv.storage.format.seal import Seal

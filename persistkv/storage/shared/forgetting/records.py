@@ -25,7 +25,7 @@ import msgspec
 from persistkv.errors import CorruptPackError, StoreError, TenantForgottenError
 from persistkv.storage.backend import CommitBatch
 from persistkv.storage.blobs import BlobInfo, BlobMissingError, UnavailableError
-from persistkv.storage.catalog.catalogue import tenants_of
+from persistkv.storage.catalogue.catalogue import tenants_of
 from persistkv.storage.format.pack import PLAIN_KEY
 from persistkv.storage.shared.format import (
     MAX_OBJECT_BYTES,

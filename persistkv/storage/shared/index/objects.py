@@ -16,7 +16,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.blobs import BlobInfo
-from persistkv.storage.catalog.rows import decoded
+from persistkv.storage.catalogue.rows import decoded
 from persistkv.storage.format.manifest import decode_manifest
 from persistkv.storage.format.pack import PLAIN_KEY, table_head
 from persistkv.storage.format.seal import record_key

@@ -23,7 +23,7 @@ import msgspec
 
 from persistkv.errors import CorruptPackError, StoreError
 from persistkv.storage.blobs import BlobMissingError
-from persistkv.storage.catalog.quotas import TenantTotals
+from persistkv.storage.catalogue.quotas import TenantTotals
 from persistkv.storage.policy import Policy
 from persistkv.storage.shared.calls import Medium
 from persistkv.storage.shared.format import ArrayStruct, decode, encode

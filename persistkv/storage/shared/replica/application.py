@@ -25,9 +25,9 @@ from hashlib import blake2b
 
 from persistkv.errors import CorruptPackError
 from persistkv.storage.backend import CommitBatch, ManifestWrite
-from persistkv.storage.catalog.order import TimedOrder
-from persistkv.storage.catalog.quotas import Quotas, TenantTotals
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.order import TimedOrder
+from persistkv.storage.catalogue.quotas import Quotas, TenantTotals
+from persistkv.storage.catalogue.rows import (
     LINKS,
     MANIFEST_KEYS,
     META,
@@ -44,7 +44,7 @@ from persistkv.storage.catalog.rows import (
     manifest_row,
     read_state,
 )
-from persistkv.storage.catalog.transaction import LOG_ENTRIES, CatalogTransaction
+from persistkv.storage.catalogue.transaction import LOG_ENTRIES, CatalogTransaction
 from persistkv.storage.format.manifest import RequestManifest, decode_manifest
 from persistkv.storage.format.pack import (
     ID_BYTES,

@@ -8,7 +8,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from persistkv.errors import CorruptPackError, CorruptStoreError
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     CHAINS,
     MANIFEST_KEYS,
     MANIFESTS,

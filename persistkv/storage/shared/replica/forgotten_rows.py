@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     MANIFEST_KEYS,
     MANIFESTS,
     PACKS,

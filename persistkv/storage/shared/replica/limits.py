@@ -8,9 +8,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
-from persistkv.storage.catalog.order import TimedOrder
-from persistkv.storage.catalog.rows import Chain, TableRows, Use
-from persistkv.storage.catalog.transaction import CatalogTransaction
+from persistkv.storage.catalogue.order import TimedOrder
+from persistkv.storage.catalogue.rows import Chain, TableRows, Use
+from persistkv.storage.catalogue.transaction import CatalogTransaction
 from persistkv.storage.format.pack import ID_BYTES
 from persistkv.storage.shared.replica.rows import blob_row, names_of, read_bytes
 

@@ -29,15 +29,15 @@ import lmdb
 
 from persistkv.errors import CorruptStoreError, StoreError
 from persistkv.storage.backend import CommitBatch
-from persistkv.storage.catalog.catalogue import Catalogue
-from persistkv.storage.catalog.order import TimedOrder
-from persistkv.storage.catalog.quotas import (
+from persistkv.storage.catalogue.catalogue import Catalogue
+from persistkv.storage.catalogue.order import TimedOrder
+from persistkv.storage.catalogue.quotas import (
     Quotas,
     TenantTotals,
     read_tenants,
     with_default,
 )
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     GENERATION_BYTES,
     MANIFEST_KEYS,
     MANIFESTS,
@@ -55,7 +55,7 @@ from persistkv.storage.catalog.rows import (
     pack_table,
     read_state,
 )
-from persistkv.storage.catalog.transaction import CatalogTransaction, kept_names
+from persistkv.storage.catalogue.transaction import CatalogTransaction, kept_names
 from persistkv.storage.format.codec import Buffer
 from persistkv.storage.format.pack import ID_BYTES, PackTable
 from persistkv.storage.format.pack_writer import NewPack

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     META,
     PACKS,
     SEQUENCE,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     MAX_COUNT,
     META,
     PACKS,

@@ -31,9 +31,9 @@ The local store and the replicas of a shared one use it. ``Catalogue`` answers q
    written.
 """
 
-from persistkv.storage.catalog.catalogue import Catalogue
-from persistkv.storage.catalog.rows import TABLES, TableRows
-from persistkv.storage.catalog.transaction import (
+from persistkv.storage.catalogue.catalogue import Catalogue
+from persistkv.storage.catalogue.rows import TABLES, TableRows
+from persistkv.storage.catalogue.transaction import (
     LOG_ENTRIES,
     CatalogTransaction,
     EvictionEnd,

@@ -10,9 +10,9 @@ from typing import Protocol
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import CommitBatch, ManifestWrite, Namespace
-from persistkv.storage.catalog.order import EvictionOrder
-from persistkv.storage.catalog.quotas import Quotas
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.order import EvictionOrder
+from persistkv.storage.catalogue.quotas import Quotas
+from persistkv.storage.catalogue.rows import (
     ADDED,
     GENERATION_BYTES,
     LINKS,

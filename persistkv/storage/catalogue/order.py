@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from persistkv.errors import CorruptStoreError
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.rows import (
     CHAINS,
     EXPIRIES,
     EXPIRY_KEY,

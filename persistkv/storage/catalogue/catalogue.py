@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from persistkv.errors import StoreError
 from persistkv.storage.backend import Changes, CommitBatch
-from persistkv.storage.catalog.order import read_clock
-from persistkv.storage.catalog.rows import (
+from persistkv.storage.catalogue.order import read_clock
+from persistkv.storage.catalogue.rows import (
     ADDED,
     CHAINS,
     LOG,

@@ -27,7 +27,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -239,11 +239,11 @@ def _start(
     return process, receiving
 
 
-def _in_child(work: Callable[..., None], *arguments: object) -> Any:
+def _in_child(work: Callable[..., None], *arguments: object) -> Checked:
     """Run a function in a forked process; return what it reports."""
     process, reported = _start(work, *arguments)
     try:
-        result = reported.recv()
+        result: Checked = reported.recv()
     except EOFError:
         sys.exit("a check has failed")
     process.join()

@@ -108,7 +108,8 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._lookup_tasks = TaskQueue()
         self._load_tasks = TaskQueue()
         self._store_bytes: dict[int, int] = {}
-        """Bytes of the objects of each store task, by its number, until its result is taken."""
+        """Bytes of the objects of each store task with parts, by its number, until its result is
+        taken."""
         self._looked_up: dict[int, _Lookup] = {}
         """Lookup tasks by their numbers, until their results are taken."""
         self._loads = ObjectLoads(self._stores, self.options.prefill_tokens_per_s)
@@ -163,8 +164,10 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         tasks = self._store_tasks
         parts = parts_of_objects(PutPart, keys, objects, self._rules)
         task = tasks.begin(len(keys), len(parts))
-        sizes = [memory.get_size() for memory in objects]
-        self._store_bytes[task] = sum(sizes)
+        # a task without parts stores nothing; its result may have been taken already
+        if parts:
+            sizes = [memory.get_size() for memory in objects]
+            self._store_bytes[task] = sum(sizes)
         for part in parts:
             self._start_part(tasks, task, part)
         return task
@@ -175,7 +178,7 @@ class PersistKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         ended = self._store_tasks.take_done()
         results: dict[int, Any] = {}
         for task, is_stored in ended.items():
-            # a task without parts may end before ``submit_store_task`` has noted its bytes
+            # a task without parts has no entry: it has stored nothing
             num_bytes = self._store_bytes.pop(task, 0)
             results[task] = L2StoreResult(all(is_stored), num_bytes)
         # announce the new keys now, not with the announcer's next tick

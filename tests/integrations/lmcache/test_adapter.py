@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import traceback
+import tracemalloc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,30 @@ def test_required_tenant_refuses_objects_without_salt(
         "anna": 2 * OBJECT_BYTES,
     }
     assert caplog.text.count("the option tenant is required") == 1
+
+
+def test_refused_stores_whose_results_are_taken_at_once_use_no_memory(
+    open_adapter: Open,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LMCache takes results in another thread, maybe before the submission returns."""
+    adapter = open_adapter(tenant="required").adapter
+    keys, objects = object_keys([1]), memories(1)
+
+    def size_after_taking() -> int:
+        adapter.pop_completed_store_tasks()
+        return OBJECT_BYTES
+
+    monkeypatch.setattr(objects[0], "get_size", size_after_taking)
+    tracemalloc.start()
+    try:
+        for _ in range(2_000):
+            adapter.submit_store_task(keys, objects)
+            adapter.pop_completed_store_tasks()
+        used_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used_bytes < 64 << 10
 
 
 @pytest.mark.parametrize(

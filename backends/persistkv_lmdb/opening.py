@@ -255,9 +255,8 @@ class Guard:
         """Open the environment while this process excludes other writers: check it after an unclean
         shutdown, and create it if it is missing or was quarantined. On failure, restore the
         recorded state."""
-        state_before = (
-            self._read_state()
-        )  # None: persistkv has never opened a store here
+        # None: persistkv has never opened a store here
+        state_before = self._read_state()
         exists = (self._directory / files.DATA_FILE).exists()
         if exists and state_before is None:
             # This is another program's environment, which ``open_environment`` refuses, or a store
@@ -270,6 +269,7 @@ class Guard:
             # record it before the environment is opened: if this process is killed, the next one
             # checks the store
             self._write_state(_OpeningState.OPEN)
+            # False: there is no environment, or it was set aside
             is_open = is_usable and self._open_existing(open_environment)
             if not is_open:
                 self._create_environment(open_environment)

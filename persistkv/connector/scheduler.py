@@ -259,7 +259,11 @@ def _present_blocks(
     block_size_factor: int,
     candidates: range,
 ) -> _Offer:
-    """Return those of the offloaded blocks of which the group has all device blocks."""
+    """Return those of the offloaded blocks of which the group has all device blocks.
+
+    :param table: device blocks of the request in the group; None: the group has released the block.
+    :param candidates: indices of offloaded blocks whose device blocks are all in the table.
+    """
     offer = {}
     for index in candidates:
         first = index * block_size_factor

@@ -105,6 +105,7 @@ class LRUCachePolicy(CachePolicy):
         return len(self._rows) + num_parked
 
     def __contains__(self, key: OffloadKey) -> bool:
+        # parked blocks, and those that may be evicted again, are still in the primary tier
         return key in self._rows or key in self._parked or key in self._released
 
     def insert(self, keys: Keys, rows: Sequence[int]) -> None:

@@ -237,8 +237,8 @@ class _Rebuild:
     def _find_packs(
         self, progress: Callable[[int, int], None]
     ) -> Iterator[ScannedPack]:
-        """Yield the packs that are valid and were not deleted, in the order of their trailers.
-        Count the trailers of others."""
+        """Yield the packs that are valid and were not deleted, in the order of their trailers;
+        ``_pack_at`` counts the trailers of others."""
         for window in self._read_windows(progress):
             for index in find_trailers(window.content):
                 pack = self._pack_at(window, index)

@@ -343,8 +343,8 @@ class LiveRequest(RequestDescription):
 
     @property
     def context(self) -> ReqContext:
-        """The request as the persistent tier takes it; without a description if positions of stored
-        chunks are missing."""
+        """The request as the persistent tier takes it; without a description, which lists its keys,
+        if the positions of some stored chunks are unknown."""
         description = self if self._lists_keys else None
         tenant = self.options.tenant
         return ReqContext(self.req_id, description=description, tenant=tenant)

@@ -222,7 +222,8 @@ def _tables(rows: TableRows) -> Iterator[PackTable]:
 
 
 def read_tenants(rows: TableRows) -> Iterator[TenantTotals]:
-    """Iterate over the totals of all tenants except the default one, without damaged rows."""
+    """Iterate over the totals of all tenants that have a row: not the default one, nor those whose
+    rows are damaged."""
     for _, row in rows.range(TENANTS, b""):
         totals = TenantTotals.decode(row)
         if totals is not None:

@@ -395,9 +395,9 @@ class CatalogTransaction:
                 self._finish_namespace(namespace, state)
 
     def _finish_namespace(self, namespace: bytes, state: NamespaceState) -> None:
-        """Write the totals of a namespace that has changed, and shorten its log. Unless the driver
-        keeps the rows of namespaces itself (``_opened`` is None), begin it with its first content,
-        and end it without content."""
+        """Write the totals of a namespace that has changed, and shorten its log. Its first content
+        begins it, and it ends when its last content was removed."""
+        # None: the driver begins and ends namespaces itself
         if self._opened is not None:
             if self._is_empty(namespace, state):
                 self._end_namespace(namespace, state)

@@ -273,6 +273,7 @@ class ThreadConnection(SocketConnection):
         """Return the ends of the engine and of the host."""
         ours, theirs = socket.socketpair()
         engine = cls(ours, ToEngine)
+        # the host's end sets ``has_bytes`` of the engine's end when it sends
         return engine, _HostThreadConnection(theirs, engine)
 
     def _end_after_arrived(self) -> None:

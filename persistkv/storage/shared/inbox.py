@@ -113,7 +113,7 @@ class Inbox:
         self._check_age(start)
         # a tenant may have been forgotten during the upload
         self._medium.records.refuse_forgotten(batch)
-        # take the time from the replies to the uploads if it was unknown at the start
+        # an unknown time is later than all others, so that the replies to the uploads replace it
         earliest = min(start.medium, upload.earliest)
         start = start._replace(medium=earliest)
 

@@ -365,7 +365,7 @@ def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | N
 
 def tables(backend: Backend, namespace: bytes) -> dict[bytes, PackTable]:
     """Return the tables of all packs of a namespace, by pack id."""
-    content = backend.changes(namespace, None)
+    content = backend.changes(namespace, cursor=None)  # None: from the beginning
     return {table.pack_id: table for table in content.added}
 
 

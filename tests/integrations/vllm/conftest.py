@@ -280,7 +280,11 @@ def plain_engine(
 ) -> Iterator[Engine]:
     """Engine without a connector."""
     directory = tmp_path_factory.mktemp("plain")
-    settings = {"model": str(model), "connector": None, "engine": {}}
+    settings: dict[str, Any] = {
+        "model": str(model),
+        "connector": None,
+        "engine": {},
+    }
     engine = Engine(
         spawn_engine(zygote, settings, {"XDG_CACHE_HOME": str(directory)}),
         directory / "engine.log",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from persistkv.base import OffloadKey, make_offload_key
 from tests.integrations.vllm.conftest import tier as tier_entry
+from tests.integrations.vllm.offloading import offloading_config
 from tests.integrations.vllm.test_manager import (
     CHUNK_BYTES,
     CHUNK_TOKENS,
@@ -23,11 +27,14 @@ HEADS, SIZE = 2, CHUNK_BYTES // (2 * 2 * 2 * CHUNK_TOKENS)
 LENGTH = 6  # chunks of a context
 
 
-def keys_of(context):
-    return [bytes([10 * context + index]) * 32 + bytes(4) for index in range(LENGTH)]
+def keys_of(context: int) -> list[OffloadKey]:
+    return [
+        make_offload_key(bytes([10 * context + index]) * 32, 0)
+        for index in range(LENGTH)
+    ]
 
 
-def pages_of(context):
+def pages_of(context: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(context)
     numbers = torch.randn(2 * CHUNKS, CHUNK_BYTES // 2, generator=generator).to(
         torch.bfloat16
@@ -35,8 +42,11 @@ def pages_of(context):
     return numbers.view(torch.int8)
 
 
+StartRelease = Callable[..., Engine]
+
+
 @pytest.fixture
-def start(url: str, monkeypatch: pytest.MonkeyPatch):
+def start(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartRelease]:
     """Return a function that starts a manager and a worker of a release; end them after the
     test."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -53,17 +63,16 @@ def start(url: str, monkeypatch: pytest.MonkeyPatch):
     caches = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
     monkeypatch.setattr(tier, "find_kv_cache_config", lambda: caches)
     monkeypatch.setattr(tier, "engine_facts", lambda: {"device": "cpu"})
-    original = test_manager.offloading_config
 
-    def config_with_layout(*arguments):
-        config = original(*arguments)
+    def config_with_layout(*arguments: int) -> Any:
+        config = offloading_config(*arguments)
         object.__setattr__(config, "kv_cache_layout", "LBHNC")
         return config
 
     monkeypatch.setattr(test_manager, "offloading_config", config_with_layout)
-    running = []
+    running: list[Engine] = []
 
-    def start(release, *others, **options):
+    def start(release: str, *others: dict[str, Any], **options: Any) -> Engine:
         tiers = [tier_entry(url, **options), *others]
         transfer = SimpleNamespace(
             kv_connector="OffloadingConnector",
@@ -88,12 +97,12 @@ def start(url: str, monkeypatch: pytest.MonkeyPatch):
         engine.close()
 
 
-def compute_and_store(engine, context) -> None:
+def compute_and_store(engine: Engine, context: int) -> None:
     engine.pages[:] = pages_of(context)
     engine.store(keys_of(context))
 
 
-def can_load(engine, context, timeout_s):
+def can_load(engine: Engine, context: int, timeout_s: float) -> bool:
     """Return whether a context can be loaded within this time and equals the computed pages."""
     deadline = time.monotonic() + timeout_s
     while not engine.load(keys_of(context), CHUNKS):
@@ -105,14 +114,16 @@ def can_load(engine, context, timeout_s):
     )
 
 
-def fill_store(start) -> None:
+def fill_store(start: StartRelease) -> None:
     older = start("0.31")
     for context in (1, 2, 3):
         compute_and_store(older, context)
     older.close()
 
 
-def test_manager_newer_release_adopts_chunks_after_comparison(start) -> None:
+def test_manager_newer_release_adopts_chunks_after_comparison(
+    start: StartRelease,
+) -> None:
     fill_store(start)
     newer = start("0.32")
     assert not can_load(newer, 3, 0)
@@ -123,7 +134,9 @@ def test_manager_newer_release_adopts_chunks_after_comparison(start) -> None:
     assert can_load(start("0.32"), 3, 10)
 
 
-def test_manager_newer_release_with_other_tier_type_adopts_nothing(start) -> None:
+def test_manager_newer_release_with_other_tier_type_adopts_nothing(
+    start: StartRelease,
+) -> None:
     """A tier of another type may supply chunks of any release."""
     fill_store(start)
     newer = start("0.32", {"type": "example"})
@@ -132,7 +145,9 @@ def test_manager_newer_release_with_other_tier_type_adopts_nothing(start) -> Non
     assert not can_load(newer, 3, 3)
 
 
-def test_manager_adopt_never_misses_chunks_of_older_release(start) -> None:
+def test_manager_adopt_never_misses_chunks_of_older_release(
+    start: StartRelease,
+) -> None:
     fill_store(start)
     newer = start("0.32", adopt="never")
     for context in (1, 2):

@@ -43,7 +43,8 @@ ACCEPTED = "vllm:kv_offload_persistkv_store_bytes_total"
 @pytest.fixture(scope="module")
 def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 @contextmanager

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,15 +21,15 @@ from tests.integrations.vllm.tiny_model import CONFIG, make_model
 FACTS = {"name": "vllm", "release": "0.32", "device": "cpu"}
 
 
-class HfConfig(dict):
+class HfConfig(dict[str, Any]):
     """Configuration with the interface of transformers' configurations."""
 
-    def to_dict(self):
+    def to_dict(self) -> dict[str, Any]:
         return dict(self)
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     return SimpleNamespace(
@@ -51,7 +52,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def offloading():
+def offloading() -> SimpleNamespace:
     return SimpleNamespace(
         groups=(
             SimpleNamespace(
@@ -68,13 +69,15 @@ def offloading():
     )
 
 
-def identity(config, offloading, **options):
+def identity(
+    config: SimpleNamespace, offloading: SimpleNamespace, **options: Any
+) -> Identity:
     return Identity.of(engine_identity(config, offloading, FACTS, **options))
 
 
-def set_path(config, path, value) -> None:
+def set_path(config: SimpleNamespace, path: str, value: float | str) -> None:
     *parents, name = path.split(".")
-    target = config
+    target: Any = config
     for parent in parents:
         target = getattr(target, parent)
     if isinstance(target, dict):
@@ -84,8 +87,8 @@ def set_path(config, path, value) -> None:
 
 
 def test_engine_identity_other_model_path_has_equal_digest(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     ours = identity(config, offloading)
@@ -94,8 +97,8 @@ def test_engine_identity_other_model_path_has_equal_digest(
 
 
 def test_engine_identity_changed_weight_file_differs_in_weights(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     ours = identity(config, offloading)
@@ -117,8 +120,8 @@ def test_engine_identity_changed_weight_file_differs_in_weights(
     ],
 )
 def test_engine_identity_changed_engine_config_differs_in_its_field(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     path: str,
     value: float | str | int,
     field: str,
@@ -140,8 +143,8 @@ def test_engine_identity_changed_engine_config_differs_in_its_field(
     ],
 )
 def test_engine_identity_changed_offloading_config_differs_in_its_field(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     path: str,
     value: int | str,
     field: str,
@@ -153,7 +156,15 @@ def test_engine_identity_changed_offloading_config_differs_in_its_field(
     ] == [field]
 
 
-def spec_of(world=1, *, layers=2, blocks=1, cell=32768, declared=True, **facts):
+def spec_of(
+    world: int = 1,
+    *,
+    layers: int = 2,
+    blocks: int = 1,
+    cell: int = 32768,
+    declared: bool = True,
+    **facts: Any,
+) -> SimpleNamespace:
     """Return a spec of a model that keeps 64 KiB of KV per block, in all workers together."""
     facts = {
         "replicated_layout": False,
@@ -184,7 +195,7 @@ def spec_of(world=1, *, layers=2, blocks=1, cell=32768, declared=True, **facts):
     )
 
 
-SHARED = [
+SHARED: list[dict[str, Any]] = [
     {"canonical_layout": True},
     {"canonical_layout": True, "replicated_layout": True},
     {"replicated_layout": True},
@@ -195,7 +206,7 @@ SHARED = [
 
 @pytest.mark.parametrize("facts", SHARED)
 def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(
-    config, facts
+    config: SimpleNamespace, facts: dict[str, Any]
 ) -> None:
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     layouts = [shared_layout(spec) for spec in specs]
@@ -221,7 +232,9 @@ def test_engine_identity_shared_layout_is_equal_for_all_world_sizes(
         {"kv_cache_layout": "BHLNC", "cell": 36864},
     ],
 )
-def test_engine_identity_unshared_layout_differs_per_world_size(config, facts) -> None:
+def test_engine_identity_unshared_layout_differs_per_world_size(
+    config: SimpleNamespace, facts: dict[str, Any]
+) -> None:
     specs = [spec_of(1, **facts), spec_of(2, **facts)]
     assert shared_layout(specs[1]) is None
     one, two = (
@@ -231,8 +244,8 @@ def test_engine_identity_unshared_layout_differs_per_world_size(config, facts) -
 
 
 def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = identity(config, offloading)
@@ -242,7 +255,9 @@ def test_engine_identity_changed_hash_seed_differs_in_hash_seed(
     ] == ["hash.seed"]
 
 
-def test_engine_identity_unnamed_adapters_raises(config, offloading) -> None:
+def test_engine_identity_unnamed_adapters_raises(
+    config: SimpleNamespace, offloading: SimpleNamespace
+) -> None:
     config.lora_config = SimpleNamespace(
         lora_dtype="torch.float16", target_modules=None
     )
@@ -255,7 +270,7 @@ def test_engine_identity_unnamed_adapters_raises(config, offloading) -> None:
 
 
 def test_engine_identity_unreadable_weights_without_name_raises(
-    config, offloading
+    config: SimpleNamespace, offloading: SimpleNamespace
 ) -> None:
     config.load_config.load_format = "tensorizer"
     with pytest.raises(ConfigurationError, match="option weights"):
@@ -264,8 +279,8 @@ def test_engine_identity_unreadable_weights_without_name_raises(
 
 
 def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
 ) -> None:
     config.load_config.load_format = "dummy"
     ours = identity(config, offloading)
@@ -276,8 +291,8 @@ def test_engine_identity_dummy_weights_with_other_seed_differ_in_weights(
 
 
 def test_engine_identity_changed_draft_model_differs_in_its_weights(
-    config,
-    offloading,
+    config: SimpleNamespace,
+    offloading: SimpleNamespace,
     tmp_path: Path,
 ) -> None:
     ours = identity(config, offloading)

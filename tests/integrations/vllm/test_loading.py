@@ -114,17 +114,18 @@ def test_decide_store_that_is_not_compared_loads() -> None:
 
 
 def test_held_by_are_held_chunks_of_request() -> None:
-    ten = Tier(10, 0.01)
+    ten: Any = Tier(10, 0.01)
     assert chunks_from(0).held_by(ten, 128) == [key_of(chunk) for chunk in range(10)]
     assert chunks_from(7).held_by(ten, 128) == [key_of(7), key_of(8), key_of(9)]
     assert chunks_from(7).held_by(ten, 2) == [key_of(7), key_of(8)]
     assert chunks_from(7).held_by(ten, 1) == [key_of(7)]
-    all_of_it = chunks_from(0).held_by(Tier(32, 0.01), 128)
+    longer: Any = Tier(32, 0.01)
+    all_of_it = chunks_from(0).held_by(longer, 128)
     assert len(all_of_it) == 1000 // CHUNK_TOKENS, "the last chunk is not full"
 
 
 def test_decide_and_held_by_count_chunks_of_tenant_only() -> None:
-    own = Tier(10, 0.01, "anna")
+    own: Any = Tier(10, 0.01, "anna")
     faster, other = Tier(10, 0.001, "anna"), Tier(10, 0.001, "berta")
     assert decide(own, tenant="anna").load_s == pytest.approx(0.1)
     assert decide(own, faster, tenant="anna") is None

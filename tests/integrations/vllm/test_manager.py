@@ -11,16 +11,23 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from persistkv.base import OffloadKey, make_offload_key
 from tests.host_processes import host_processes
 from tests.integrations.vllm.conftest import PREWARM, wait_stored
 from tests.integrations.vllm.conftest import tier as tier_entry
 from tests.integrations.vllm.offloading import offloading_config
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_hints import KvHintsEnvelope
+    from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult, ReqContext
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +41,9 @@ class Engine:
     :param used: for each KV cache group, the bytes of a page that its blocks use.
     """
 
-    def __init__(self, *tiers, used=(CHUNK_BYTES,)) -> None:
+    def __init__(
+        self, *tiers: dict[str, Any], used: tuple[int, ...] = (CHUNK_BYTES,)
+    ) -> None:
         from persistkv.integrations.vllm.plugin import register
         from persistkv.integrations.vllm.spec import PersistKVSpec
 
@@ -61,7 +70,7 @@ class Engine:
             torch.randint(-128, 128, (2 * CHUNKS, CHUNK_BYTES), dtype=torch.int8)
         )
 
-    def register(self, pages) -> None:
+    def register(self, pages: torch.Tensor) -> None:
         from vllm.v1.kv_offload import base
 
         self.pages = pages
@@ -71,7 +80,7 @@ class Engine:
         )
         self.worker = self.spec.get_worker(caches)
 
-    def request(self, keys, **facts):
+    def request(self, keys: Sequence[OffloadKey], **facts: Any) -> ReqContext:
         from vllm.v1.kv_offload.base import ReqContext
 
         self.requests += 1
@@ -88,7 +97,7 @@ class Engine:
         with self.lock:
             self.manager.on_schedule_end(ScheduleEndContext([], []))
 
-    def store(self, keys, *, wait=True, **facts) -> None:
+    def store(self, keys: list[OffloadKey], *, wait: bool = True, **facts: Any) -> None:
         """Store the first pages under these keys; ``wait`` until no work is pending."""
         context = self.request(keys, **facts)
         with self.lock:
@@ -112,7 +121,7 @@ class Engine:
             self.step()
             time.sleep(0.001)
 
-    def load(self, keys, first_page, **arguments):
+    def load(self, keys: list[OffloadKey], first_page: int, **arguments: Any) -> bool:
         """Promote the chunks of these keys and copy them to pages; return whether all were
         found."""
         from vllm.v1.kv_offload.base import LookupResult
@@ -141,15 +150,19 @@ class Engine:
             self.manager.on_request_finished(context)
         return True
 
-    def look_up(self, keys, context):
+    def look_up(
+        self, keys: Sequence[OffloadKey], context: ReqContext
+    ) -> list[LookupResult]:
         with self.lock:
             return [self.manager.lookup(key, context) for key in keys]
 
-    def _job(self):
+    def _job(self) -> int:
         self.jobs += 1
         return self.jobs
 
-    def _blocks(self, pages, keys):
+    def _blocks(
+        self, pages: Iterable[int], keys: Sequence[OffloadKey]
+    ) -> GPULoadStoreSpec:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec, get_offload_group_idx
 
         groups = [get_offload_group_idx(key) for key in keys]
@@ -164,8 +177,11 @@ class Engine:
         self.worker.shutdown()
 
 
+StartManager = Callable[..., Engine]
+
+
 @pytest.fixture
-def start(url: str, monkeypatch: pytest.MonkeyPatch):
+def start(url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartManager]:
     from persistkv.integrations.vllm import tier
 
     config = SimpleNamespace(
@@ -177,9 +193,9 @@ def start(url: str, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(tier, "find_vllm_config", lambda: config)
     monkeypatch.setattr(tier, "engine_identity", lambda *_, **__: {"test": 1})
-    running = []
+    running: list[Engine] = []
 
-    def start(*more, **arguments):
+    def start(*more: dict[str, Any], **arguments: Any) -> Engine:
         running.append(Engine(tier_entry(url), *more, **arguments))
         return running[-1]
 
@@ -188,19 +204,19 @@ def start(url: str, monkeypatch: pytest.MonkeyPatch):
         engine.close()
 
 
-def keys_of(count, first=0, group=0):
+def keys_of(count: int, first: int = 0, group: int = 0) -> list[OffloadKey]:
     return [
-        bytes([first + index]) * 32 + group.to_bytes(4, "big") for index in range(count)
+        make_offload_key(bytes([first + index]) * 32, group) for index in range(count)
     ]
 
 
-def prompt_keys(token_ids, cache_salt):
+def prompt_keys(token_ids: list[int], cache_salt: str | None) -> list[OffloadKey]:
     """Return the keys of a prompt's full chunks: chained hashes, as documented by vLLM."""
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
 
     init_none_hash(sha256)
-    hashes = [None]
+    hashes: list[Any] = [None]
     for start in range(0, len(token_ids) // CHUNK_TOKENS * CHUNK_TOKENS, CHUNK_TOKENS):
         extra = (("cache_salt", cache_salt),) if cache_salt and not start else None
         hashes.append(
@@ -208,16 +224,16 @@ def prompt_keys(token_ids, cache_salt):
                 sha256, hashes[-1], token_ids[start : start + CHUNK_TOKENS], extra
             )
         )
-    return [bytes(block_hash) + bytes(4) for block_hash in hashes[1:]]
+    return [make_offload_key(bytes(block_hash), 0) for block_hash in hashes[1:]]
 
 
-def pages_equal(engine, count, first_page):
+def pages_equal(engine: Engine, count: int, first_page: int) -> bool:
     return bool(
         (engine.pages[:count] == engine.pages[first_page : first_page + count]).all()
     )
 
 
-def test_manager_restart_loads_chunks_of_previous_engine(start) -> None:
+def test_manager_restart_loads_chunks_of_previous_engine(start: StartManager) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -227,7 +243,7 @@ def test_manager_restart_loads_chunks_of_previous_engine(start) -> None:
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_restart_loads_groups_with_padded_pages(start) -> None:
+def test_manager_restart_loads_groups_with_padded_pages(start: StartManager) -> None:
     # of a Mamba layer; vLLM pads its pages to the size of attention pages
     state_bytes = 3000
     keys = keys_of(3) + keys_of(2, group=1)
@@ -243,7 +259,7 @@ def test_manager_restart_loads_groups_with_padded_pages(start) -> None:
     assert bool((engine.pages[11:13, state_bytes:] == padding).all())
 
 
-def test_worker_expedited_load_finishes_in_submit_load(start) -> None:
+def test_worker_expedited_load_finishes_in_submit_load(start: StartManager) -> None:
     engine, keys = start(), keys_of(2)
     engine.store(keys)
     assert engine.load(keys, 8, expedited=True)
@@ -251,7 +267,9 @@ def test_worker_expedited_load_finishes_in_submit_load(start) -> None:
     assert [result.success for result in engine.worker.get_finished()] == [True, True]
 
 
-def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start) -> None:
+def test_manager_reset_cache_keeps_store_and_promotes_after_flush(
+    start: StartManager,
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     engine, keys = start(), keys_of(4)
@@ -266,7 +284,9 @@ def test_manager_reset_cache_keeps_store_and_promotes_after_flush(start) -> None
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_reset_cache_during_promotion_finishes_all_jobs(start) -> None:
+def test_manager_reset_cache_during_promotion_finishes_all_jobs(
+    start: StartManager,
+) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     with engine.lock:
@@ -284,7 +304,9 @@ def test_manager_reset_cache_during_promotion_finishes_all_jobs(start) -> None:
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_reset_cache_during_store_finishes_it(start, url: str) -> None:
+def test_manager_reset_cache_during_store_finishes_it(
+    start: StartManager, url: str
+) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys, wait=False)
     assert engine.manager.has_pending_work()
@@ -297,10 +319,13 @@ def test_manager_reset_cache_during_store_finishes_it(start, url: str) -> None:
     assert pages_equal(engine, 4, 8)
 
 
-def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start) -> None:
+def test_manager_concurrent_lookups_and_steps_load_correct_bytes(
+    start: StartManager,
+) -> None:
     engine = start()
     contexts = [keys_of(3, 3 * number) for number in range(5)]
-    ended, problems = threading.Event(), []
+    ended = threading.Event()
+    problems: list[BaseException] = []
 
     def poll() -> None:
         """Look up keys of other requests and run steps, as vLLM's thread that serves other engines
@@ -334,7 +359,9 @@ def test_manager_concurrent_lookups_and_steps_load_correct_bytes(start) -> None:
     assert not problems
 
 
-def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start) -> None:
+def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(
+    start: StartManager,
+) -> None:
     engine, keys = start(), keys_of(4)
     engine.store(keys)
     before = engine.pages[:4].clone()
@@ -344,7 +371,7 @@ def test_worker_wake_with_new_pages_loads_chunks_stored_before_sleep(start) -> N
     assert bool((engine.pages[8:12] == before).all())
 
 
-def test_manager_shutdown_removes_store_from_spec(start) -> None:
+def test_manager_shutdown_removes_store_from_spec(start: StartManager) -> None:
     from persistkv.integrations.vllm.tier import engine_stores
 
     engine = start()
@@ -353,7 +380,7 @@ def test_manager_shutdown_removes_store_from_spec(start) -> None:
     assert not engine_stores(engine.spec)
 
 
-def test_manager_config_info_labels_describe_store(start) -> None:
+def test_manager_config_info_labels_describe_store(start: StartManager) -> None:
     engine = start()
     if not hasattr(engine.manager, "config_info"):
         pytest.skip("this release has no config_info")
@@ -386,7 +413,7 @@ def test_manager_config_info_labels_describe_store(start) -> None:
     ],
 )
 def test_manager_prefetch_hint_promotes_context_before_its_request(
-    start, url: str, payload
+    start: StartManager, url: str, payload: dict[str, Any]
 ) -> None:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import LookupResult
@@ -413,7 +440,7 @@ def test_manager_prefetch_hint_promotes_context_before_its_request(
 
 
 def test_manager_prefetch_hint_with_two_stores_is_queued_once(
-    start, tmp_path: Path
+    start: StartManager, tmp_path: Path
 ) -> None:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -429,14 +456,14 @@ def test_manager_prefetch_hint_with_two_stores_is_queued_once(
     assert not first.prefetch_waits
 
 
-def prefetching(payload):
+def prefetching(payload: dict[str, Any]) -> KvHintsEnvelope:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
     action = KvHintAction("a", "persistkv.prefetch", "1", payload)
     return KvHintsEnvelope("1", "m", [action])
 
 
-def restarted(engine) -> None:
+def restarted(engine: Engine) -> None:
     """Empty the primary tier."""
     with engine.lock:
         engine.manager.reset_cache()
@@ -448,9 +475,9 @@ def restarted(engine) -> None:
     [{"labels": {"session": "7"}}, {"token_ids": list(range(4 * CHUNK_TOKENS))}],
 )
 def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
-    start,
+    start: StartManager,
     url: str,
-    payload,
+    payload: dict[str, Any],
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -476,11 +503,11 @@ def test_manager_prefetch_hint_promotes_only_contexts_of_its_tenant(
         assert set(engine.look_up(chosen, context)) == results, tenant
 
 
-def named(weights):
+def named(weights: str) -> dict[str, Any]:
     return {"persistkv": {"weights": weights, "labels": {"session": "7"}}}
 
 
-def use_weights(engine, weights) -> None:
+def use_weights(engine: Engine, weights: str) -> None:
     """Begin and end requests that name the weights, until the store serves them."""
     from persistkv.integrations.vllm.tier import engine_stores
 
@@ -497,7 +524,7 @@ def use_weights(engine, weights) -> None:
 
 
 def test_manager_prefetch_hint_after_weights_are_named_promotes_their_context(
-    start,
+    start: StartManager,
     url: str,
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult
@@ -521,7 +548,7 @@ def test_manager_prefetch_hint_after_weights_are_named_promotes_their_context(
 
 
 def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(
-    start,
+    start: StartManager,
 ) -> None:
     from persistkv.integrations.vllm.tier import engine_stores
 
@@ -549,7 +576,9 @@ def test_manager_touch_while_store_of_earlier_weights_closes_returns_at_once(
     resume.join()
 
 
-def test_manager_prewarm_promotes_contexts_of_tenants(start, url: str) -> None:
+def test_manager_prewarm_promotes_contexts_of_tenants(
+    start: StartManager, url: str
+) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     first = start()
@@ -567,7 +596,7 @@ def test_manager_prewarm_promotes_contexts_of_tenants(start, url: str) -> None:
 
 
 def test_manager_restart_equal_chunks_of_tenants_load_only_for_their_own(
-    start, url: str
+    start: StartManager, url: str
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 

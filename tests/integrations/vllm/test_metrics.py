@@ -15,7 +15,12 @@ from persistkv.storage.host.protocol import HostStats
 from persistkv.storage.records import StoreCounters
 
 
-def host_stats(stored_bytes=0, capacity=100, breaker=None, disk=25):
+def host_stats(
+    stored_bytes: int = 0,
+    capacity: int | None = 100,
+    breaker: str | None = None,
+    disk: int | None = 25,
+) -> HostStats:
     return HostStats(
         0,
         StoreCounters(stored_bytes=stored_bytes),

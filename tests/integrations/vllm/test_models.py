@@ -30,7 +30,7 @@ def test_engine_restart_hybrid_model_restores_layer_states_and_answer(
     start_engine: StartEngine,
     url: str,
     tmp_path: Path,
-    model_type,
+    model_type: str,
 ) -> None:
     options, reused = HYBRIDS[model_type]
     checkpoint = make_model_of(tmp_path / "model", model_type, STATES[model_type])

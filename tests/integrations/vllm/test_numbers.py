@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from persistkv.config import NumberLayout
 from persistkv.integrations.vllm.numbers import number_layout
 from persistkv.storage.identity.comparison import compare, fits
 
@@ -14,7 +16,7 @@ LAYERS, HEADS, TOKENS, SIZE, BLOCKS = 3, 2, 16, 32, 2
 AXES = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": TOKENS, "C": 2 * SIZE}
 
 
-def attention(**fields):
+def attention(**fields: Any) -> SimpleNamespace:
     spec = {
         "num_kv_heads": HEADS,
         "head_size": SIZE,
@@ -25,16 +27,16 @@ def attention(**fields):
     return SimpleNamespace(**(spec | fields))
 
 
-def build_layout(
-    layout="LBHNC",
-    device="cuda",
+def find_layout(
+    layout: str | None = "LBHNC",
+    device: str = "cuda",
     *,
-    spec=None,
-    workers=1,
-    item=4,
-    engine=None,
-    **offloading,
-):
+    spec: SimpleNamespace | None = None,
+    workers: int = 1,
+    item: int = 4,
+    engine: dict[str, Any] | None = None,
+    **offloading: Any,
+) -> NumberLayout | None:
     names = tuple(f"layers.{number}" for number in range(LAYERS))
     page = (spec or attention()).num_kv_heads * TOKENS * 2 * SIZE * item
     fields = {
@@ -46,13 +48,13 @@ def build_layout(
         "worker_kv_bytes_per_block": LAYERS * page,
         "kv_cache_layout": layout,
     }
-    offloading = SimpleNamespace(**(fields | offloading))
+    offloading_config = SimpleNamespace(**(fields | offloading))
     config = SimpleNamespace(
         cache_config=SimpleNamespace(cache_dtype="auto"), speculative_config=None
     )
     config.cache_config.__dict__.update(engine or {})
     spec = SimpleNamespace(
-        config=offloading,
+        config=offloading_config,
         cpu_page_size_per_worker=LAYERS * page * BLOCKS,
         spec=spec or attention(),
     )
@@ -60,6 +62,13 @@ def build_layout(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec.spec)]
     )
     return number_layout(config, spec, kv_cache, device=device)
+
+
+def build_layout(*arguments: Any, **options: Any) -> NumberLayout:
+    """Return the layout of a supported cache; arguments as for ``find_layout``."""
+    found = find_layout(*arguments, **options)
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
@@ -137,8 +146,8 @@ def test_number_layout_fp8_cache_dtype_returns_float8_dtype(
         {"parallel": SimpleNamespace(world_size=2, tp_size=1, pp_size=2)},
     ],
 )
-def test_number_layout_unsupported_cache_returns_none(options) -> None:
-    assert build_layout(**options) is None
+def test_number_layout_unsupported_cache_returns_none(options: dict[str, Any]) -> None:
+    assert find_layout(**options) is None
 
 
 def test_number_layout_speculative_decoding_returns_none() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,9 @@ def test_options_table_of_docs_names_every_option_and_no_other() -> None:
         ),
     ],
 )
-def test_vllm_options_store_options_are_added_to_url(options, url: str) -> None:
+def test_vllm_options_store_options_are_added_to_url(
+    options: dict[str, Any], url: str
+) -> None:
     assert vllm_options(options).tier_options["url"] == url
 
 
@@ -50,7 +53,9 @@ def test_vllm_options_store_options_are_added_to_url(options, url: str) -> None:
         ({"url": "lmdb:///x?ttl=1d", "ttl": "2d"}, "ttl"),
     ],
 )
-def test_vllm_options_invalid_option_raises_naming_it(wrong, field: str) -> None:
+def test_vllm_options_invalid_option_raises_naming_it(
+    wrong: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigurationError) as caught:
         vllm_options(wrong)
     assert caught.value.field.split()[-1] == field

@@ -19,15 +19,16 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 def test_engines_canonical_layout_hit_contexts_of_other_world_size(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     canonical = {"extra": {"canonical_layout": True}}
     one = start_engine(tier(url), **canonical)
@@ -45,7 +46,7 @@ def test_engines_canonical_layout_hit_contexts_of_other_world_size(
 def test_engines_direct_layout_miss_contexts_of_other_world_size(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     one = start_engine(tier(url))
     one.generate(PROMPTS[0])

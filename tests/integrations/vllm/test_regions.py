@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,18 +23,18 @@ ROWS, STRIDE = 4, 4096
 
 
 @pytest.fixture
-def file(tmp_path: Path):
+def file(tmp_path: Path) -> Path:
     path = tmp_path / "vllm_offload_test.mmap"
     path.write_bytes(bytes(ROWS * STRIDE))
     return path
 
 
-def rows_of(memory):
+def rows_of(memory: mmap.mmap) -> memoryview:
     """Return the rows as vLLM passes them: signed bytes in two dimensions."""
-    return memoryview(np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE))
+    return np.frombuffer(memory, np.int8).reshape(ROWS, STRIDE).data
 
 
-def check_same_memory(fds, rows) -> None:
+def check_same_memory(fds: Sequence[int], rows: memoryview) -> None:
     try:
         (fd,) = fds
         os.pwrite(fd, b"\x05", 2 * STRIDE)
@@ -43,7 +44,9 @@ def check_same_memory(fds, rows) -> None:
 
 
 @pytest.mark.parametrize("unlinked", [False, True])
-def test_open_region_mapped_file_returns_its_descriptor(file, unlinked: bool) -> None:
+def test_open_region_mapped_file_returns_its_descriptor(
+    file: Path, unlinked: bool
+) -> None:
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
         if unlinked:
@@ -51,14 +54,14 @@ def test_open_region_mapped_file_returns_its_descriptor(file, unlinked: bool) ->
         check_same_memory(open_region(rows), rows)
 
 
-def test_open_region_closed_descriptor_reopens_file(file) -> None:
+def test_open_region_closed_descriptor_reopens_file(file: Path) -> None:
     with file.open("r+b") as opened:
         rows = rows_of(mmap.mmap(opened.fileno(), ROWS * STRIDE))
     check_same_memory(open_region(rows), rows)
 
 
 @pytest.fixture
-def segments():
+def segments() -> Iterator[tuple[list[int], memoryview]]:
     """Three memory files, the last longer than its mapped part, and the rows that are mapped from
     them."""
     sizes = [2 * STRIDE, STRIDE, STRIDE]
@@ -68,18 +71,18 @@ def segments():
     address = map_shared(list(zip(fds, sizes, strict=True)), mmap.PAGESIZE)
     yield (
         fds,
-        memoryview(
-            np.frombuffer(memory_at(address, ROWS * STRIDE), np.int8).reshape(
-                ROWS, STRIDE
-            )
-        ),
+        np.frombuffer(memory_at(address, ROWS * STRIDE), np.int8)
+        .reshape(ROWS, STRIDE)
+        .data,
     )
     unmap(address, ROWS * STRIDE)
     for fd in fds:
         os.close(fd)
 
 
-def test_open_region_several_segments_returns_files_in_order(segments) -> None:
+def test_open_region_several_segments_returns_files_in_order(
+    segments: tuple[list[int], memoryview],
+) -> None:
     fds, rows = segments
     found = open_region(rows)
     assert [os.fstat(fd).st_ino for fd in found] == [os.fstat(fd).st_ino for fd in fds]
@@ -89,7 +92,9 @@ def test_open_region_several_segments_returns_files_in_order(segments) -> None:
     close_region(found)
 
 
-def test_open_region_segment_longer_than_mapping_returns_no_file(segments) -> None:
+def test_open_region_segment_longer_than_mapping_returns_no_file(
+    segments: tuple[list[int], memoryview],
+) -> None:
     fds, rows = segments
     os.ftruncate(fds[1], 2 * STRIDE)
     assert open_region(rows) == ()
@@ -100,9 +105,9 @@ def test_map_huge_pages_keeps_bytes_and_avoids_page_faults() -> None:
     fd = os.memfd_create("rows")
     os.posix_fallocate(fd, 0, size)
     pattern = np.random.default_rng(5).integers(0, 256, size, np.uint8)
-    os.pwrite(fd, pattern, 0)
+    os.pwrite(fd, pattern.data, 0)
     rows = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    map_huge_pages(memoryview(rows))
+    map_huge_pages(rows.data)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     rows[:: mmap.PAGESIZE] ^= 1
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
@@ -115,33 +120,32 @@ def test_map_huge_pages_keeps_bytes_and_avoids_page_faults() -> None:
 def test_map_huge_pages_anonymous_memory_is_unchanged() -> None:
     rows = np.random.default_rng(6).integers(0, 256, (ROWS, STRIDE), np.uint8)
     before = rows.copy()
-    map_huge_pages(memoryview(rows))
+    map_huge_pages(rows.data)
     assert (rows == before).all()
 
 
 def test_open_region_private_memory_returns_no_file() -> None:
-    assert open_region(memoryview(np.zeros((ROWS, STRIDE), np.int8))) == ()
+    assert open_region(np.zeros((ROWS, STRIDE), np.int8).data) == ()
 
 
-def test_open_region_mapping_at_file_offset_returns_no_file(file) -> None:
+def test_open_region_mapping_at_file_offset_returns_no_file(file: Path) -> None:
     with file.open("r+b") as opened:
         memory = mmap.mmap(opened.fileno(), (ROWS - 1) * STRIDE, offset=STRIDE)
     assert (
-        open_region(
-            memoryview(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE))
-        )
-        == ()
+        open_region(np.frombuffer(memory, np.int8).reshape(ROWS - 1, STRIDE).data) == ()
     )
 
 
-def test_remove_leftovers_unmapped_region_is_deleted(file, tmp_path: Path) -> None:
+def test_remove_leftovers_unmapped_region_is_deleted(
+    file: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "somebody_elses.mmap"
     other.touch()
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
     assert other.exists()
 
 
-def test_remove_leftovers_mapped_region_is_kept(file, tmp_path: Path) -> None:
+def test_remove_leftovers_mapped_region_is_kept(file: Path, tmp_path: Path) -> None:
     program = (
         "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); "
         "print(flush=True); sys.stdin.read()"
@@ -151,6 +155,7 @@ def test_remove_leftovers_mapped_region_is_kept(file, tmp_path: Path) -> None:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
+        assert process.stdout is not None
         assert process.stdout.readline()
         assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
     assert remove_leftovers(str(tmp_path), sees_all_processes=True) == [str(file)]
@@ -168,6 +173,7 @@ def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as process:
+        assert process.stdout is not None
         assert process.stdout.readline()
         (word,) = tmp_path.iterdir()
         assert remove_leftovers(str(tmp_path), sees_all_processes=True) == []
@@ -175,14 +181,14 @@ def test_remove_leftovers_word_of_weights_is_deleted_when_its_worker_has_ended(
 
 
 def test_remove_leftovers_region_replaced_during_scan_is_kept(
-    file,
+    file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An engine with the id of a killed one may create its region meanwhile."""
     listdir = os.listdir
 
-    def replace_and_list(path):
+    def replace_and_list(path: str) -> list[str]:
         if path == "/proc":
             (tmp_path / "new").write_bytes(b"live")
             (tmp_path / "new").rename(file)
@@ -194,7 +200,7 @@ def test_remove_leftovers_region_replaced_during_scan_is_kept(
 
 
 def test_remove_leftovers_young_region_in_pid_namespace_is_kept(
-    file, tmp_path: Path
+    file: Path, tmp_path: Path
 ) -> None:
     assert remove_leftovers(str(tmp_path), sees_all_processes=False) == []
     os.utime(file, (0, 0))

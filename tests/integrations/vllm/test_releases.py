@@ -4,6 +4,7 @@ release."""
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ TIER_HOOKS = {
 WORKER_HOOKS = {"get_finished", "shutdown", "submit_load", "submit_store", "wait"}
 
 
-def classes():
+def classes() -> list[tuple[type[Any], type[Any], set[str]]]:
     from vllm.v1.kv_offload.base import OffloadingWorker
     from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
@@ -50,7 +51,7 @@ def classes():
     ]
 
 
-def public(kind):
+def public(kind: type[Any]) -> set[str]:
     return {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")}
 
 

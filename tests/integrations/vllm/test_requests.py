@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from persistkv.base import Retention, make_offload_key
+from persistkv.base import OffloadKey, RequestDescription, Retention, make_offload_key
 from persistkv.integrations.request_options import RequestOptions
 from persistkv.integrations.vllm.requests import (
     GivenOptions,
@@ -19,11 +20,11 @@ from persistkv.tiering.load_cost import LoadDecision, Reason
 CHUNK = 16
 
 
-def keys_of(group, count):
+def keys_of(group: int, count: int) -> list[OffloadKey]:
     return [make_offload_key(bytes([index]) * 32, group) for index in range(count)]
 
 
-def request(positions, **options):
+def request(positions: dict[OffloadKey, int], **options: Any) -> LiveRequest:
     return LiveRequest(
         "request",
         RequestOptions(**options),
@@ -33,10 +34,17 @@ def request(positions, **options):
     )
 
 
-def positions_of(*groups):
+def positions_of(*groups: list[OffloadKey]) -> dict[OffloadKey, int]:
     return {
         key: (index + 1) * CHUNK for keys in groups for index, key in enumerate(keys)
     }
+
+
+def end(live: LiveRequest) -> RequestDescription:
+    """End a request, and return its description."""
+    description = live.end().description
+    assert description is not None
+    return description
 
 
 def test_live_request_stored_keys_are_sorted_by_position() -> None:
@@ -44,7 +52,7 @@ def test_live_request_stored_keys_are_sorted_by_position() -> None:
     live = request(positions_of(full, window))
     for keys in ([full[2], window[3]], [full[0], full[1], full[2], window[2]]):
         live.add_stored(keys, keys)
-    description = live.end().description
+    description = end(live)
     assert list(description.group_keys) == [full[:3], window[2:]]
     assert description.num_tokens == 4 * CHUNK
     assert [description.depth(key) for key in window[2:]] == [2, 3]
@@ -87,7 +95,7 @@ def test_live_request_opted_out_must_store_no_keys() -> None:
     ],
 )
 def test_request_options_parameters_set_store_and_load(
-    parameters, store: bool, load: bool
+    parameters: dict[str, Any] | None, store: bool, load: bool
 ) -> None:
     options = request_options("a", parameters).options
     assert (options.store, options.load) == (store, load)
@@ -103,12 +111,12 @@ def test_live_request_labels_override_tier_labels() -> None:
         (CHUNK,),
         {"model": "tiny", "user": "all"},
     )
-    assert live.end().description.labels == {"model": "tiny", "user": "anna"}
+    assert end(live).labels == {"model": "tiny", "user": "anna"}
 
 
 @pytest.mark.parametrize("value", ["off", {"stores": False}, {"store": "never"}, 3])
 def test_request_options_invalid_parameters_disable_store_and_load(
-    value, caplog: pytest.LogCaptureFixture
+    value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = RequestOptions(store=False, load=False)
     found = request_options("a", {"persistkv": value})
@@ -116,7 +124,7 @@ def test_request_options_invalid_parameters_disable_store_and_load(
     assert "kv_transfer_params.persistkv" in caplog.text
 
 
-def action(kind, payload, version="1"):
+def action(kind: str, payload: Any, version: str = "1") -> SimpleNamespace:
     """Return an object with the interface of vLLM's ``KvHintAction``."""
     return SimpleNamespace(
         action_id="1", action_type=kind, action_version=version, payload=payload
@@ -125,7 +133,7 @@ def action(kind, payload, version="1"):
 
 @pytest.mark.parametrize("parameters", [["store"], "store", 7, [{"tenant": "anna"}]])
 def test_request_options_parameters_of_another_type_refuse_request(
-    parameters, caplog: pytest.LogCaptureFixture
+    parameters: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Clients pass any value with ``vllm_xargs``; an error would end the engine."""
     found = request_options("r1", parameters)
@@ -159,7 +167,9 @@ def test_request_options_hints_override_parameters() -> None:
         priority="low",
     )
     assert prefetches == []
-    description = LiveRequest("a", options, {}.get, (CHUNK,), {}).context.description
+    live = LiveRequest("a", options, lambda key: None, (CHUNK,), {})
+    description = live.context.description
+    assert description is not None
     assert description.retention == Retention(pin=True, ttl_s=3600.0, priority="low")
 
 
@@ -234,7 +244,7 @@ def test_request_options_malformed_prefetch_is_ignored_and_logged_once(
 def test_request_options_malformed_hint_is_ignored_and_logged_once(
     caplog: pytest.LogCaptureFixture,
     kind: str,
-    payload,
+    payload: Any,
     version: str,
 ) -> None:
     hints = [action(kind, payload, version)]
@@ -248,7 +258,7 @@ REFUSED = GivenOptions(RequestOptions(store=False, load=False), [], is_refused=T
 
 @pytest.mark.parametrize("tenant", ["", "x" * 129, "a\nb", "\ud800", 7, ["a"], {}])
 def test_request_options_malformed_tenant_refuses_and_is_logged_once(
-    tenant, caplog: pytest.LogCaptureFixture
+    tenant: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefetch = {"labels": {"session": "7"}}
     parameters = {"persistkv": {"tenant": tenant, "prefetch": prefetch}}
@@ -271,9 +281,9 @@ def test_request_options_malformed_tenant_refuses_and_is_logged_once(
 )
 @pytest.mark.parametrize("parameters", [None, {"persistkv": {"tenant": "berta"}}])
 def test_request_options_ignored_hint_that_names_tenant_refuses_request(
-    parameters,
+    parameters: dict[str, Any] | None,
     kind: str,
-    payload,
+    payload: dict[str, Any],
     version: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -303,7 +313,7 @@ def test_live_request_of_tenant_lists_keys_of_tenant() -> None:
     assert store_keys == [tenant_key("anna", key) for key in keys]
     live.add_stored(keys[::-1], store_keys[::-1])
     assert live.context.tenant == "anna"
-    description = live.end().description
+    description = end(live)
     assert description.group_keys[0] == store_keys
     assert [description.depth(key) for key in store_keys] == [0, 1, 2]
     assert description.depth(keys[0]) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from persistkv.storage import open_backend
-from persistkv.storage.store.savings import read_savings
+from persistkv.storage.store.savings import Savings, read_savings
 from tests.integrations.vllm.conftest import (
     PREWARM,
     SHORT,
@@ -28,12 +28,13 @@ PROMPTS = [prompt(1), prompt(2), prompt(3, 250)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
-def savings(url):
+def savings(url: str) -> Savings:
     """Return the savings of the only namespace of a store."""
     with closing(open_backend(url, read_only=True)) as backend:
         (saved,) = read_savings(backend)
@@ -43,7 +44,7 @@ def savings(url):
 def test_engine_restart_after_kill_and_after_exit_starts_warm(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     killed = start_engine(tier(url))
     assert killed.generate(*PROMPTS[:2]) == {"tokens": expected[:2], "cached": [0, 0]}
@@ -71,7 +72,7 @@ def test_engine_restart_after_kill_and_after_exit_starts_warm(
 def test_engine_loads_only_what_is_faster_than_computing(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
     tokens_per_s: float,
 ) -> None:
     writer = start_engine(tier(url))
@@ -119,7 +120,7 @@ def test_engine_changed_model_misses_and_answers_correctly(
     start_engine: StartEngine,
     url: str,
     tmp_path: Path,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     checkpoint = make_model(tmp_path / "changing")
     writer = start_engine(tier(url), checkpoint=checkpoint)
@@ -141,7 +142,7 @@ def test_engine_changed_model_misses_and_answers_correctly(
 
 
 def test_engine_restart_two_blocks_per_chunk_starts_warm(
-    start_engine: StartEngine, url: str, expected
+    start_engine: StartEngine, url: str, expected: list[list[int]]
 ) -> None:
     options = {"extra": {"block_size": 64}}
     writer = start_engine(tier(url), **options)
@@ -155,7 +156,7 @@ def test_engine_restart_two_blocks_per_chunk_starts_warm(
 def test_prewarm_promotes_recent_contexts_before_their_requests(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     loaded = "vllm:kv_offload_persistkv_load_bytes"
     writer = start_engine(tier(url))

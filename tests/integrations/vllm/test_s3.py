@@ -20,16 +20,17 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 def test_engine_start_on_filled_bucket_hits_and_fills_own_disk(
     start_engine: StartEngine,
     bucket_url: str,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     first = start_engine(tier(bucket_url))
     assert first.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
@@ -49,7 +50,7 @@ def test_engine_bucket_lost_while_serving_answers_and_stores_on_disk(
     s3_server: Program,
     url: str,
     plain_engine: Engine,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     first = start_engine(tier(url), tier(bucket_url, deadline="2s"))
     assert first.generate(PROMPTS[0])["cached"] == [0]

@@ -28,16 +28,17 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 def test_server_terminated_leaves_contexts_for_next_engine(
     start_server: StartServer,
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     server = start_server(tier(url))
     assert server.generate(*PROMPTS) == {"tokens": expected, "cached": [0, 0]}
@@ -52,7 +53,7 @@ def test_server_terminated_leaves_contexts_for_next_engine(
 def test_server_restart_hits_stored_and_misses_opted_out_request(
     start_server: StartServer,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     first = start_server(tier(url), new=True)
     first.generate(PROMPTS[0], params={"persistkv": False})

@@ -31,7 +31,8 @@ RECOVERY_S = 30.0
 @pytest.fixture(scope="module")
 def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 def fill(start_engine: StartEngine, url: str) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from tests.integrations.vllm.offloading import offloading_config
+
+if TYPE_CHECKING:
+    from persistkv.integrations.vllm.spec import CPUOffloadingWorker
 
 pytestmark = pytest.mark.vllm
 
@@ -17,8 +22,13 @@ HEAD_BYTES, BLOCKS, LAYERS = 4096, 8, 2
 NUMBERS = itertools.count()
 
 
+Worker = tuple["CPUOffloadingWorker", list[torch.Tensor]]
+"""Worker and its pages."""
+MakeWorkers = Callable[..., tuple[list[Worker], torch.Tensor]]
+
+
 @pytest.fixture
-def make_workers():
+def make_workers() -> Iterator[MakeWorkers]:
     """Return a function that starts the workers of an engine over a model with two heads, and
     returns them with their pages and the rows that the scheduler sees.
     """
@@ -27,9 +37,11 @@ def make_workers():
 
     from persistkv.integrations.vllm.spec import PersistKVSpec
 
-    ends = []
+    ends: list[Callable[[], None]] = []
 
-    def make(kv, world, blocks_per_chunk=1):
+    def make(
+        kv: torch.Tensor, world: int, blocks_per_chunk: int = 1
+    ) -> tuple[list[Worker], torch.Tensor]:
         """:param kv: shape (layers, blocks, 2, heads, bytes of a head)."""
         name = f"spec-{os.getpid()}-{next(NUMBERS)}"
         page = kv[0, 0].numel() // world
@@ -86,7 +98,7 @@ def make_workers():
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])
 def test_spec_canonical_rows_of_two_workers_equal_rows_of_one(
-    make_workers,
+    make_workers: MakeWorkers,
     blocks_per_chunk: int,
 ) -> None:
     from vllm.v1.kv_offload.base import GPULoadStoreSpec

@@ -8,13 +8,17 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from persistkv.base import OffloadKey, make_offload_key
 from persistkv.errors import ConfigurationError
 from persistkv.storage import open_backend
 from persistkv.storage.store.savings import read_savings
@@ -22,17 +26,23 @@ from persistkv.tenants import tenant_key
 from tests.integrations.vllm.conftest import stored_contexts
 from tests.integrations.vllm.offloading import offloading_config
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadingEvent, ReqContext
+    from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
+
+    from persistkv.integrations.vllm import PersistKVTier
+
 pytestmark = pytest.mark.vllm
 
 ROWS, STRIDE, CHUNK = 16, 8192, 16
 
 
 @pytest.fixture
-def rows():
+def rows() -> npt.NDArray[np.int8]:
     return np.random.default_rng(0).integers(-128, 128, (ROWS, STRIDE), dtype=np.int8)
 
 
-def make_spec(workers=1):
+def make_spec(workers: int = 1) -> SimpleNamespace:
     config = offloading_config(STRIDE // workers, CHUNK)
     config = dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, world_size=workers)
@@ -40,8 +50,13 @@ def make_spec(workers=1):
     return SimpleNamespace(config=config, blocks_per_chunk=1)
 
 
+MakeTier = Callable[..., "PersistKVTier"]
+
+
 @pytest.fixture
-def make_tier(rows, url: str, monkeypatch: pytest.MonkeyPatch):
+def make_tier(
+    rows: npt.NDArray[np.int8], url: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeTier]:
     """Return a function that makes tiers over the rows, with a constant engine identity."""
     from persistkv.integrations.vllm import tier as module
 
@@ -51,15 +66,23 @@ def make_tier(rows, url: str, monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(module, "find_vllm_config", lambda: engine)
     monkeypatch.setattr(module, "engine_identity", lambda *_, **__: {"test": 1})
-    built = []
+    built: list[PersistKVTier] = []
 
-    def make(*, url=url, view=None, workers=1, spec=None, max_tokens=None, **options):
+    def make(
+        *,
+        url: str = url,
+        view: memoryview | None = None,
+        workers: int = 1,
+        spec: SimpleNamespace | None = None,
+        max_tokens: int | None = None,
+        **options: Any,
+    ) -> PersistKVTier:
         if max_tokens is not None:
             engine.model_config.max_model_len = max_tokens
         spec = spec or make_spec(workers)
         built.append(
             module.PersistKVTier(
-                spec, view or memoryview(rows), "persistkv", url=url, **options
+                spec, view or rows.data, "persistkv", url=url, **options
             )
         )
         return built[-1]
@@ -69,11 +92,13 @@ def make_tier(rows, url: str, monkeypatch: pytest.MonkeyPatch):
         tier.shutdown()
 
 
-def keys_of(count, first=0):
-    return [bytes([first + index]) * 32 + bytes(4) for index in range(count)]
+def keys_of(count: int, first: int = 0) -> list[OffloadKey]:
+    return [make_offload_key(bytes([first + index]) * 32, 0) for index in range(count)]
 
 
-def context_of(keys, params=None):
+def context_of(
+    keys: Sequence[OffloadKey], params: dict[str, Any] | None = None
+) -> ReqContext:
     from vllm.v1.kv_offload.base import ReqContext
 
     context = ReqContext(os.urandom(4).hex(), params)
@@ -82,7 +107,14 @@ def context_of(keys, params=None):
     return context
 
 
-def job_of(number, keys, first_row, context, *, is_promotion=False):
+def job_of(
+    number: int,
+    keys: Sequence[OffloadKey],
+    first_row: int,
+    context: ReqContext,
+    *,
+    is_promotion: bool = False,
+) -> TransferJob:
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
     return TransferJob(
@@ -90,8 +122,8 @@ def job_of(number, keys, first_row, context, *, is_promotion=False):
     )
 
 
-def results_of(tier, count=1):
-    found = []
+def results_of(tier: PersistKVTier, count: int = 1) -> list[JobResult]:
+    found: list[JobResult] = []
     deadline = time.monotonic() + 120
     while len(found) < count:
         assert time.monotonic() < deadline
@@ -100,7 +132,9 @@ def results_of(tier, count=1):
     return found
 
 
-def store(tier, keys, context):
+def store(
+    tier: PersistKVTier, keys: Sequence[OffloadKey], context: ReqContext
+) -> JobResult:
     tier.on_new_request(context)
     tier.submit_store(job_of(1, keys, 0, context))
     tier.on_request_finished(context)
@@ -122,14 +156,16 @@ def store(tier, keys, context):
     ],
 )
 def test_tier_invalid_store_option_raises_naming_it(
-    make_tier, tmp_path: Path, option: str, value: str | int
+    make_tier: MakeTier, tmp_path: Path, option: str, value: str | int
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make_tier(url=f"lmdb://{tmp_path}/other", **{option: value})
     assert option in caught.value.field
 
 
-def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows) -> None:
+def test_tier_stored_chunks_load_unchanged_and_emit_event(
+    make_tier: MakeTier, rows: npt.NDArray[np.int8]
+) -> None:
     from vllm.v1.kv_offload.base import (
         Locality,
         LookupResult,
@@ -164,17 +200,17 @@ def test_tier_stored_chunks_load_unchanged_and_emit_event(make_tier, rows) -> No
 
 
 def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(
-    make_tier, url: str
+    make_tier: MakeTier, url: str
 ) -> None:
     tier, keys = make_tier(), keys_of(4)
     store(tier, keys, context_of(keys))
     list(tier.take_events())
     command = Path(sys.executable).with_name("persistkv")
-    prune = [command, "prune", url.partition("?")[0]]
+    prune = [str(command), "prune", url.partition("?")[0]]
     subprocess.run(
         [*prune, "--label", "model", "--yes"], check=True, capture_output=True
     )
-    events = []
+    events: list[OffloadingEvent] = []
     deadline = time.monotonic() + 60
     while not events:
         assert time.monotonic() < deadline
@@ -188,7 +224,7 @@ def test_tier_chunks_deleted_by_prune_emit_removal_of_all_keys(
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("stores", [False, True])
 def test_tier_loads_of_requests_are_recorded_as_savings(
-    make_tier, url: str, stores: bool, ends: bool
+    make_tier: MakeTier, url: str, stores: bool, ends: bool
 ) -> None:
     """Also of those that the engine has not ended when it stops."""
     keys = keys_of(4)
@@ -219,7 +255,7 @@ def test_tier_loads_of_requests_are_recorded_as_savings(
 
 
 def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(
-    make_tier, rows
+    make_tier: MakeTier, rows: npt.NDArray[np.int8]
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -238,14 +274,17 @@ def test_tier_rebuilt_over_same_spec_loads_chunks_of_closed_tier(
     assert np.array_equal(rows[8:12], rows[:4])
 
 
-def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path: Path) -> None:
+def test_tier_evicted_chunks_emit_removed_events(
+    make_tier: MakeTier, tmp_path: Path
+) -> None:
     tier, context = (
         make_tier(url=f"lmdb://{tmp_path}/small?capacity=8MiB"),
         context_of([]),
     )
-    stored, removed = set(), set()
+    stored: set[OffloadKey] = set()
+    removed: set[OffloadKey] = set()
     for number in range(400):  # 50 MB
-        keys = [os.urandom(32) + bytes(4) for _ in range(ROWS)]
+        keys = [make_offload_key(os.urandom(32), 0) for _ in range(ROWS)]
         tier.submit_store(job_of(number, keys, 0, context))
         results_of(tier)
         tier.drain_jobs()
@@ -257,7 +296,9 @@ def test_tier_evicted_chunks_emit_removed_events(make_tier, tmp_path: Path) -> N
     assert removed < stored
 
 
-def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows) -> None:
+def test_tier_load_with_missing_key_reports_only_loaded_keys(
+    make_tier: MakeTier, rows: npt.NDArray[np.int8]
+) -> None:
     tier, keys = make_tier(), keys_of(3)
     context = context_of(keys)
     store(tier, keys[:2], context)
@@ -269,7 +310,7 @@ def test_tier_load_with_missing_key_reports_only_loaded_keys(make_tier, rows) ->
 
 
 def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(
-    make_tier, rows
+    make_tier: MakeTier, rows: npt.NDArray[np.int8]
 ) -> None:
     """An engine that gets a hit again would load the chunk without end."""
     from vllm.v1.kv_offload.base import LookupResult
@@ -291,7 +332,7 @@ def test_tier_chunk_that_failed_to_load_stays_miss_for_its_request(
     assert np.array_equal(rows, before)
 
 
-def test_tier_opted_out_request_succeeds_without_storing(make_tier) -> None:
+def test_tier_opted_out_request_succeeds_without_storing(make_tier: MakeTier) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -301,7 +342,7 @@ def test_tier_opted_out_request_succeeds_without_storing(make_tier) -> None:
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.MISS
 
 
-def test_tier_request_with_load_false_misses(make_tier) -> None:
+def test_tier_request_with_load_false_misses(make_tier: MakeTier) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
     tier, keys = make_tier(), keys_of(2)
@@ -316,11 +357,13 @@ def test_tier_request_with_load_false_misses(make_tier) -> None:
 TENANTS = (None, "anna", "berta")
 
 
-def params_of(tenant):
+def params_of(tenant: str | None) -> dict[str, Any] | None:
     return None if tenant is None else {"persistkv": {"tenant": tenant}}
 
 
-def found(tier, keys, tenant):
+def found(
+    tier: PersistKVTier, keys: Sequence[OffloadKey], tenant: str | None
+) -> list[bool]:
     """Return whether a new request of a tenant finds each chunk."""
     from vllm.v1.kv_offload.base import LookupResult
 
@@ -331,9 +374,9 @@ def found(tier, keys, tenant):
     return results
 
 
-def packs_by_tenant(url):
+def packs_by_tenant(url: str) -> dict[str, set[bytes]]:
     """Return the keys of all packs of a store by the tenants that their tables name."""
-    packs = {}
+    packs: dict[str, set[bytes]] = {}
     with closing(open_backend(url, read_only=True)) as backend:
         (namespace,) = backend.namespaces()
         for table in backend.changes(namespace.id, None).added:
@@ -342,9 +385,9 @@ def packs_by_tenant(url):
 
 
 def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
-    make_tier,
+    make_tier: MakeTier,
     url: str,
-    rows,
+    rows: npt.NDArray[np.int8],
 ) -> None:
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     for tenant in TENANTS:
@@ -372,7 +415,9 @@ def test_tier_equal_unsalted_chunks_of_tenants_are_stored_and_served_apart(
         again.on_request_finished(context)
 
 
-def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier) -> None:
+def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(
+    make_tier: MakeTier,
+) -> None:
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     store(tier, keys[:2], context_of(keys[:2], params_of("anna")))
     store(tier, keys[2:], context_of(keys[2:], params_of("berta")))
@@ -385,11 +430,11 @@ def test_tier_load_of_tenant_reports_engine_keys_that_were_loaded(make_tier) -> 
     assert found(tier, keys, "anna") == [True, True, False]
 
 
-def test_tier_events_of_tenants_have_keys_of_engine(make_tier) -> None:
+def test_tier_events_of_tenants_have_keys_of_engine(make_tier: MakeTier) -> None:
     tier, keys = make_tier(), keys_of(4)
     for tenant in TENANTS:
         store(tier, keys, context_of(keys, params_of(tenant)))
-    reported = []
+    reported: list[OffloadKey] = []
     deadline = time.monotonic() + 60
     while len(reported) < 3 * 4:
         assert time.monotonic() < deadline
@@ -403,7 +448,7 @@ def test_tier_events_of_tenants_have_keys_of_engine(make_tier) -> None:
 
 @pytest.mark.parametrize("tenant", ["", "a\nb", 7, "x" * 129])
 def test_tier_malformed_tenant_refuses_request_once(
-    make_tier, url: str, caplog: pytest.LogCaptureFixture, tenant: str | int
+    make_tier: MakeTier, url: str, caplog: pytest.LogCaptureFixture, tenant: str | int
 ) -> None:
     from vllm.v1.kv_offload.base import LookupResult, OffloadPolicy
 
@@ -426,13 +471,13 @@ def test_tier_malformed_tenant_refuses_request_once(
     assert packs_by_tenant(url) == {"default": set(keys)}
 
 
-def requests_refused(tier):
+def requests_refused(tier: PersistKVTier) -> Any:
     """Return the counter of refused requests, by labels, in the first metrics of a tier."""
     return tier.get_stats().data["data"]["vllm:kv_offload_persistkv_requests_refused"]
 
 
 def test_tier_required_tenant_refuses_requests_without_one(
-    make_tier, url: str, caplog: pytest.LogCaptureFixture
+    make_tier: MakeTier, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm.v1.kv_offload.base import OffloadPolicy
 
@@ -457,7 +502,7 @@ def test_tier_required_tenant_refuses_requests_without_one(
 
 
 def test_tier_reused_request_id_of_another_tenant_is_another_request(
-    make_tier, url: str
+    make_tier: MakeTier, url: str
 ) -> None:
     """A caller may choose ids, and vLLM ends a request later than its answer."""
     from vllm.v1.kv_offload.base import LookupResult, ReqContext
@@ -465,7 +510,7 @@ def test_tier_reused_request_id_of_another_tenant_is_another_request(
     tier, keys = make_tier(load_policy="always"), keys_of(3)
     store(tier, keys[:1], context_of(keys, params_of("anna")))
 
-    def context(tenant):
+    def context(tenant: str) -> ReqContext:
         made = ReqContext("same", params_of(tenant))
         for index, key in enumerate(keys):
             made.set_offload_key_position(key, (index + 1) * CHUNK)
@@ -490,7 +535,7 @@ def test_tier_reused_request_id_of_another_tenant_is_another_request(
     }
 
 
-def test_tier_request_below_min_tokens_is_not_stored(make_tier) -> None:
+def test_tier_request_below_min_tokens_is_not_stored(make_tier: MakeTier) -> None:
     from vllm.v1.kv_offload.base import LookupResult
 
     tier, keys = make_tier(min_tokens=3 * CHUNK), keys_of(8)
@@ -500,7 +545,7 @@ def test_tier_request_below_min_tokens_is_not_stored(make_tier) -> None:
     assert tier.lookup(keys[0], context_of(keys)) is LookupResult.HIT
 
 
-def test_tier_policy_chunk_returns_chunk_level(make_tier) -> None:
+def test_tier_policy_chunk_returns_chunk_level(make_tier: MakeTier) -> None:
     from vllm.v1.kv_offload.base import OffloadPolicy
 
     assert (
@@ -509,7 +554,7 @@ def test_tier_policy_chunk_returns_chunk_level(make_tier) -> None:
     )
 
 
-def test_tier_get_stats_reports_only_defined_metrics(make_tier) -> None:
+def test_tier_get_stats_reports_only_defined_metrics(make_tier: MakeTier) -> None:
     tier, keys = make_tier(), keys_of(2)
     store(tier, keys, context_of(keys))
     defined = type(tier).build_metric_definitions({})
@@ -530,7 +575,7 @@ def test_tier_get_stats_reports_only_defined_metrics(make_tier) -> None:
 
 
 def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
-    make_tier,
+    make_tier: MakeTier,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -547,7 +592,7 @@ def test_tier_primary_tier_below_longest_request_warns_once_with_sizes(
     assert f"{100 * STRIDE} bytes" in line
 
 
-def test_tier_first_stats_contain_every_counter(make_tier) -> None:
+def test_tier_first_stats_contain_every_counter(make_tier: MakeTier) -> None:
     tier = make_tier()
     counters = {
         name: values
@@ -559,7 +604,9 @@ def test_tier_first_stats_contain_every_counter(make_tier) -> None:
     assert {PREFIX + name for name in COUNTERS} <= set(counters)
 
 
-def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier) -> None:
+def test_tier_idle_has_pending_work_until_its_news_are_exported(
+    make_tier: MakeTier,
+) -> None:
     tier, keys = make_tier(), keys_of(2)
     store(tier, keys, context_of(keys))
     tier.get_stats()
@@ -575,7 +622,7 @@ def test_tier_idle_has_pending_work_until_its_news_are_exported(make_tier) -> No
 
 
 def test_tier_of_sleeping_engine_requests_no_step(
-    make_tier, monkeypatch: pytest.MonkeyPatch
+    make_tier: MakeTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from persistkv.integrations.vllm import tier as module
 
@@ -593,7 +640,7 @@ def test_tier_of_sleeping_engine_requests_no_step(
 
 
 def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
-    make_tier,
+    make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from persistkv.integrations.vllm import tier as module
@@ -615,7 +662,7 @@ def test_tier_get_stats_counts_chunks_in_flight_when_weights_change(
 
 
 def test_tier_config_info_shows_no_namespace_after_weights_change(
-    make_tier,
+    make_tier: MakeTier,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from persistkv.integrations.vllm import tier as module
@@ -629,7 +676,9 @@ def test_tier_config_info_shows_no_namespace_after_weights_change(
     assert tier.config_info()["namespace"] == "none"
 
 
-def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url: str) -> None:
+def test_tier_shutdown_twice_persists_unfinished_request(
+    make_tier: MakeTier, url: str
+) -> None:
     tier, keys = make_tier(), keys_of(2)
     context = context_of(keys)
     tier.on_new_request(context)
@@ -644,7 +693,7 @@ def test_tier_shutdown_twice_persists_unfinished_request(make_tier, url: str) ->
     [("RUNNING", True), ("FINISHED_STOPPED", False), ("FINISHED_ABORTED", False)],
 )
 def test_tier_measured_prefills_are_recorded_as_savings(
-    make_tier,
+    make_tier: MakeTier,
     url: str,
     monkeypatch: pytest.MonkeyPatch,
     status: str,
@@ -663,12 +712,12 @@ def test_tier_measured_prefills_are_recorded_as_savings(
 
     tier, keys = make_tier(), keys_of(8)
     context, other = context_of(keys), context_of(keys_of(1))
-    requests = {}
+    requests: dict[str, SimpleNamespace] = {}
     monkeypatch.setattr(
         module, "find_scheduler", lambda: SimpleNamespace(requests=requests)
     )
 
-    def run(context, num_cached):
+    def run(context: ReqContext, num_cached: int) -> SimpleNamespace:
         stats = PrefillStats()
         stats.set(8 * CHUNK, num_cached, 0)
         status = RequestStatus.RUNNING
@@ -699,7 +748,7 @@ def test_tier_measured_prefills_are_recorded_as_savings(
     assert 0.05 <= total.prefill_s < 5
 
 
-def test_tier_region_of_several_segments_uses_host_process(make_tier) -> None:
+def test_tier_region_of_several_segments_uses_host_process(make_tier: MakeTier) -> None:
     from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
     if "num_segments" not in inspect.signature(SharedOffloadRegion).parameters:
@@ -726,7 +775,7 @@ def test_tier_region_of_several_segments_uses_host_process(make_tier) -> None:
 
 
 def test_tier_two_workers_without_canonical_layout_logs_remedy(
-    make_tier, caplog: pytest.LogCaptureFixture
+    make_tier: MakeTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "persistkv")
     make_tier(workers=2)
@@ -737,7 +786,7 @@ def test_tier_two_workers_without_canonical_layout_logs_remedy(
 
 
 def test_tier_refused_stores_raise_pressure_and_skipped_stores_do_not(
-    make_tier,
+    make_tier: MakeTier,
 ) -> None:
     from vllm.v1.kv_offload.tiering.backpressure import EMABackpressureDetector
 

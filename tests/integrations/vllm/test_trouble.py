@@ -31,15 +31,16 @@ PROMPTS = [prompt(1), prompt(2)]
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 def test_engine_damaged_payloads_misses_and_answers_correctly(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     writer = start_engine(tier(url))
     writer.generate(*PROMPTS)
@@ -55,7 +56,7 @@ def test_engine_corrupt_store_starts_cold_and_stores_again(
     start_engine: StartEngine,
     url: str,
     tmp_path: Path,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     store = tmp_path / "store"
     writer = start_engine(tier(url))
@@ -106,7 +107,7 @@ def test_engine_full_disk_answers_correctly_and_keeps_store_open(
 def test_engine_default_processes_prewarm_before_first_request(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     options = {
         "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
@@ -131,7 +132,7 @@ def test_engine_unknown_option_fails_start_naming_it(
 def test_engine_second_on_same_store_hits_contexts_of_first(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     first, second = start_engine(tier(url)), start_engine(tier(url))
     assert first.generate(PROMPTS[0])["cached"] == [0]
@@ -147,7 +148,7 @@ def test_engine_second_on_same_store_hits_contexts_of_first(
 def test_engine_opted_out_request_misses_and_metrics_count_transfers(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     writer = start_engine(tier(url))
     writer.generate(PROMPTS[0], params={"persistkv": False})

@@ -46,7 +46,8 @@ def start_two(start_engine: StartEngine) -> Callable[[str], Engine]:
 @pytest.fixture(scope="module")
 def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers of an engine with one worker and without a connector."""
-    return plain_engine.generate(*PROMPTS)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(*PROMPTS)["tokens"]
+    return answers
 
 
 @pytest.fixture

@@ -8,16 +8,19 @@ import os
 import random
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
-from persistkv.base import ReqContext, make_offload_key
+from persistkv.base import OffloadKey, ReqContext, make_offload_key
 from persistkv.config import GroupLayout, OffloadingConfig, RowLayout
 from persistkv.errors import StoreError
 from persistkv.integrations.vllm.weights.guarded_tier import GuardedTier
@@ -40,7 +43,13 @@ HISTORIES = int(os.environ.get("PERSISTKV_WEIGHT_HISTORIES", "300"))
 class Workers:
     """Simulated workers of one engine: their weights are a number, and their KV depends on it."""
 
-    def __init__(self, directory, count=2, engine_id="engine", clock=None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        count: int = 2,
+        engine_id: str = "engine",
+        clock: Callable[[], float] | None = None,
+    ) -> None:
         self.weights = [0] * count
         self.now = 0.0
         clock = clock or (lambda: self.now)
@@ -68,36 +77,60 @@ class Workers:
     def sample(self, rank: int) -> bytes:
         return b"%d" % self.weights[rank]
 
-    def _call(self, method, timeout=None, args=(), kwargs=None) -> None:
+    def _call(
+        self,
+        method: Callable[..., Any] | str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> None:
         if callable(method):
             method(self, *args)
         elif method in ("reload_weights", "update_weights"):
             self.update()
 
-    def update(self, rank=None) -> None:
+    def update(self, rank: int | None = None) -> None:
         for index in range(len(self.weights)) if rank is None else [rank]:
             self.weights[index] += 1
 
-    def kv(self, key):
+    def kv(self, key: OffloadKey) -> npt.NDArray[np.int8]:
         """Return the bytes that the workers compute for a block."""
         return block_of(key, self.weights)
 
-    def do(self, method) -> None:
+    def do(self, method: str) -> None:
         self.now += 0.001
         for worker in self.offloading:
             getattr(worker, method)()
 
 
-def block_of(key, weights):
+def block_of(key: OffloadKey, weights: list[int]) -> npt.NDArray[np.int8]:
     seed = hashlib.blake2b(key + repr(weights).encode(), digest_size=32).digest()
     return np.frombuffer(seed * (STRIDE // 32), np.int8)
+
+
+class Copied(NamedTuple):
+    """Store that is to be submitted to the tier: the workers have copied its blocks."""
+
+    context: ReqContext
+    keys: list[OffloadKey]
+    rows: list[int]
+    epoch: int | None
+
+
+class Computed(NamedTuple):
+    """KV of the last step, to be copied."""
+
+    context: ReqContext
+    keys: list[OffloadKey]
+    blocks: list[npt.NDArray[np.int8]]
+    epoch: int | None
 
 
 class Simulation:
     """Engine with simulated workers over a real tier and store. ``errors`` counts what must not
     happen."""
 
-    def __init__(self, url, directory, seed) -> None:
+    def __init__(self, url: str, directory: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.workers = Workers(directory, self.random.choice((1, 2)), f"engine-{seed}")
         self.rows = np.zeros((ROWS, STRIDE), np.int8)
@@ -107,10 +140,11 @@ class Simulation:
             lambda: self.workers.now,
         )
         self.weights_of = {"start": list(self.workers.weights)}  # by name
-        self.name = None  # of the weights, in requests
+        self.name: str | None = None  # of the weights, in requests
         self.names = 0
-        self.cached = {}  # KV in vLLM's own caches, of any weights, by key
-        self.counts = Counter()
+        # KV in vLLM's own caches, of any weights
+        self.cached: dict[OffloadKey, npt.NDArray[np.int8]] = {}
+        self.counts: Counter[str] = Counter()
         self.keys = [
             make_offload_key(
                 hashlib.blake2b(b"%d %d" % (seed, number), digest_size=32).digest(), 0
@@ -118,10 +152,10 @@ class Simulation:
             for number in range(20)
         ]
         self.free = list(range(ROWS))
-        self.loads = {}
-        self.stores = {}
-        self.copied = deque()  # to be submitted to the tier: the workers have copied it
-        self.computed = deque()  # to be copied: KV of the last step
+        self.loads: dict[int, tuple[list[OffloadKey], list[int]]] = {}
+        self.stores: dict[int, list[int]] = {}
+        self.copied: deque[Copied] = deque()
+        self.computed: deque[Computed] = deque()
         self.job = 0
 
     def request(self) -> None:
@@ -151,10 +185,18 @@ class Simulation:
         offered = [key for key in keys if key in self.cached]
         if accepted:
             self.computed.append(
-                (context, offered, [self.cached[key] for key in offered], epoch)
+                Computed(context, offered, [self.cached[key] for key in offered], epoch)
             )
 
-    def submit(self, method, keys, rows, context, is_promotion, epoch) -> None:
+    def submit(
+        self,
+        method: Callable[[JobMetadata, int | None], None],
+        keys: list[OffloadKey],
+        rows: list[int],
+        context: ReqContext,
+        is_promotion: bool,
+        epoch: int | None,
+    ) -> None:
         job = JobMetadata(
             self.job, keys, np.array(rows, np.int64), is_promotion, context
         )
@@ -178,7 +220,7 @@ class Simulation:
             rows = [self.free.pop() for _ in keys]
             for row, block in zip(rows, blocks, strict=True):
                 self.rows[row] = block
-            self.copied.append((context, keys, rows, epoch))
+            self.copied.append(Copied(context, keys, rows, epoch))
         self.workers.do("get_finished")
 
     def finish(self) -> None:
@@ -263,7 +305,7 @@ class Simulation:
     def idle(self) -> None:
         self.workers.now += self.random.choice((0.5, 5.0))
 
-    def run(self, length) -> None:
+    def run(self, length: int) -> None:
         actions = (
             [self.step] * 60
             + [self.look] * 2
@@ -282,17 +324,21 @@ class Simulation:
         self.guard.shutdown()
 
 
-def make_tier(url, rows, weights="start"):
+def make_tier(
+    url: str, rows: npt.NDArray[np.int8], weights: str = "start"
+) -> PersistentTier:
     layout = RowLayout(STRIDE, (GroupLayout(((0, STRIDE),)),))
     config = OffloadingConfig(
         {"test": "weights", "weights": weights}, 16, layout, len(rows)
     )
     return PersistentTier(
-        config, memoryview(rows), url=url, host="thread", durability="interval:1h"
+        config, rows.data, url=url, host="thread", durability="interval:1h"
     )
 
 
-def wrong_blocks(url, name, clean):
+def wrong_blocks(
+    url: str, name: str, clean: dict[OffloadKey, list[int]]
+) -> Counter[str]:
     """Count the blocks that a clean engine with weights of this name finds, and those that are of
     other weights.
 
@@ -300,7 +346,7 @@ def wrong_blocks(url, name, clean):
     """
     rows = np.zeros((1, STRIDE), np.int8)
     tier = make_tier(url, rows, name)
-    counts = Counter()
+    counts: Counter[str] = Counter()
     for number, (key, weights) in enumerate(clean.items()):
         context = ReqContext("clean")
         if not tier.lookup(key, context):
@@ -317,8 +363,9 @@ def wrong_blocks(url, name, clean):
     return counts
 
 
-def run_histories(tmp_path, count):
-    counts, clean = Counter(), {}
+def run_histories(tmp_path: Path, count: int) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    clean: dict[str, dict[OffloadKey, list[int]]] = {}
     for number in range(count):
         url = f"lmdb://{tmp_path}/store-{number // 100}"
         simulation = Simulation(url, tmp_path, number)
@@ -333,7 +380,7 @@ def run_histories(tmp_path, count):
     return counts
 
 
-def check_histories(tmp_path, count) -> None:
+def check_histories(tmp_path: Path, count: int) -> None:
     counts = run_histories(tmp_path, count)
     assert counts["stale"] == counts["wrong"] == 0
     assert counts["loaded"] > 5 * count
@@ -443,7 +490,7 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
 ) -> None:
     workers, rows = Workers(tmp_path), np.zeros((ROWS, STRIDE), np.int8)
 
-    def make(name):
+    def make(name: str | None) -> PersistentTier:
         if name == "broken":
             raise StoreError("no space")
         return make_tier(f"lmdb://{tmp_path}/store", rows, name or "start")
@@ -470,7 +517,9 @@ def test_guarded_tier_store_that_does_not_open_for_name_stays_detached_until_nex
     guard.shutdown()
 
 
-def use_weights(guard, weights, others_load=False) -> None:
+def use_weights(
+    guard: GuardedTier, weights: str | None, others_load: bool = False
+) -> None:
     """Name weights, and wait until the tier of these is in use."""
     guard.watch.on_no_kv()
     assert guard.begin_request(weights) is None
@@ -494,9 +543,9 @@ def test_guarded_tier_loads_of_other_store_while_it_opens_prevent_adoption(
         older.store(tokens)
     older.tier.shutdown()
     releases = {None: "0.29", "earlier": "0.30", "new": "0.32"}
-    engines = {}
+    engines: dict[str | None, ReleasedEngine] = {}
 
-    def make(name):
+    def make(name: str | None) -> PersistentTier:
         engines[name] = ReleasedEngine(url, releases[name])
         return engines[name].tier
 
@@ -516,12 +565,16 @@ class RacingWord(WeightsWord):
     looked for a change."""
 
     @property
-    def changed(self):
+    def changed(self) -> int:
         seen = super().changed
         if self.asked != self.answered:
-            WeightsWord.changed.fset(self, self.epoch + 1)
+            self.changed = self.epoch + 1
             self.answered = self.asked
         return seen
+
+    @changed.setter
+    def changed(self, number: int) -> None:
+        vars(WeightsWord)["changed"].fset(self, number)
 
 
 def test_guarded_tier_change_published_between_two_looks_fails_load(
@@ -555,16 +608,16 @@ class Executor:
 
     def collective_rpc(
         self,
-        method,
-        timeout=None,
-        args=(),
-        kwargs=None,
-        non_block=False,
-    ):
+        method: Callable[[], Any] | str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
         return method() if callable(method) else method
 
 
-def watched(words=()):
+def watched(words: Sequence[WeightsWord] = ()) -> tuple[Executor, WeightsWatch]:
     executor, watch = Executor(), WeightsWatch(words)
     watch.watch_calls(executor)
     return executor, watch
@@ -664,7 +717,7 @@ def test_watch_sleeping_workers_are_not_asked(tmp_path: Path) -> None:
 def test_watch_call_in_background_is_unsure_until_it_ends(tmp_path: Path) -> None:
     word = WeightsWord.create("engine", 0, str(tmp_path))
     executor, watch = watched([word])
-    future = Future()
+    future: Future[None] = Future()
     executor.collective_rpc(lambda: future, non_block=True)
     word.answered = word.asked
     assert not watch.is_sure

@@ -28,9 +28,10 @@ PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
 @pytest.fixture(scope="module")
-def expected(plain_engine: Engine):
+def expected(plain_engine: Engine) -> list[list[int]]:
     """Answers with the weights of the checkpoint."""
-    return plain_engine.generate(BEFORE, AFTER)["tokens"]
+    answers: list[list[int]] = plain_engine.generate(BEFORE, AFTER)["tokens"]
+    return answers
 
 
 @pytest.mark.parametrize(
@@ -49,9 +50,9 @@ def expected(plain_engine: Engine):
 def test_engine_changed_weights_detaches_and_keeps_store_clean(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
     how: str,
-    environment,
+    environment: dict[str, str],
 ) -> None:
     plain = start_engine(environment=FUNCTIONS)
     plain.ask(do="change", how="function")
@@ -99,7 +100,7 @@ def test_engine_reloaded_weights_detaches(
 def test_engine_unchanged_weights_after_function_and_reset_uses_store(
     start_engine: StartEngine,
     url: str,
-    expected,
+    expected: list[list[int]],
 ) -> None:
     engine = start_engine(tier(url), environment=FUNCTIONS)
     engine.generate(BEFORE)
@@ -123,8 +124,8 @@ def test_engine_unchanged_weights_after_function_and_reset_uses_store(
 def test_engine_named_weights_continue_under_their_own_identity(
     start_engine: StartEngine,
     url: str,
-    expected,
-    environment,
+    expected: list[list[int]],
+    environment: dict[str, str],
 ) -> None:
     named = {"persistkv": {"weights": "step-1"}}
     engine = start_engine(tier(url), environment=environment)

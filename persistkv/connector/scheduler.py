@@ -261,7 +261,7 @@ def _present_blocks(
 ) -> _Offer:
     """Return those of the offloaded blocks of which the group has all device blocks.
 
-    :param table: device blocks of the request in the group; None: the group has released the block.
+    :param table: device blocks of the request in the group; None: the block has left the window.
     :param candidates: indices of offloaded blocks whose device blocks are all in the table.
     """
     offer = {}

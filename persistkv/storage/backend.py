@@ -302,7 +302,7 @@ class Backend(ABC):
         names: Sequence[str],
     ) -> list[bytes | None]:
         """Return the content of several notes, in order; None for each that is absent or
-        damaged."""
+        known to be damaged."""
         return [self.note(namespace, name) for name in names]
 
     @abstractmethod

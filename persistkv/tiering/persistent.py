@@ -387,8 +387,8 @@ class PersistentTier(SecondaryTierManager):
 
     @property
     def is_probe_due(self) -> bool:
-        """Whether ``on_load_declined`` and ``on_faster_tier`` would have the host read their first
-        128 blocks now; otherwise they ignore the keys."""
+        """Whether ``on_load_declined`` and ``on_faster_tier`` would have the host read one or more
+        of their first 128 blocks now; otherwise they ignore the keys."""
         return self._probes.is_due
 
     def _probe(self, keys: Sequence[OffloadKey]) -> None:

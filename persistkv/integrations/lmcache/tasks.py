@@ -101,7 +101,7 @@ class TaskQueue:
     def fail_part(self, task: int) -> None:
         """End a part of a task without success."""
         # Record a call of no keys that has ended already, so that LMCache is woken as after any
-        # other part. The keys of the part keep False, the result that each key has at first.
+        # other part. This part adds no result: a key is False unless another part has it.
         number = self._completions.new_number()
         call = _Call(task, positions=[])
         ended = Completion(number, results=[])

@@ -52,8 +52,8 @@ class PersistKVSpec(TieringOffloadingSpec):  # type: ignore[misc]
         if getattr(self.config, "canonical_layout", False):
             mappings = _mappings(kv_caches)
         rows = self._rows(region, kv_caches, mappings)
-        # Map the whole region before the first copy, so that no copy waits for the kernel to map
-        # pages. All rows are views of its storage.
+        # Map the whole region in huge pages before the first copy, so that the store's process does
+        # not make the kernel move its pages later. All rows are views of its storage.
         storage = rows[0].untyped_storage()
         memory = memory_at(storage.data_ptr(), storage.nbytes())
         map_huge_pages(memory)

@@ -323,8 +323,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         loads.are_elsewhere = decision is None
         if not loads.are_declined:
             return
-        # look up more than the first key only if a probe is due, which reads the chunks of all of
-        # them: otherwise the tier ignores them
+        # look up more than the first key only if a probe is due, which may read their chunks:
+        # otherwise the tier ignores them
         most = PROBED_KEYS if self._tier.is_probe_due else 1
         keys = chunks.held_by(self._tier, most)
         if decision is None:
@@ -363,9 +363,8 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         """Note the time of the step, from which the engine's speed is computed."""
-        is_busy = (
-            False  # remains if the check fails: the time of the step is then not used
-        )
+        # this remains if the check fails: the time of the step is then not used
+        is_busy = False
         with self._isolation.guard("measure", "the speed of prefills is not measured"):
             is_busy = self._has_earlier_request()
             for req_id in context.new_req_ids:
@@ -662,7 +661,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         observed.requests_too_short = counts[Reason.TOO_SHORT]
         observed.requests_deadline = counts[Reason.DEADLINE]
         observed.requests_refused = counts[Reason.REFUSED]
-        # while a tier is being opened, only the opening thread may use it
+        # while a tier is being opened, only the opening thread may use its client
         if self._guard.is_opening:
             return None
         now = time.monotonic()

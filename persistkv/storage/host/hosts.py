@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import signal
@@ -25,8 +24,6 @@ from persistkv.storage.host.connection import (
 )
 from persistkv.storage.host.protocol import ToEngine
 from persistkv.storage.host.server.event_loop import serve
-
-logger = logging.getLogger(__name__)
 
 _PROGRAM = """
 import os, signal, sys

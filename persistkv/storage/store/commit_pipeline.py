@@ -185,7 +185,7 @@ class Staging:
 
 def _joined_sections(sections: Iterable[Section]) -> list[Section]:
     """Join sections with consecutive depths, so that blocks that were staged one by one share
-    frames. Segments of unknown depth are joined, too, by group."""
+    frames. Sections of unknown depth are joined, too, by group."""
     runs: list[list[Section]] = []
     continuation = None  # group and depth of the block that continues the last run
     for section in sorted(sections, key=attrgetter("group", "depth")):
@@ -237,18 +237,18 @@ class Transaction(NamedTuple):
         others = Transaction(other_packs, other_ends)
         return own, others
 
-    def split(self, over_quota: str | None) -> list[Transaction]:
+    def split(self, tenant_over_quota: str | None) -> list[Transaction]:
         """Return a transaction for each pack and each end of a request; an empty list if this one
         cannot be split.
 
-        :param over_quota: a tenant whose packs did not fit its quota. If others have packs in the
+        :param tenant_over_quota: a tenant whose packs did not fit its quota. If others have packs in the
             transaction, it is only split in two: theirs, and that tenant's. None: the transaction
             failed otherwise.
         """
         if len(self.packs) + len(self.ends) < 2:
             return []
-        if over_quota is not None:
-            own, others = self.divided([over_quota])
+        if tenant_over_quota is not None:
+            own, others = self.divided([tenant_over_quota])
             # return the other tenants' packs first: they may fit, and should not wait for those
             # that did not
             if own.packs and others.packs:

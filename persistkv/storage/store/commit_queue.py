@@ -161,7 +161,8 @@ class CommitQueue:
         A pack is copied if it is small, or if commits are delayed or remote, as long as there is
         room.
 
-        :returns: None: the pack was copied. Else its future: the rows must not change until then.
+        :returns: None: the pack was copied. Else its future: the rows must not change until it is
+            done.
         """
         num_bytes = sum(section.raw_length for section in sections)
         is_small = num_bytes < DIRECT_BYTES

@@ -43,21 +43,6 @@ class _Attempt(NamedTuple):
     result: CommitResult
 
 
-class _DueSteps(NamedTuple):
-    """Which steps of ``Committer.work`` are due."""
-
-    replacement: bool
-    """A slice of the index's replacement by a larger table."""
-    repair: bool
-    """The removal of damaged packs."""
-    verdicts: bool
-    """The writing of new verdicts about the namespace of another engine release."""
-    commit: bool
-    """A commit of accepted blocks, request ends or uses, or the expiry of packs."""
-    refresh: bool
-    """The reading of changes that other processes have made."""
-
-
 class Committer:
     """Commits the work in a queue, and applies the changes of other processes to the index."""
 
@@ -109,25 +94,20 @@ class Committer:
                 await self.work()
 
     def seconds_to_due(self) -> float:
-        """Return the seconds until ``work`` has something to do; 0: now."""
-        if any(self._due_steps()):
+        """Return the seconds until one of the steps of ``work`` is due; 0: now."""
+        view = self._view
+        if self._flushes or view.needs_repair or view.index.replacing:
+            return 0.0
+        if self._canary.needs_update:
             return 0.0
         next_at = min(self._refresh_at, self._upkeep_at())
         until_timed_work = max(0.0, next_at - time.monotonic())
         return min(until_timed_work, self._queue.seconds_to_due())
 
-    def _due_steps(self) -> _DueSteps:
-        """Return which steps of ``work`` are due now."""
-        now = time.monotonic()
-        is_queue_due = self._queue.seconds_to_due() == 0
-        is_upkeep_due = now >= self._upkeep_at()
-        return _DueSteps(
-            replacement=self._view.index.replacing,
-            repair=self._view.needs_repair,
-            verdicts=self._canary.needs_update,
-            commit=bool(self._flushes) or is_queue_due or is_upkeep_due,
-            refresh=now >= self._refresh_at,
-        )
+    def _is_commit_due(self) -> bool:
+        if self._flushes or time.monotonic() >= self._upkeep_at():
+            return True
+        return self._queue.seconds_to_due() == 0
 
     def _upkeep_at(self) -> float:
         """Return when a commit without blocks is due, for uses or the expiry of packs, by
@@ -146,24 +126,26 @@ class Committer:
         await flushed
 
     async def work(self) -> None:
-        """Do the steps that are due. What becomes due meanwhile is done by the next call."""
+        """Do the steps that are due (``seconds_to_due``): a slice of the index's replacement, the
+        removal of damaged packs, the update of the canary, a commit, a refresh. Each step looks
+        for itself whether it is due, because it may have become so during the previous ones."""
+        view = self._view
         async with self.turn:
-            due = self._due_steps()
             # one slice in each call, so that a large table delays a commit by a few ms only
-            if due.replacement:
-                self._view.index.replace_some()
+            if view.index.replacing:
+                view.index.replace_some()
                 await asyncio.sleep(0)  # let other tasks run between two slices
             # repair before the commit, because a damaged block must not count as held
-            if due.repair:
+            if view.needs_repair:
                 await self.repair()
-            if due.verdicts:
+            if self._canary.needs_update:
                 await self._forgetting(self._canary.update())
-            if due.commit:
+            if self._is_commit_due():
                 await self._commit()
             # refresh last, so that accepted blocks do not wait for it
-            if due.refresh:
+            if time.monotonic() >= self._refresh_at:
                 self._refresh_at = time.monotonic() + self._refresh_s
-                await self._view.refresh_or_log()
+                await view.refresh_or_log()
                 await self._canary.refresh()
             self.changed.set()
 
@@ -224,10 +206,12 @@ class Committer:
         """
         if isinstance(error, TenantForgottenError):
             return self._without_tenants(error.tenants, [failed, *waiting])
-        over_quota = error.tenant if isinstance(error, QuotaExceededError) else None
-        parts = failed.split(over_quota)
+        tenant_over_quota = (
+            error.tenant if isinstance(error, QuotaExceededError) else None
+        )
+        parts = failed.split(tenant_over_quota)
         if not parts:
-            self._drop_transaction(failed, over_quota)
+            self._drop_transaction(failed, tenant_over_quota)
         # ``extendleft`` adds one part after the other in front, which reverses their order
         waiting.extendleft(reversed(parts))
         return waiting
@@ -298,13 +282,13 @@ class Committer:
         self._drop_transaction(Transaction(writers, ends))
 
     def _drop_transaction(
-        self, transaction: Transaction, over_quota: str | None = None
+        self, transaction: Transaction, tenant_over_quota: str | None = None
     ) -> None:
         """Drop the packs and ends of requests of a failed transaction, and count and report them.
 
-        :param over_quota: the tenant whose quota it did not fit; None: it failed otherwise.
+        :param tenant_over_quota: the tenant whose quota it did not fit; None: it failed otherwise.
         """
-        if over_quota is not None:
+        if tenant_over_quota is not None:
             for writer in transaction.packs:
                 self._counters.quota_blocks += len(writer.keys)
         persisted = self._view.report.persisted

@@ -331,7 +331,8 @@ class Index:
 
     def __contains__(self, key: bytes) -> bool:
         numbers = self._table.packs_of(fingerprint_of(key))
-        return next(numbers, None) is not None
+        # no pack has the number 0, which a slot of a removed entry may show
+        return any(numbers)
 
     def __len__(self) -> int:
         """Number of entries: blocks in all packs, and adopted keys."""

@@ -79,7 +79,7 @@ class Loader:
 
         :param block_ids: for each key, the row to fill.
         :param deadline: ``time.monotonic`` time at which blocks fail that are not read yet; None:
-            no deadline.
+            no deadline. A local store reads into rows, so its reads in progress end first.
         """
         wanted = _Wanted(keys, block_ids, self._rows, deadline)
         outcome = await self._read(wanted)

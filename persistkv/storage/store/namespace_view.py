@@ -191,8 +191,8 @@ class NamespaceView:
             self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
         if path is not None and changes.reset:
-            # If there is a file, it is too old. Delete it, because its cursor could become valid
-            # again if the store is restored from a copy.
+            # If there is a file, it is too old or damaged. Delete it, because its cursor could become
+            # valid again if the store is restored from a copy.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         return changes
@@ -571,14 +571,14 @@ class NamespaceView:
         """
         try:
             with self._changing_index():
-                is_complete = self._apply_to_index(packs, result, follows_cursor)
+                is_complete = self._apply_commit_to_index(packs, result, follows_cursor)
         except StoreError as error:
             self.log_failure(error)
             return
         if not is_complete:
             await self.refresh_or_log()
 
-    def _apply_to_index(
+    def _apply_commit_to_index(
         self,
         packs: Sequence[NewPack],
         result: CommitResult,

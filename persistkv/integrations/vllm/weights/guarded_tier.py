@@ -84,7 +84,7 @@ class GuardedTier:
 
     def follow_weights(self) -> bool:
         """Act on what the watch has noticed since the last call: detach the tier after a change,
-        and begin to open the tier of newly named weights, or use it if it is open by now.
+        use the tier of newly named weights if it is open by now, and begin to open the next one.
 
         :returns: whether the tier is detached: lookups miss, and all jobs fail.
         """
@@ -180,13 +180,13 @@ class GuardedTier:
             return
         self._epoch = self.watch.epoch
         self._opening = threading.Thread(
-            target=self._replace_tier,
+            target=self._open_next_tier,
             args=(self.tier, self.watch.weights),
             name="persistkv-epoch",
         )
         self._opening.start()
 
-    def _replace_tier(self, old: PersistentTier, weights: str | None) -> None:
+    def _open_next_tier(self, old: PersistentTier, weights: str | None) -> None:
         """Shut the old tier down and open that of the new weights."""
         # the shutdown takes time, because the host of the old tier commits accepted blocks before
         # it ends
@@ -302,9 +302,9 @@ class GuardedTier:
 
     def on_request_finished(self, context: ReqContext, epoch: int | None) -> None:
         """Pass the end of a request on, after its stores that wait."""
-        # ignore a request of an earlier tier: the shutdown of that tier has ended its requests
-        is_earlier = epoch != self._epoch or self.is_opening
-        if is_earlier:
+        # the tier of the request was shut down, or is not open yet
+        has_nothing_stored = epoch != self._epoch or self.is_opening
+        if has_nothing_stored:
             return
         if self._held:
             self._held.append(context)

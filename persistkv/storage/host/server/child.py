@@ -63,7 +63,7 @@ def main(
     """
     for fd in (engine_pidfd, socket_fd):
         os.set_inheritable(fd, False)
-    # replace what the engine has set for itself, and what this process has inherited
+    # reset what this process has inherited from the engine
     _reset_signals()
     _reset_limits()
     _reset_scheduling()

@@ -94,8 +94,8 @@ class _Server:
                     self._handle(message, tasks)
         except HostError:
             logger.exception("the engine sent a malformed message; ending")
-        # The caller drops jobs that have not begun. Let the tasks of store jobs that arrived
-        # together with the end begin here: blocks that they copy are still committed.
+        # The caller drops jobs that have not begun. Let ``Jobs.run`` begin store jobs that arrived
+        # together with the end: their blocks that are copied are still committed.
         await asyncio.sleep(0)
 
     def _handle(self, message: Any, tasks: asyncio.TaskGroup) -> None:

@@ -95,7 +95,7 @@ _REPLACED = frozenset({errno.ENOENT, errno.ESTALE})
 """Errors of a directory or file that another machine removed or replaced."""
 
 
-class _BlobPath(NamedTuple):
+class _PlaceOfBlob(NamedTuple):
     """Path of a blob below the root."""
 
     directories: tuple[str, ...]
@@ -104,7 +104,7 @@ class _BlobPath(NamedTuple):
     """Name of the file."""
 
     @classmethod
-    def of(cls, name: str) -> _BlobPath:
+    def of(cls, name: str) -> _PlaceOfBlob:
         *directories, file = name.split("/")
         return cls(tuple(directories), file)
 
@@ -117,7 +117,7 @@ class _OpenBlob:
 
     def __init__(
         self,
-        place: _BlobPath,
+        place: _PlaceOfBlob,
         descriptor: int,
         status: os.stat_result,
     ) -> None:
@@ -137,7 +137,7 @@ class _FileSystemTime(NamedTuple):
     monotonic: float
 
     def now(self) -> float:
-        """Return the server's time at present, or earlier if this machine was suspended."""
+        """Return the file system's time at present, or earlier if this machine was suspended."""
         return self.time + time.monotonic() - self.monotonic
 
 
@@ -158,7 +158,7 @@ class DirBlobs(Blobs):
         """Whether ``root`` has existed at some time: then it is not created again."""
         self._durable: set[tuple[int, int]] = set()
         """Device and inode of the directories whose path is durable: its entries are synced."""
-        self._server_time: _FileSystemTime | None = None
+        self._file_system_time: _FileSystemTime | None = None
         """Time of the last ``put``; None: there was none, so the server's clock is not known."""
 
     def put(self, name: str, pieces: Sequence[Buffer]) -> float:
@@ -166,7 +166,7 @@ class DirBlobs(Blobs):
         system."""
         check_name(name)
         self._check_writable()
-        place = _BlobPath.of(name)
+        place = _PlaceOfBlob.of(name)
         with self._translated(name):
             try:
                 write_time = self._write(place, pieces)
@@ -177,7 +177,7 @@ class DirBlobs(Blobs):
                 # removed the temporary file, which was a day old.
                 self._create_directories(place.directories)
                 write_time = self._write(place, pieces)
-        self._server_time = _FileSystemTime(write_time, time.monotonic())
+        self._file_system_time = _FileSystemTime(write_time, time.monotonic())
         return write_time
 
     def read(
@@ -192,7 +192,7 @@ class DirBlobs(Blobs):
         check_name(name)
         self._check_open()
         with self._translated(name):
-            blob = self._open_blob(_BlobPath.of(name))
+            blob = self._open_blob(_PlaceOfBlob.of(name))
         num_read = 0
         try:
             for buffer in buffers:
@@ -220,7 +220,7 @@ class DirBlobs(Blobs):
             check_name(name)
         self._check_writable()
         # sort the places, because ``groupby`` finds neighbours only: each directory is opened once
-        places = sorted(map(_BlobPath.of, names))
+        places = sorted(map(_PlaceOfBlob.of, names))
         failures: list[StoreError] = []
         for directories, neighbours in groupby(places, attrgetter("directories")):
             # try all directories, even if one is forbidden
@@ -358,7 +358,7 @@ class DirBlobs(Blobs):
 
     # Writing
 
-    def _write(self, place: _BlobPath, pieces: Sequence[Buffer]) -> float:
+    def _write(self, place: _PlaceOfBlob, pieces: Sequence[Buffer]) -> float:
         """Write a blob; return the file system's time afterwards.
 
         :raises OSError: nothing was written.
@@ -384,7 +384,7 @@ class DirBlobs(Blobs):
     def _delete_in(
         self,
         directories: Sequence[str],
-        places: Iterable[_BlobPath],
+        places: Iterable[_PlaceOfBlob],
     ) -> Sequence[StoreError]:
         """Try to delete each of the blobs of one directory; return the errors of those that could
         not be deleted."""
@@ -404,7 +404,7 @@ class DirBlobs(Blobs):
 
     # Reading
 
-    def _open_blob(self, place: _BlobPath) -> _OpenBlob:
+    def _open_blob(self, place: _PlaceOfBlob) -> _OpenBlob:
         """Open a blob for reading; the caller closes it.
 
         :raises BlobMissingError: there is no regular file at its path.
@@ -426,7 +426,7 @@ class DirBlobs(Blobs):
                 f"{self.root / str(place)} does not exist"
             ) from error
 
-    def _open_file(self, place: _BlobPath, access: int) -> _OpenBlob:
+    def _open_file(self, place: _PlaceOfBlob, access: int) -> _OpenBlob:
         """Open the file of a blob.
 
         :param access: ``_LOOK_UP`` or ``_REVALIDATE``, for the directories on its path.
@@ -541,13 +541,13 @@ class DirBlobs(Blobs):
     def _remove_if_dead(self, directory: int, temporary: str) -> None:
         """Delete a temporary file if it is so old that its writer must be dead. If the server's
         time is not known, its age is not known, either: leave it."""
-        if self.read_only or self._server_time is None:
+        if self.read_only or self._file_system_time is None:
             return
         status = _status_of_file(directory, temporary)
         if status is None:
             return
         # compare with the server's clock, which has set the time of the file
-        if status.st_mtime < self._server_time.now() - _DEAD_AFTER_S:
+        if status.st_mtime < self._file_system_time.now() - _DEAD_AFTER_S:
             # another process may have removed the file, or this one has no permission
             with suppress(OSError):
                 os.unlink(temporary, dir_fd=directory)

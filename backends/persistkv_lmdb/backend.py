@@ -374,7 +374,7 @@ class LmdbBackend(Backend):
 
     def open_namespace(self, identity: Identity) -> Namespace:
         """Return the namespace of an identity: as recorded, as opened before, or a new one. Nothing
-        is written until a commit adds content, except in place of a damaged row."""
+        is written until a commit adds content, except in place of a missing or damaged row."""
         name = identity.digest
         with self.rows() as rows:
             recorded = decode_namespace(name, rows.get(NAMESPACES, name))
@@ -385,9 +385,9 @@ class LmdbBackend(Backend):
             namespace = self.environment.opened_namespaces.get(name)
         if namespace is None:
             namespace = Namespace(identity, time.time())
-        # replace a damaged row here: otherwise, only the commit of the first content writes it
-        has_damaged_row = has_content and recorded is None
-        if has_damaged_row and self.capabilities.writable:
+        # replace such a row here: otherwise, only the commit of the first content writes it
+        lacks_valid_row = has_content and recorded is None
+        if lacks_valid_row and self.capabilities.writable:
             with self.rows(write=True) as rows:
                 rows.put(NAMESPACES, name, encode_namespace(namespace))
         # remember the namespace for the commit that adds its first content and writes its row

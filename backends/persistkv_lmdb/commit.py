@@ -600,7 +600,7 @@ class BatchCommit:
         most_transactions: int = _NO_LIMIT,
     ) -> None:
         """Call ``delete_some`` until it returns False. If the disk is too full for a transaction,
-        continue with transactions of one deletion.
+        retry with one deletion, then raise the number step by step.
 
         :param delete_some: runs one transaction with at most the given number of deletions; returns
             whether more are needed.
@@ -741,14 +741,14 @@ class BatchCommit:
         delete these manifests in short transactions. The batch's own transaction deletes the other
         manifests, and the packs.
         """
-        for pack_id in self._widely_shared(self._batch.deletions, shared_by):
+        for pack_id in self._shared_by_more_than(self._batch.deletions, shared_by):
             self._drop_manifests_of(pack_id, keep_later=False)
         # keep the packs that follow a bad pack: they are of use again once an engine has stored the
         # blocks of the bad pack again
-        for pack_id in self._widely_shared(self._batch.bad, shared_by):
+        for pack_id in self._shared_by_more_than(self._batch.bad, shared_by):
             self._drop_manifests_of(pack_id, keep_later=True)
 
-    def _widely_shared(
+    def _shared_by_more_than(
         self,
         pack_ids: Sequence[bytes],
         shared_by: int,

@@ -260,7 +260,7 @@ def file_id(path: Path | str | int) -> FileId | None:
     cannot be read."""
     try:
         status = os.stat(path)
-    except OSError:  # opening the file or the store will report the reason
+    except OSError:  # the caller takes this for another file, and reports it
         return None
     return status.st_dev, status.st_ino
 

@@ -75,7 +75,7 @@ with lmdb.open({store!r}, readonly=True, create=False, max_readers={readers}) as
 """
 
 
-class _OpeningState(enum.StrEnum):
+class _GuardState(enum.StrEnum):
     """State in the guard file; the values are its content."""
 
     CLEAN = "clean"  # the last writer has closed the store
@@ -221,7 +221,7 @@ class Guard:
         it open. Ignore write errors.
         """
         with suppress(OSError):
-            self._write_state(_OpeningState.SUSPECT)
+            self._write_state(_GuardState.SUSPECT)
 
     def close(self) -> None:
         """Close the lock file and the guard file; idempotent.
@@ -238,8 +238,8 @@ class Guard:
                 if self.lock.has_interrupted_commit:
                     self.recover()
                 # leave the state SUSPECT as it is
-                if self._read_state() is _OpeningState.OPEN:
-                    self._write_state(_OpeningState.CLEAN)
+                if self._read_state() is _GuardState.OPEN:
+                    self._write_state(_GuardState.CLEAN)
         self.close_files()
 
     def close_files(self) -> None:
@@ -263,12 +263,12 @@ class Guard:
             # whose guard file was removed. In both cases, nothing may be renamed.
             open_environment()
             return
-        was_unclean = state_before in (_OpeningState.OPEN, _OpeningState.SUSPECT)
+        was_unclean = state_before in (_GuardState.OPEN, _GuardState.SUSPECT)
         is_usable = self._quarantine_unusable(exists=exists, was_unclean=was_unclean)
         try:
             # record it before the environment is opened: if this process is killed, the next one
             # checks the store
-            self._write_state(_OpeningState.OPEN)
+            self._write_state(_GuardState.OPEN)
             # False: there is no environment, or it was set aside
             is_open = is_usable and self._open_existing(open_environment)
             if not is_open:
@@ -293,7 +293,7 @@ class Guard:
             return False
         return exists
 
-    def _restore_state(self, state: _OpeningState | None) -> None:
+    def _restore_state(self, state: _GuardState | None) -> None:
         """Record a state again that ``_read_state`` returned earlier."""
         if state is None:
             os.ftruncate(self._fd, 0)
@@ -415,11 +415,11 @@ class Guard:
         self._joined = True
         # read again, because a process that closed the store meanwhile has recorded a clean
         # shutdown
-        is_recorded = self._read_state() in (_OpeningState.OPEN, _OpeningState.SUSPECT)
+        is_recorded = self._read_state() in (_GuardState.OPEN, _GuardState.SUSPECT)
         if not is_recorded:
-            self._write_state(_OpeningState.OPEN)
+            self._write_state(_GuardState.OPEN)
 
-    def _read_state(self) -> _OpeningState | None:
+    def _read_state(self) -> _GuardState | None:
         """Return the recorded state; None if persistkv never opened a store here. Unknown content
         counts as open."""
         row = os.pread(self._fd, _ROW_BYTES, 0)
@@ -427,11 +427,11 @@ class Guard:
             return None
         text = row.decode("ascii", "replace").strip()
         try:
-            return _OpeningState(text)
+            return _GuardState(text)
         except ValueError:
-            return _OpeningState.OPEN
+            return _GuardState.OPEN
 
-    def _write_state(self, state: _OpeningState) -> None:
+    def _write_state(self, state: _GuardState) -> None:
         """Record a state, without a sync."""
         # padded to a fixed length, so that no part of a longer state remains
         line = state.value.ljust(_ROW_BYTES - 1) + "\n"

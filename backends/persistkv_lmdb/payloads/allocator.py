@@ -519,8 +519,8 @@ class ExtentPayloads:
         return allocator.free > 0 and allocator.total > limit_pages
 
     def _grow(self, pages: int) -> None:
-        """Give the segments at least ``pages`` more free pages, or fewer if their limit is reached:
-        fill holes, then let a file grow.
+        """Give the segments at least ``pages`` more free pages, or fewer if the limit or the disk
+        prevents it: fill holes, then let a file grow.
 
         :raises StoreFullError: the disk is full, and fewer than ``pages`` pages are free.
         """
@@ -539,7 +539,7 @@ class ExtentPayloads:
                 self.allocator.fill(space, num_filled)
                 missing -= num_filled
         except StoreFullError:
-            # the step is larger than the need, so the part that was added may be enough
+            # The free pages, with the part of the step that was added, may be enough.
             if pages > self.allocator.free:
                 raise
 

@@ -241,9 +241,9 @@ class Transaction(NamedTuple):
         """Return a transaction for each pack and each end of a request; an empty list if this one
         cannot be split.
 
-        :param tenant_over_quota: a tenant whose packs did not fit its quota. If others have packs in the
-            transaction, it is only split in two: theirs, and that tenant's. None: the transaction
-            failed otherwise.
+        :param tenant_over_quota: a tenant whose packs did not fit its quota. If others have packs
+            in the transaction, it is only split in two: theirs, and that tenant's. None: the
+            transaction failed otherwise.
         """
         if len(self.packs) + len(self.ends) < 2:
             return []

@@ -191,8 +191,8 @@ class NamespaceView:
             self._file = _IndexFile(path, name, seal, self.cursor)
         changes = self.backend.changes(self.namespace, self.cursor)
         if path is not None and changes.reset:
-            # If there is a file, it is too old or damaged. Delete it, because its cursor could become
-            # valid again if the store is restored from a copy.
+            # If there is a file, it is too old or damaged. Delete it, because its cursor could
+            # become valid again if the store is restored from a copy.
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         return changes

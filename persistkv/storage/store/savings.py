@@ -134,8 +134,8 @@ class SavingsRecorder:
         # sets ``_day``, ``_name`` and ``_total``
         self._begin(today())
         self.prefill = (0, 0.0)
-        """Tokens and seconds of the measured prefills in this namespace, as recorded when the store was
-        opened; 0 if none is known, and in a remote store, whose answer would take time."""
+        """Tokens and seconds of the measured prefills in this namespace, as recorded when the store
+        was opened; 0 if none is known, and in a remote store, whose answer would take time."""
         is_remote = backend.capabilities.remote
         self.interval_s = _REMOTE_S if is_remote else _LOCAL_S
         """Seconds between two calls of ``write``."""

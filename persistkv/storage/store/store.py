@@ -275,7 +275,7 @@ class Store:
 
     def _count_refused(self, keys: Sequence[bytes]) -> None:
         """Count the blocks that a read-only store neither holds nor accepts. Log the first
-        ones only: each further job may drop some, too."""
+        ones only, because a line for each job would flood the log."""
         absent = self.index.absent(keys)
         if absent and not self.counters.dropped_blocks:
             logger.warning(

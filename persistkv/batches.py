@@ -9,7 +9,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def batched(items: Iterable[T], size: int) -> Iterator[list[T]]:
+def batched(
+    items: Iterable[T],
+    size: int,
+) -> Iterator[list[T]]:
     """Yield the items in lists of ``size``, of which the last one may be shorter."""
     waiting = iter(items)
     while batch := list(islice(waiting, size)):

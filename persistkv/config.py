@@ -204,7 +204,11 @@ class StoreUrl:
         return cls(parts.scheme, os.path.expanduser(location), options)
 
 
-def with_option(url: str, name: str, value: object) -> str:
+def with_option(
+    url: str,
+    name: str,
+    value: object,
+) -> str:
     """Return a URL with one more option, which the URL must not have yet."""
     mark = "&" if "?" in url else "?"
     return f"{url}{mark}{name}={quote(str(value))}"
@@ -227,7 +231,11 @@ def _split_url(url: str) -> SplitResult:
         raise ConfigurationError("url", f"{scheme}://…", expected) from None
 
 
-def _check_url(url: str, parts: SplitResult, location: str) -> None:
+def _check_url(
+    url: str,
+    parts: SplitResult,
+    location: str,
+) -> None:
     """Raise ConfigurationError for a URL that ``StoreUrl.parse`` refuses."""
     if "@" in parts.netloc:
         raise ConfigurationError(

@@ -72,7 +72,12 @@ class FileError(ConfigurationError):
     """A file that the caller named cannot be used; ``action`` is what failed, such as ``read`` or
     ``write``."""
 
-    def __init__(self, action: str, path: Path, error: Exception) -> None:
+    def __init__(
+        self,
+        action: str,
+        path: Path,
+        error: Exception,
+    ) -> None:
         reason = str(error)
         if isinstance(error, OSError) and error.strerror:
             # use the reason alone, because ``str`` repeats the path and adds the error number
@@ -127,7 +132,12 @@ class UnsupportedReleaseError(PersistKVError):
     """The installed release of a package lacks an interface that persistkv uses; the message names
     the release."""
 
-    def __init__(self, package: str, release: str, problem: str) -> None:
+    def __init__(
+        self,
+        package: str,
+        release: str,
+        problem: str,
+    ) -> None:
         super().__init__(
             f"persistkv does not support {package} {release}: {problem}; install a tested release"
         )
@@ -200,7 +210,12 @@ class QuotaExceededError(StoreError):
     :param quota: quota of the tenant in bytes.
     """
 
-    def __init__(self, tenant: str, num_bytes: int, quota: int) -> None:
+    def __init__(
+        self,
+        tenant: str,
+        num_bytes: int,
+        quota: int,
+    ) -> None:
         super().__init__(
             f"{num_bytes} bytes of the tenant {printable(tenant)!r} do not fit its quota of "
             f"{quota} bytes beside what is pinned or part of the same request"

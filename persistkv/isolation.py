@@ -76,7 +76,12 @@ class Isolation:
             self.report(call, consequence, error)
             return default
 
-    def report(self, call: str, consequence: str, error: Exception) -> None:
+    def report(
+        self,
+        call: str,
+        consequence: str,
+        error: Exception,
+    ) -> None:
         """Log an exception of a call with its traceback, unless an exception of the same call was
         logged within the last minute."""
         now = time.monotonic()

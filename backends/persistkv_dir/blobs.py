@@ -293,7 +293,11 @@ class DirBlobs(Blobs):
         return descriptor
 
     @contextmanager
-    def _directory(self, directories: Iterable[str], access: int) -> Iterator[int]:
+    def _directory(
+        self,
+        directories: Iterable[str],
+        access: int,
+    ) -> Iterator[int]:
         """Open a directory below the root; the ``with`` statement receives its descriptor.
 
         :param directories: the names on the path from the root.
@@ -622,7 +626,11 @@ def _status_of_file(directory: int, name: str) -> os.stat_result | None:
 
 
 @contextmanager
-def _directory_in(parent: int, name: str, access: int) -> Iterator[int]:
+def _directory_in(
+    parent: int,
+    name: str,
+    access: int,
+) -> Iterator[int]:
     """Open a directory in another one, not through a link, for the ``with`` statement.
 
     :param parent: descriptor of the other one.

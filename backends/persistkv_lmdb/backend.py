@@ -699,7 +699,11 @@ def _path_of(url: StoreUrl) -> Path:
     return path
 
 
-def _ends_within_payload(rows: TableRows, name: bytes, span: ReadSpan) -> bool:
+def _ends_within_payload(
+    rows: TableRows,
+    name: bytes,
+    span: ReadSpan,
+) -> bool:
     """Return whether a span ends within the payload of its pack. The pack's extents are longer:
     they end with its table and a trailer."""
     row = rows.get(PACKS, name)

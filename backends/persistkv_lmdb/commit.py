@@ -690,7 +690,11 @@ class BatchCommit:
         room.expect(self._lacking, self._unplaced(), rows_bytes)
         return commit, room
 
-    def _check_quotas(self, rows: TableRows, sizes: Mapping[str, int]) -> None:
+    def _check_quotas(
+        self,
+        rows: TableRows,
+        sizes: Mapping[str, int],
+    ) -> None:
         """Raise a QuotaExceededError if packs are larger than the quota of their tenant, or do not
         fit it and the tenant has no pack that may be evicted. Called before the packs are written
         and room is made for them.
@@ -790,7 +794,12 @@ class BatchCommit:
             self._environment.record_erasure(room.transaction, names)
         return more
 
-    def _evict_for_batch(self, multiple: int, used_before: int, at_most: int) -> bool:
+    def _evict_for_batch(
+        self,
+        multiple: int,
+        used_before: int,
+        at_most: int,
+    ) -> bool:
         """Make room for the batch in one transaction; return whether more must be evicted.
 
         :param multiple: 0: evict as much as the capacity requires. Otherwise the free pages were
@@ -828,7 +837,12 @@ class BatchCommit:
         if not has_evicted or not room.fits_batch():
             raise _NothingLeftError(str(room.full_error()))
 
-    def _evict_some_of_tenant(self, tenant: str, num_bytes: int, at_most: int) -> bool:
+    def _evict_some_of_tenant(
+        self,
+        tenant: str,
+        num_bytes: int,
+        at_most: int,
+    ) -> bool:
         """Evict some packs of a tenant in one transaction, so that ``num_bytes`` more will fit its
         quota; return whether more must be evicted."""
         with self._short_transaction() as (commit, room):

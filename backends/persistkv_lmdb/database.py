@@ -179,7 +179,12 @@ class Database:
     :param keys: data keys of the store.
     """
 
-    def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
+    def __init__(
+        self,
+        path: Path,
+        policy: Policy,
+        keys: KeyFile,
+    ) -> None:
         self._path = path
         self._policy = policy
         self.keys = keys
@@ -451,7 +456,10 @@ def _agrees_with_lock_file(env: lmdb.Environment) -> bool:
         begun.abort()
 
 
-def _has_next_number(env: lmdb.Environment, begun: lmdb.Transaction[Any]) -> bool:
+def _has_next_number(
+    env: lmdb.Environment,
+    begun: lmdb.Transaction[Any],
+) -> bool:
     """Return whether the number of a write transaction is one more than that of the last commit.
     Otherwise, LMDB's lock file and ``data.mdb`` name different commits as the last one."""
     # LMDB takes one of the two numbers from the lock file, and the other one from data.mdb

@@ -376,7 +376,11 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def write_durably(path: Path, content: bytes, offset: int) -> None:
+def write_durably(
+    path: Path,
+    content: bytes,
+    offset: int,
+) -> None:
     """Write ``content`` at a byte offset of an existing file, and make it durable. The caller
     excludes others."""
     fd = open_regular(path, os.O_RDWR)

@@ -215,7 +215,11 @@ class LmdbForgetting:
                 yield bytes(key), is_own
 
 
-def _is_of_tenant(tenant: str, table: str, row: Buffer) -> bool:
+def _is_of_tenant(
+    tenant: str,
+    table: str,
+    row: Buffer,
+) -> bool:
     """Return whether a row of a store without a key belongs to a tenant: the row is not sealed, so
     its content shows the tenant."""
     if table == PACKS:

@@ -235,7 +235,11 @@ def write_last_erasure(rows: TableRows, number: int) -> None:
     rows.put(META, _ERASURES_ROW, _NUMBER.pack(number))
 
 
-def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
+def _read_number(
+    rows: TableRows,
+    name: bytes,
+    shape: struct.Struct,
+) -> float:
     """Return the number that a row of ``META`` holds; 0 if the row is missing or has another
     length."""
     row = rows.get(META, name)
@@ -246,7 +250,11 @@ def _read_number(rows: TableRows, name: bytes, shape: struct.Struct) -> float:
     return number
 
 
-def write_refusal(rows: TableRows, tenant: str, writer: int) -> bytes:
+def write_refusal(
+    rows: TableRows,
+    tenant: str,
+    writer: int,
+) -> bytes:
     """Record that a writer forgets a tenant; return the key in ``META`` of the record. While it is
     there and the writer lives, no content of the tenant is stored."""
     name = rows.tenant_digest(tenant) + os.urandom(_REFUSAL_BYTES)

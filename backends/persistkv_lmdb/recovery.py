@@ -83,7 +83,12 @@ class RecoveryFiles:
         """Generation of each namespace whose identity this process has found or written in its
         file, by id: later commits need not look again."""
 
-    def write_identity(self, namespace: bytes, row: Buffer, generation: bytes) -> None:
+    def write_identity(
+        self,
+        namespace: bytes,
+        row: Buffer,
+        generation: bytes,
+    ) -> None:
         """Write the identity of a namespace durably, unless its file holds it already.
 
         An error is ignored: the store is valid without the file, and the next commit tries again.

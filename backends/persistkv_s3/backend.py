@@ -26,7 +26,11 @@ class S3Backend(SharedBackend):
         return S3Blobs(*parse_url(url, options))
 
     @classmethod
-    def check_options(cls, url: StoreUrl, options: Mapping[str, str]) -> None:
+    def check_options(
+        cls,
+        url: StoreUrl,
+        options: Mapping[str, str],
+    ) -> None:
         parse_url(url, options)
 
     @classmethod

@@ -126,7 +126,11 @@ class S3Blobs(Blobs):
         with self._calling():
             self._bucket.delete([self._key(name) for name in names])
 
-    def erase(self, prefix: str, names: Collection[str]) -> Sequence[str]:
+    def erase(
+        self,
+        prefix: str,
+        names: Collection[str],
+    ) -> Sequence[str]:
         """See ``Blobs.erase``. Old versions are also deleted if the versioning of the bucket is
         suspended, because the bucket still keeps them."""
         check_prefix(prefix)
@@ -146,7 +150,11 @@ class S3Blobs(Blobs):
             left.append(f"old versions that the bucket does not delete: {refusal}")
         return left
 
-    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[BlobInfo]:
         """See ``Blobs.list``. Objects whose keys are not names of blobs are skipped."""
         # check here, because the body of a generator begins at its first ``next``
         check_prefix(prefix)

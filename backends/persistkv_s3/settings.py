@@ -222,7 +222,10 @@ def _storage_classes(rule: Rule) -> set[str]:
     }
 
 
-def _tiering_effects(found: Mapping[str, Any], prefix: str) -> Iterator[_Effect]:
+def _tiering_effects(
+    found: Mapping[str, Any],
+    prefix: str,
+) -> Iterator[_Effect]:
     """Yield the effects of Intelligent-Tiering: archived objects cannot be read."""
     configurations = found.get("IntelligentTieringConfigurationList", ())
     archiving = [
@@ -265,7 +268,10 @@ def _object_lock_effects(found: Mapping[str, Any]) -> Iterator[_Effect]:
         yield _Effect(Level.OK, "off")
 
 
-def _rules_for_store(contents: Iterable[Mapping[str, Any]], prefix: str) -> list[Rule]:
+def _rules_for_store(
+    contents: Iterable[Mapping[str, Any]],
+    prefix: str,
+) -> list[Rule]:
     """Return the rules that are in force for some objects of the store.
 
     :param contents: rules as S3 returns them.

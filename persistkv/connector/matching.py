@@ -116,7 +116,11 @@ def longest_match(
     return length if length > start else 0
 
 
-def _full_attention_match(group: GroupBlocks, start: int, limit: int) -> int:
+def _full_attention_match(
+    group: GroupBlocks,
+    start: int,
+    limit: int,
+) -> int:
     """Return the length up to which a full-attention group has all blocks from token ``start``
     on."""
     size = group.geometry.offloaded_tokens
@@ -129,7 +133,10 @@ def _full_attention_match(group: GroupBlocks, start: int, limit: int) -> int:
     return (first + num_served) * size
 
 
-def _agreed_length(searches: Sequence[Callable[[int], int]], length: int) -> int:
+def _agreed_length(
+    searches: Sequence[Callable[[int], int]],
+    length: int,
+) -> int:
     """Return the longest prefix of at most ``length`` tokens that all window groups can serve.
 
     A group that cannot serve a length shortens it for all others, which may have accepted the
@@ -181,7 +188,11 @@ def longest_that_fits(
     return (start_units + num_fitting) * unit
 
 
-def _window_search(group: GroupBlocks, unit: int, start: int) -> Callable[[int], int]:
+def _window_search(
+    group: GroupBlocks,
+    unit: int,
+    start: int,
+) -> Callable[[int], int]:
     """Return a function ``longest(length)`` that finds the longest prefix, of at most ``length``
     tokens, that a sliding-window group can serve.
 

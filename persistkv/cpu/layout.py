@@ -484,7 +484,11 @@ def consecutive_runs(*sides: IntArray) -> list[slice]:
     return [slice(begin, end) for begin, end in pairwise(bounds)]
 
 
-def _check_bounds(what: str, ids: IntArray, count: int) -> None:
+def _check_bounds(
+    what: str,
+    ids: IntArray,
+    count: int,
+) -> None:
     """Raise ValueError unless all ids are from 0 to ``count - 1``: other ids would become addresses
     outside the memory."""
     if not len(ids):

@@ -279,7 +279,12 @@ class CPUOffloadingManager(OffloadingManager):
         descending = reversed(range(self.num_blocks))
         self._free = [row for row in descending if not refs[row]]
 
-    def _rows_of(self, keys: Keys, *, accept_before_reset: bool = False) -> list[int]:
+    def _rows_of(
+        self,
+        keys: Keys,
+        *,
+        accept_before_reset: bool = False,
+    ) -> list[int]:
         """Return the row numbers of blocks, in the order of ``keys``; raise KeyError if one is not
         held.
 

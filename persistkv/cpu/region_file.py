@@ -61,7 +61,13 @@ class RegionFile:
     """An allocated shared memory file and this process's lock on it, created with ``open``. Not
     thread-safe."""
 
-    def __init__(self, path: str, lock_fd: int, fd: int, created: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        lock_fd: int,
+        fd: int,
+        created: bool,
+    ) -> None:
         self.path = path
         self.fd = fd
         """Descriptor to map or to pass to another process. It carries no lock and is
@@ -74,7 +80,12 @@ class RegionFile:
         """The process that opened the file; a forked one has another."""
 
     @classmethod
-    def open(cls, path: str, size: int, timeout_s: float) -> RegionFile:
+    def open(
+        cls,
+        path: str,
+        size: int,
+        timeout_s: float,
+    ) -> RegionFile:
         """Create the file with ``size`` bytes allocated, or attach to the file of another process.
 
         A file that no process has locked is replaced. If another process is creating the file, the
@@ -189,7 +200,11 @@ def _open_existing(path: str) -> int | None:
         raise RegionError(f"{path} cannot be opened: {error.strerror}") from error
 
 
-def _allocate(fd: int, path: str, size: int) -> None:
+def _allocate(
+    fd: int,
+    path: str,
+    size: int,
+) -> None:
     """Allocate memory for every byte now. In a sparse file, an access without free memory kills a
     process by SIGBUS. Waits up to 25 s for memory that the host process of a killed engine is about
     to release.
@@ -219,7 +234,11 @@ def _allocate(fd: int, path: str, size: int) -> None:
         )
 
 
-def _wait_until_free(directory: str, size: int, deadline: float) -> None:
+def _wait_until_free(
+    directory: str,
+    size: int,
+    deadline: float,
+) -> None:
     """Wait until ``size`` bytes are free in a directory, or the deadline has passed."""
     while time.monotonic() <= deadline:
         if shutil.disk_usage(directory).free >= size:

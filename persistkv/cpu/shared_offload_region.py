@@ -42,7 +42,13 @@ class CudaRuntime(Protocol):
     """The part of the CUDA runtime that registers memory. Each call returns an error code, 0 for
     success."""
 
-    def cudaHostRegister(self, address: int, size: int, flags: int, /) -> int: ...
+    def cudaHostRegister(
+        self,
+        address: int,
+        size: int,
+        flags: int,
+        /,
+    ) -> int: ...
 
     def cudaHostUnregister(self, address: int, /) -> int: ...
 

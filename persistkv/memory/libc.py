@@ -22,13 +22,20 @@ _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def madvise(address: int, num_bytes: int, advice: int) -> int:
+def madvise(
+    address: int,
+    num_bytes: int,
+    advice: int,
+) -> int:
     """Call ``madvise`` with the GIL released; return 0, or the errno if the kernel refuses."""
     failed = _libc().madvise(address, num_bytes, advice)
     return ctypes.get_errno() if failed else 0
 
 
-def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
+def map_shared(
+    files: Sequence[tuple[int, int]],
+    alignment: int,
+) -> int:
     """Map files one after the other, shared and writable; return the address, or 0 if one cannot be
     mapped. Then no file stays mapped.
 
@@ -62,7 +69,11 @@ def map_shared(files: Sequence[tuple[int, int]], alignment: int) -> int:
     return address
 
 
-def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
+def punch_hole(
+    fd: int,
+    offset: int,
+    num_bytes: int,
+) -> None:
     """Release the disk space of a byte range of a file, which then reads as zeros; the file keeps
     its length.
 

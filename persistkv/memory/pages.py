@@ -57,7 +57,12 @@ def use_huge_pages(fds: Sequence[int], num_bytes: int) -> bool:
         libc.unmap(address, whole)
 
 
-def collapse(address: int, num_bytes: int, *, threads: int = _MAX_THREADS) -> bool:
+def collapse(
+    address: int,
+    num_bytes: int,
+    *,
+    threads: int = _MAX_THREADS,
+) -> bool:
     """Move mapped memory into huge pages, for all processes that map it and in this process's page
     table.
 
@@ -155,7 +160,12 @@ def prefer_huge_pages(address: int, num_bytes: int) -> bool:
     return code == 0
 
 
-def prefault(memory: memoryview, first: int, length: int, stride: int) -> None:
+def prefault(
+    memory: memoryview,
+    first: int,
+    length: int,
+    stride: int,
+) -> None:
     """Make ``length`` bytes at ``first``, and again every ``stride`` bytes, resident in this
     process, in parallel.
 

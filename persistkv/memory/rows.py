@@ -27,7 +27,11 @@ class BlockMemory(ABC):
         """:raises ValueError: a place does not exist."""
 
     @abstractmethod
-    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def pieces(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+    ) -> list[memoryview]:
         """Return writable views of the bytes of blocks of the group, in the order of ``block_ids``,
         which must not be empty. Bytes that are adjacent may be returned as one view.
         """
@@ -43,7 +47,12 @@ class BlockMemory(ABC):
         block_bytes)."""
 
     @abstractmethod
-    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+    def scatter(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        blocks: ByteArray,
+    ) -> None:
         """Copy ``blocks``, an array as ``gather`` returns it, into the places ``block_ids``."""
 
 
@@ -99,7 +108,11 @@ class Rows(BlockMemory):
             places.append(place)
         return places
 
-    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def pieces(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+    ) -> list[memoryview]:
         """See ``BlockMemory``. If a block uses its whole row, consecutive rows are returned as one
         view."""
         stride = self.layout.row_stride
@@ -131,7 +144,12 @@ class Rows(BlockMemory):
             return parts[0]
         return np.concatenate(parts, axis=1)
 
-    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+    def scatter(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        blocks: ByteArray,
+    ) -> None:
         """Copy each block into the byte ranges of its row; the other bytes of the row stay."""
         ids = np.asarray(block_ids)
         # offset within a block of ``blocks``, which has no gaps between its ranges

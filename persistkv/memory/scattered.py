@@ -83,7 +83,11 @@ class ScatteredBlocks(BlockMemory):
             if number not in self._places:
                 raise ValueError(f"block {number} is not registered")
 
-    def pieces(self, group: int, block_ids: Sequence[int]) -> list[memoryview]:
+    def pieces(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+    ) -> list[memoryview]:
         """Return the regions of the blocks in order; one view for adjacent blocks of one call with
         a deadline."""
         first = block_ids[0]
@@ -119,7 +123,12 @@ class ScatteredBlocks(BlockMemory):
         copy_in(pieces, all_bytes)
         return blocks
 
-    def scatter(self, group: int, block_ids: Sequence[int], blocks: ByteArray) -> None:
+    def scatter(
+        self,
+        group: int,
+        block_ids: Sequence[int],
+        blocks: ByteArray,
+    ) -> None:
         for block, number in zip(blocks, block_ids, strict=True):
             regions = self._regions(number)
             copy_out(block.data, regions)

@@ -108,7 +108,11 @@ class Blobs(ABC):
         """
 
     @abstractmethod
-    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[BlobInfo]:
         """Iterate over the blobs whose names start with ``prefix`` and are greater than ``after``,
         by ascending name.
 

@@ -79,7 +79,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.encode(unsigned, order="sorted")
 
 
-def make_receipt(forgotten: Forgotten, store: str, seal: Seal) -> Receipt:
+def make_receipt(
+    forgotten: Forgotten,
+    store: str,
+    seal: Seal,
+) -> Receipt:
     """Return a signed receipt; without a signature if the store has no key.
 
     :param store: URL of the store, without options.

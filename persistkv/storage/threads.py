@@ -227,7 +227,11 @@ class ThreadPool:
         self._num_started += 1
         self._workers.append(worker)
 
-    def submit(self, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    def submit(
+        self,
+        call: Callable[..., T],
+        *arguments: Any,
+    ) -> Future[T]:
         """Queue a call, from any thread.
 
         :raises RuntimeError: the pool is shut down.

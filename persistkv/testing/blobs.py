@@ -107,7 +107,11 @@ class MemoryBlobs(Blobs):
             for name in names:
                 self._held.pop(name, None)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[BlobInfo]:
         """Return a snapshot of the blobs with this prefix and larger names than ``after``."""
         check_prefix(prefix)
         self._check_open()
@@ -299,7 +303,11 @@ class FaultyBlobs(Blobs):
         effect = partial(self.inner.erase, prefix, tuple(names))
         return self._change("delete", " ".join(names), effect)
 
-    def list(self, prefix: str, after: str = "") -> Iterator[BlobInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[BlobInfo]:
         """List blobs with the faults of ``list``; see ``split_lists``."""
         self._begin("list", prefix)
         between = self._between

@@ -68,13 +68,21 @@ class FaultyBackend(Backend, Generic[B]):
         self._after: _Faults = defaultdict(list)
         """Faults that get the result of a call, and return another one (``after``)."""
 
-    def before(self, method: str, call: Callable[..., object]) -> None:
+    def before(
+        self,
+        method: str,
+        call: Callable[..., object],
+    ) -> None:
         """Run ``call(*arguments)`` before each call of the method; if it raises, the method is not
         called."""
         self._check(method)
         self._before[method].append(call)
 
-    def after(self, method: str, call: Callable[..., Any]) -> None:
+    def after(
+        self,
+        method: str,
+        call: Callable[..., Any],
+    ) -> None:
         """Run ``call(result, *arguments)`` after each call of the method that returned. Its return
         value replaces the result.
         """
@@ -128,7 +136,11 @@ def _forwarding_member(
     if not callable(getattr(backend_class, name)):
         return property(attrgetter(f"inner.{name}"))
 
-    def call(self: FaultyBackend[Any], *arguments: Any, **named: Any) -> Any:
+    def call(
+        self: FaultyBackend[Any],
+        *arguments: Any,
+        **named: Any,
+    ) -> Any:
         """Record the call, run the faults before it, forward it, and let the faults after it
         replace its result."""
         self.calls.append(name)

@@ -31,7 +31,11 @@ def sample_keys(
     return [make_offload_key(rng.bytes(hash_bytes), group) for _ in range(count)]
 
 
-def sample_blocks(seed: int, count: int, block_bytes: int) -> ByteArray:
+def sample_blocks(
+    seed: int,
+    count: int,
+    block_bytes: int,
+) -> ByteArray:
     """Return random bytes, shape (count, block_bytes). Half of each block repeats one byte, so that
     it compresses."""
     rng = np.random.default_rng(seed)
@@ -97,7 +101,11 @@ def payload_of(pack: NewPack) -> bytes:
     return b"".join(map(bytes, pack.stream()))
 
 
-def open_payload(seal: Seal, table: PackTable, payload: memoryview) -> None:
+def open_payload(
+    seal: Seal,
+    table: PackTable,
+    payload: memoryview,
+) -> None:
     """Open all frames of a payload, in place.
 
     :raises CorruptPackError: one does not verify.

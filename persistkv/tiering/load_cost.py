@@ -244,7 +244,12 @@ class LoadTimes:
         # it. The slowdown, which all sizes share, follows a small part.
         return _SharesOfChange(slowdown=_NOISE_RATE, usual=1 - _NOISE_RATE)
 
-    def abandon(self, num_bytes: int, loaded_bytes: int, seconds: float) -> None:
+    def abandon(
+        self,
+        num_bytes: int,
+        loaded_bytes: int,
+        seconds: float,
+    ) -> None:
         """Add a load that was abandoned at its deadline. The blocks that had arrived count like a
         load of their size. The whole load would have taken longer than ``seconds``: if the estimate
         for its size is shorter, it is raised.
@@ -272,7 +277,12 @@ class LoadTimes:
             # add it as one sample of many, because a single late load must not exclude its size
             usual.add(num_bytes, least_usual_s)
 
-    def _rest_s(self, num_bytes: int, loaded_bytes: int, seconds: float) -> float:
+    def _rest_s(
+        self,
+        num_bytes: int,
+        loaded_bytes: int,
+        seconds: float,
+    ) -> float:
         """Return how long the rest of an abandoned load would have taken, at least. The loaded part
         shows the bandwidth; 0 if it is less than half of the load, because the time of so small a
         part is mostly latency."""
@@ -453,7 +463,12 @@ class PrefillSpeed:
         self._mean_token_s = 0.0
         self._mean_product = 0.0
 
-    def observe(self, start: int, stop: int, seconds: float) -> None:
+    def observe(
+        self,
+        start: int,
+        stop: int,
+        seconds: float,
+    ) -> None:
         """Add a computation of the tokens from ``start`` to ``stop - 1``, which took ``seconds``
         without the time of other computations. Ignored if the speed is fixed."""
         num_tokens = stop - start
@@ -627,7 +642,10 @@ class LoadChooser:
         )
 
 
-def _parallel_load_s(runs: Sequence[LoadRun], multiple: int = 1) -> float | None:
+def _parallel_load_s(
+    runs: Sequence[LoadRun],
+    multiple: int = 1,
+) -> float | None:
     """Return the expected seconds until all runs are loaded, if each had ``multiple`` times its
     bytes. None: one of their stores has no cost limit and is always loaded from."""
     bytes_by_store: dict[Loads, int] = {}
@@ -662,7 +680,11 @@ def _reason_to_compute(
     return Reason.TOO_SLOW
 
 
-def _is_faster(load_s: float, compute_s: float | None, limit: float = 1.0) -> bool:
+def _is_faster(
+    load_s: float,
+    compute_s: float | None,
+    limit: float = 1.0,
+) -> bool:
     """Return whether a load takes at most ``limit`` times as long as the computation. While the
     engine's speed is unknown, all loads are faster, except those of a stalled store."""
     if compute_s is None:

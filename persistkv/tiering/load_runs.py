@@ -43,7 +43,10 @@ class TierRun(NamedTuple):
     """Index after the last key."""
 
 
-def assign_runs(held: Mapping[IsolatedTier, int], block_bytes: int) -> list[TierRun]:
+def assign_runs(
+    held: Mapping[IsolatedTier, int],
+    block_bytes: int,
+) -> list[TierRun]:
     """Divide a prefix among the tiers that hold it: each block is loaded by the tier that is
     expected to be the fastest; of equal ones, by the first.
 

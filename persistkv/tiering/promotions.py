@@ -53,7 +53,12 @@ class PromotionQueue:
         self.queued: dict[_TierRequest, Promotion] = {}
         """Promotions that are not submitted yet."""
 
-    def add(self, tier: IsolatedTier, key: OffloadKey, context: ReqContext) -> None:
+    def add(
+        self,
+        tier: IsolatedTier,
+        key: OffloadKey,
+        context: ReqContext,
+    ) -> None:
         """Queue the promotion of a block that has no waiters, for a request that waits for it."""
         place = (tier, context.req_id)
         promotion = self.queued.get(place)

@@ -156,7 +156,11 @@ def confirm(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def add_flag(parser: ArgumentParser, name: str, help: str) -> None:
+def add_flag(
+    parser: ArgumentParser,
+    name: str,
+    help: str,
+) -> None:
     parser.add_argument(name, action="store_true", help=help)
 
 
@@ -233,7 +237,11 @@ def ensure_consent(
         )
 
 
-def filled_behind(name: str, text: str, width: int) -> str:
+def filled_behind(
+    name: str,
+    text: str,
+    width: int,
+) -> str:
     """Return a text in lines of at most ``width`` characters: the first line begins with the name,
     and the others are indented as far."""
     return textwrap.fill(

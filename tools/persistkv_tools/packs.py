@@ -138,7 +138,11 @@ def split_by_bytes(
         yield part
 
 
-def check_piece(piece: Piece, payload: memoryview, seal: Seal) -> Iterator[Defect]:
+def check_piece(
+    piece: Piece,
+    payload: memoryview,
+    seal: Seal,
+) -> Iterator[Defect]:
     """Yield the defects of a piece; for the first piece of a pack, also check the pack's id.
 
     :param payload: stored bytes of the piece, which are decrypted in place.
@@ -216,7 +220,11 @@ def _check_decoding(
         yield _defect(table, problem, str(error), frame.group, frame.offset)
 
 
-def read_frame(backend: Backend, table: PackTable, number: int) -> bytearray | None:
+def read_frame(
+    backend: Backend,
+    table: PackTable,
+    number: int,
+) -> bytearray | None:
     """Return the raw bytes of a frame; None if the store does not hold it.
 
     :param number: index of the frame in the pack.

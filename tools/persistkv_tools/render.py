@@ -136,7 +136,11 @@ def bar(value: int, largest: int) -> str:
     return "█" * length
 
 
-def view_of(kind: type[T], source: object, **more: Any) -> T:
+def view_of(
+    kind: type[T],
+    source: object,
+    **more: Any,
+) -> T:
     """Return a struct whose fields are copied from the attributes of the same names of another
     object.
 
@@ -193,7 +197,10 @@ Columns = Mapping[str, str | Callable[[Any], str]]
 formatted according to the field's name."""
 
 
-def columns(spec: str, **derived: Callable[[Any], str]) -> Columns:
+def columns(
+    spec: str,
+    **derived: Callable[[Any], str],
+) -> Columns:
     """Return the columns of a table.
 
     :param spec: for each column, a word ``header=field``, or one word for both. Headers are shown

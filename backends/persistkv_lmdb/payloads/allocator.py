@@ -595,7 +595,10 @@ def _size_key(extent: Extent) -> bytes:
     return _SIZE.pack(extent.pages, extent.segment, extent.page)
 
 
-def _unpack(shape: struct.Struct, row: Buffer) -> tuple[Any, ...]:
+def _unpack(
+    shape: struct.Struct,
+    row: Buffer,
+) -> tuple[Any, ...]:
     """Decode a key or value; raise CorruptStoreError if it has another length."""
     if len(row) != shape.size:
         raise CorruptStoreError(

@@ -162,7 +162,12 @@ class _Rebuild:
     """Rebuild of the store in a directory, which no other process has open for writing; ``run``
     once. Parameters as in ``rebuild``."""
 
-    def __init__(self, path: Path, policy: Policy, keys: KeyFile) -> None:
+    def __init__(
+        self,
+        path: Path,
+        policy: Policy,
+        keys: KeyFile,
+    ) -> None:
         self._path = path
         self._policy = policy
         self._keyring_id = keys.prepare_keyring(create=False)
@@ -523,7 +528,11 @@ def _create_environment(file: Path, packs: Sequence[ScannedPack]) -> lmdb.Enviro
     )
 
 
-def read_table(fd: int, pack: Trailer | ScannedPack, seal: Seal) -> PackTable:
+def read_table(
+    fd: int,
+    pack: Trailer | ScannedPack,
+    seal: Seal,
+) -> PackTable:
     """Return the table of a pack, read from the end of its extent.
 
     :param fd: of the segment file.
@@ -573,7 +582,11 @@ def verify_payload(
             raise CorruptPackError("padding", f"after the frame at {frame.offset}")
 
 
-def _read(fd: int, offset: int, length: int) -> bytes:
+def _read(
+    fd: int,
+    offset: int,
+    length: int,
+) -> bytes:
     """Read bytes of a file; raise CorruptPackError if it ends before."""
     content = os.pread(fd, length, offset)
     if len(content) < length:

@@ -132,7 +132,12 @@ class BotoClient(Transport):
         with self._lock:
             self._counts[request.method] += 1
 
-    def put(self, key: str, body: Body, deadline: Deadline) -> float:
+    def put(
+        self,
+        key: str,
+        body: Body,
+        deadline: Deadline,
+    ) -> float:
         """See ``Transport.put``. Warn once if the bucket keeps old versions."""
         target = {"Key": key, **self._target, **self._encryption}
         with self._request("PUT", key, deadline):
@@ -178,7 +183,13 @@ class BotoClient(Transport):
             with _cut_off(body, deadline):
                 _receive_body(body, f"{self._where}: GET {key}", sink, deadline)
 
-    def _check_range(self, answer: Any, key: str, start: int, stop: int) -> None:
+    def _check_range(
+        self,
+        answer: Any,
+        key: str,
+        start: int,
+        stop: int,
+    ) -> None:
         """Raise ``BrokenError`` unless the server sends the requested range, or its part before the
         end of the object: a proxy may ignore the range and send the whole object."""
         # for example "bytes 0-1023/5000", in which the last number is the size of the object
@@ -320,7 +331,11 @@ class BotoClient(Transport):
                 f"{refusals[0]} ({len(refusals)} of the objects of this request)"
             )
 
-    def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
+    def setting(
+        self,
+        name: str,
+        deadline: Deadline,
+    ) -> Mapping[str, Any]:
         """See ``Transport.setting``."""
         try:
             with self._request("GET", name, deadline):
@@ -337,7 +352,12 @@ class BotoClient(Transport):
         self._client.close()
 
     @contextmanager
-    def _request(self, verb: str, key: str, deadline: Deadline) -> Iterator[None]:
+    def _request(
+        self,
+        verb: str,
+        key: str,
+        deadline: Deadline,
+    ) -> Iterator[None]:
         """Ensure credentials for the request that the ``with`` statement makes, and translate its
         errors.
 
@@ -421,7 +441,12 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _receive_body(body: Any, what: str, sink: Sink, deadline: Deadline) -> None:
+def _receive_body(
+    body: Any,
+    what: str,
+    sink: Sink,
+    deadline: Deadline,
+) -> None:
     """Write a body to a sink; ``what`` names the request in errors. Exceptions of the sink pass
     unchanged."""
     while len(room := sink.room()):
@@ -464,7 +489,11 @@ def _cut_off(body: Any, deadline: Deadline) -> Iterator[None]:
         watchdog.cancel()
 
 
-def _as_s3_error(error: Exception, what: str, deadline: Deadline) -> S3Error:
+def _as_s3_error(
+    error: Exception,
+    what: str,
+    deadline: Deadline,
+) -> S3Error:
     """Translate an error of the request ``what``. The result has no cause, which could hold request
     headers."""
     from botocore import exceptions as boto
@@ -535,7 +564,11 @@ def _error_of(answer: Any, what: str) -> S3Error:
     return error
 
 
-def _new_error(answer: Any, what: str, code: str) -> S3Error:
+def _new_error(
+    answer: Any,
+    what: str,
+    code: str,
+) -> S3Error:
     """Return the error of an answer: its type decides whether the request is repeated, and whether
     the breaker counts it."""
     metadata = answer.get("ResponseMetadata", {})
@@ -596,7 +629,12 @@ def make_client(options: S3Options) -> tuple[Any, DeferredCredentials]:
     return client, credentials
 
 
-def _new_client(session: Any, options: S3Options, *, unsigned: bool) -> Any:
+def _new_client(
+    session: Any,
+    options: S3Options,
+    *,
+    unsigned: bool,
+) -> Any:
     """Return a client of a boto3 session.
 
     :param unsigned: whether signatures leave out the bodies of uploads.
@@ -613,7 +651,11 @@ def _new_client(session: Any, options: S3Options, *, unsigned: bool) -> Any:
     )
 
 
-def _config_arguments(options: S3Options, *, unsigned: bool) -> dict[str, Any]:
+def _config_arguments(
+    options: S3Options,
+    *,
+    unsigned: bool,
+) -> dict[str, Any]:
     """Return the arguments of botocore's ``Config`` for a client.
 
     :param unsigned: whether signatures leave out the bodies of uploads.

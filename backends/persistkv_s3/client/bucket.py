@@ -85,7 +85,12 @@ class Breaker:
     :param slow_s: seconds after which an answer is bad; an answer with many bytes has more time.
     """
 
-    def __init__(self, name: str, slow_s: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        name: str,
+        slow_s: float,
+        clock: Clock,
+    ) -> None:
         self._name = name
         self._slow_s = slow_s
         self._clock = clock
@@ -123,7 +128,13 @@ class Breaker:
             self._wait_until = now + LONGEST_PAUSE_S
             return True
 
-    def record(self, *, well: bool, seconds: float, num_bytes: int = 0) -> None:
+    def record(
+        self,
+        *,
+        well: bool,
+        seconds: float,
+        num_bytes: int = 0,
+    ) -> None:
         """Record that an admitted request has ended, and change the state if that is due.
 
         :param well: False: it failed because of the server.
@@ -255,7 +266,11 @@ class Bucket:
     def head(self, key: str) -> None:
         self._run_with_retries(partial(self._transport.head, key))
 
-    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+    def list(
+        self,
+        prefix: str,
+        after: str = "",
+    ) -> Iterator[ObjectInfo]:
         """Yield all objects whose keys start with ``prefix`` and are greater than ``after``, sorted
         by key. Each page has its own deadline."""
         list_page = partial(self._transport.list, prefix)

@@ -119,7 +119,12 @@ class DeferredCredentials:
         )
         thread.start()
 
-    def _run_search(self, search: Future[None], what: str, usable: bool) -> None:
+    def _run_search(
+        self,
+        search: Future[None],
+        what: str,
+        usable: bool,
+    ) -> None:
         """Search for credentials, and set the result of the search.
 
         :param what: names the request for which they are searched, in an error.

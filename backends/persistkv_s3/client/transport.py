@@ -326,7 +326,12 @@ class Transport(ABC):
         return {}
 
     @abstractmethod
-    def put(self, key: str, body: Body, deadline: Deadline) -> float:
+    def put(
+        self,
+        key: str,
+        body: Body,
+        deadline: Deadline,
+    ) -> float:
         """Upload an object in one request; replace any with this key.
 
         :returns: the server's time: seconds since the epoch, rounded down to a second. The local
@@ -400,7 +405,11 @@ class Transport(ABC):
         """Delete at most ``MOST_DELETED`` versions for good; errors as in ``delete``."""
         raise RequestRefusedError("versions are not known")
 
-    def setting(self, name: str, deadline: Deadline) -> Mapping[str, Any]:
+    def setting(
+        self,
+        name: str,
+        deadline: Deadline,
+    ) -> Mapping[str, Any]:
         """Return a setting of the bucket, as the answer of boto3's ``get_bucket_…``; empty if it
         was never set.
 

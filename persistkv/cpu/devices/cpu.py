@@ -242,13 +242,21 @@ def _copy_indexed(
         _scatter(plain, indexed, index)
 
 
-def _gather(source: torch.Tensor, index: IndexTensors, out: torch.Tensor) -> None:
+def _gather(
+    source: torch.Tensor,
+    index: IndexTensors,
+    out: torch.Tensor,
+) -> None:
     """Perform ``out[...] = source[index]`` without an intermediate copy."""
     source, out = widened(source, out)
     torch.ops.aten.index.Tensor_out(source, index, out=out)
 
 
-def _scatter(source: torch.Tensor, target: torch.Tensor, index: IndexTensors) -> None:
+def _scatter(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    index: IndexTensors,
+) -> None:
     """Perform ``target[index] = source``."""
     source, target = widened(source, target)
     target.index_put_(index, source)

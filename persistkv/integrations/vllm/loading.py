@@ -145,7 +145,12 @@ class StepMeter:
         return sum_s
 
 
-def chunk_key(request: Any, end: int, group: int, hash_tokens: int) -> OffloadKey:
+def chunk_key(
+    request: Any,
+    end: int,
+    group: int,
+    hash_tokens: int,
+) -> OffloadKey:
     """Return vLLM's key of a chunk.
 
     :param request: vLLM's ``Request``.

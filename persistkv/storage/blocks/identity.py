@@ -132,7 +132,10 @@ class _Encoded(msgspec.Struct):
     more: dict[str, Any]
 
 
-def weights_of(model: str | os.PathLike[str] | None, name: str | None = None) -> str:
+def weights_of(
+    model: str | os.PathLike[str] | None,
+    name: str | None = None,
+) -> str:
     """Return the ``weights`` of an identity: the fingerprint of a checkpoint's files, or a name for
     them.
 

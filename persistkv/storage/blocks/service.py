@@ -246,7 +246,12 @@ class BlockService:
         failed = set(outcome.failed)
         return [key not in failed for key in keys]
 
-    async def contains(self, keys: Keys, *, touch: bool = False) -> list[bool]:
+    async def contains(
+        self,
+        keys: Keys,
+        *,
+        touch: bool = False,
+    ) -> list[bool]:
         """Return for each key whether it is durable; ``touch`` records a use of the blocks."""
         absent_keys = self.store.index.absent(keys)
         absent = set(absent_keys)

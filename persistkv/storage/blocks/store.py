@@ -239,7 +239,11 @@ class BlockStore:
         held = self.contains(keys, group, timeout_s=timeout_s)
         return held.index(False) if False in held else len(held)
 
-    def touch(self, keys: Sequence[bytes], group: int = 0) -> None:
+    def touch(
+        self,
+        keys: Sequence[bytes],
+        group: int = 0,
+    ) -> None:
         """Record a use of blocks, so that others are evicted first. The next commit stores it."""
         full = self._full_keys(keys, group)
         use = self._service.touch(full)
@@ -499,7 +503,12 @@ class BlockStore:
         self.unpin(pin, timeout_s=timeout_s)
         return None
 
-    def unpin(self, pin: str, *, timeout_s: float | None = None) -> None:
+    def unpin(
+        self,
+        pin: str,
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
         """Remove a pin; ignored if there is none with this id.
 
         :raises StoreTimeoutError: the deadline has passed.
@@ -601,7 +610,11 @@ class BlockStore:
         call.add_done_callback(lambda _: on_end())
         return call
 
-    def _wait(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    def _wait(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        timeout_s: float | None,
+    ) -> T:
         """Run a coroutine in the store's thread, and return its result.
 
         :raises StoreTimeoutError: the call takes longer than ``timeout_s`` seconds; it continues.
@@ -676,7 +689,11 @@ class BlockStore:
         positions = self._positions_by_tenant(keys)
         return PutJob(full, group, depth, labels, retention, positions)
 
-    def _full_keys(self, keys: Sequence[bytes], group: int) -> list[bytes]:
+    def _full_keys(
+        self,
+        keys: Sequence[bytes],
+        group: int,
+    ) -> list[bytes]:
         """Return the keys with their KV cache group."""
         num_groups = len(self._memory.layout.groups)
         if not 0 <= group < num_groups:

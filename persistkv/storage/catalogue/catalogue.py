@@ -264,7 +264,11 @@ def totals(
     )
 
 
-def check_batch(namespace: bytes, batch: CommitBatch, seal: Seal) -> None:
+def check_batch(
+    namespace: bytes,
+    batch: CommitBatch,
+    seal: Seal,
+) -> None:
     """Raise a StoreError if a pack of the batch belongs to another namespace, or was made for a
     store with other data keys.
 
@@ -390,7 +394,11 @@ class _Naming:
         return len(self.restores) - bisect_right(self.restores, moment)
 
 
-def _bytes_of(rows: TableRows, namespace: bytes, chain: Chain) -> tuple[int, int]:
+def _bytes_of(
+    rows: TableRows,
+    namespace: bytes,
+    chain: Chain,
+) -> tuple[int, int]:
     """Return the raw and the stored bytes (before the codec, and as payload) of those packs of a
     request that are held."""
     raw = 0

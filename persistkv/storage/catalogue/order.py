@@ -208,7 +208,11 @@ def _unreadable_clock(row: Buffer) -> CorruptStoreError:
     return CorruptStoreError(f"unreadable clock: {bytes(row).hex()}")
 
 
-def write_clock(rows: TableRows, moment: int, clock: StoreClock) -> None:
+def write_clock(
+    rows: TableRows,
+    moment: int,
+    clock: StoreClock,
+) -> None:
     """Record the number of the last moment and the clock at that moment."""
     row = _CLOCK.pack(
         moment,
@@ -232,7 +236,11 @@ def _expiring(rows: TableRows, entry: bytes) -> Chain | None:
     return chain if entry == expected else None
 
 
-def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
+def _expiry(
+    rows: TableRows,
+    name: bytes,
+    chain: Chain,
+) -> float:
     """Return the time at which a manifest expires, unless it is used again: its ttl after the last
     use of its last pack, or ``chain.expires`` if this use is unknown.
 
@@ -249,7 +257,10 @@ def _expiry(rows: TableRows, name: bytes, chain: Chain) -> float:
     return max(chain.expires, use.time + chain.ttl_s)
 
 
-def _entries(name: bytes, row: Use | Chain) -> Iterator[tuple[str, bytes]]:
+def _entries(
+    name: bytes,
+    row: Use | Chain,
+) -> Iterator[tuple[str, bytes]]:
     """Yield (table, key) for each entry that lists the pack or manifest with the key ``name`` and
     the row ``row``."""
     if isinstance(row, Chain) and row.ttl_s:

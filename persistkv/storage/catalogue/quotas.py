@@ -190,7 +190,13 @@ class Quotas:
             if totals != before:
                 self._write(digest, totals, was_above=before.is_above())
 
-    def _write(self, digest: bytes, totals: TenantTotals, *, was_above: bool) -> None:
+    def _write(
+        self,
+        digest: bytes,
+        totals: TenantTotals,
+        *,
+        was_above: bool,
+    ) -> None:
         """Write the row of a tenant, or delete the row of one without content and quota.
 
         :param was_above: whether the table ``META`` lists the tenant as above its quota.

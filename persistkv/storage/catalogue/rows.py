@@ -117,7 +117,13 @@ class TableRows:
             return value
         return self._opened(table, key, value)
 
-    def put(self, table: str, key: bytes, value: Buffer, tenant: str = STORE) -> None:
+    def put(
+        self,
+        table: str,
+        key: bytes,
+        value: Buffer,
+        tenant: str = STORE,
+    ) -> None:
         """Write a row, replacing the row with the same key.
 
         :param tenant: whose content the value describes.
@@ -128,7 +134,11 @@ class TableRows:
             value = self._seal.sealed(name, value, owner)
         self.txn.put(key, value, db=self._databases[table])
 
-    def put_many(self, table: str, rows: Sequence[tuple[bytes, bytes]]) -> None:
+    def put_many(
+        self,
+        table: str,
+        rows: Sequence[tuple[bytes, bytes]],
+    ) -> None:
         """Write many rows at once that belong to no tenant."""
         # sealed rows are encrypted one by one
         if table in self._sealed:
@@ -138,7 +148,12 @@ class TableRows:
         with self.cursor(table) as cursor:
             cursor.putmulti(rows)
 
-    def _opened(self, table: str, key: Buffer, value: Buffer) -> bytes:
+    def _opened(
+        self,
+        table: str,
+        key: Buffer,
+        value: Buffer,
+    ) -> bytes:
         """Return the value of a sealed row; empty, which decoders refuse, if it does not open."""
         try:
             return self._seal.opened(_row_name(table, key), value)
@@ -149,7 +164,11 @@ class TableRows:
         """Delete a row; return whether it existed."""
         return self.txn.delete(key, db=self._databases[table])
 
-    def range(self, table: str, start: bytes) -> Iterator[tuple[Buffer, Buffer]]:
+    def range(
+        self,
+        table: str,
+        start: bytes,
+    ) -> Iterator[tuple[Buffer, Buffer]]:
         """Iterate over (key, value) from the key ``start`` on, ascending. Do not change rows
         meanwhile."""
         cursor = self.cursor(table)
@@ -179,7 +198,11 @@ class TableRows:
         with self.cursor(table) as cursor:
             return bytes(cursor.key()) if cursor.set_range(start) else None
 
-    def existing(self, table: str, keys: Sequence[bytes]) -> set[bytes]:
+    def existing(
+        self,
+        table: str,
+        keys: Sequence[bytes],
+    ) -> set[bytes]:
         """Return those of the keys that have a row; fast also for many."""
         with self.cursor(table) as cursor:
             rows = cursor.getmulti(keys)
@@ -533,7 +556,11 @@ def holds_pack(rows: TableRows, name: bytes) -> bool:
     return pack_table(name, row) is not None
 
 
-def encode_change(kind: bytes, pack_id: bytes, table: PackTable | None = None) -> bytes:
+def encode_change(
+    kind: bytes,
+    pack_id: bytes,
+    table: PackTable | None = None,
+) -> bytes:
     """Return the value of a row in ``LOG``.
 
     :param table: of a removed pack, if known. The row contains its ``PackedKeys.fingerprints``, so
@@ -554,7 +581,10 @@ def decode_change(row: Buffer) -> tuple[bytes, bytes, bytes]:
     return kind, pack_id, fingerprints
 
 
-def decoded(decode: Callable[[Buffer], T], row: Buffer | None) -> T | None:
+def decoded(
+    decode: Callable[[Buffer], T],
+    row: Buffer | None,
+) -> T | None:
     """Return a decoded row; None if the row is missing or damaged."""
     if row is None:
         return None

@@ -211,7 +211,11 @@ class CatalogTransaction:
                 lacking.append(pack)
         return lacking
 
-    def evict(self, is_enough: Callable[[], bool], at_most: int) -> EvictionEnd:
+    def evict(
+        self,
+        is_enough: Callable[[], bool],
+        at_most: int,
+    ) -> EvictionEnd:
         """Evict until a goal is met: first packs of the tenants that are above their quotas, until
         none of them is, then packs and manifests of all tenants, both in eviction order.
 
@@ -441,7 +445,12 @@ class CatalogTransaction:
         if not is_listed:
             self._list_pack(name, UNKNOWN_DEPTH, tenant)
 
-    def _list_pack(self, name: bytes, depth: int, tenant: str) -> None:
+    def _list_pack(
+        self,
+        name: bytes,
+        depth: int,
+        tenant: str,
+    ) -> None:
         """List a pack in the eviction order, with the pins and the priority of the manifests that
         name it: in a shared store, manifests may arrive before their packs.
         """
@@ -572,7 +581,11 @@ class CatalogTransaction:
             if chain.pinned:
                 self._order.add_pins(pack, 1)
 
-    def drop_manifest(self, name: bytes, after: bytes | None = None) -> list[bytes]:
+    def drop_manifest(
+        self,
+        name: bytes,
+        after: bytes | None = None,
+    ) -> list[bytes]:
         """Delete a manifest, and keep its packs, which lose its pin. A manifest that is not held is
         ignored.
 
@@ -684,7 +697,12 @@ class CatalogTransaction:
         state.sequence = 0
         self.ended.append(namespace)
 
-    def _log(self, name: bytes, kind: bytes, table: PackTable | None = None) -> int:
+    def _log(
+        self,
+        name: bytes,
+        kind: bytes,
+        table: PackTable | None = None,
+    ) -> int:
         """Add an entry to the change log of a pack's namespace; return its sequence number.
 
         :param kind: ``ADDED`` or ``REMOVED``.

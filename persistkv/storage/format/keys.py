@@ -248,14 +248,22 @@ def decode_keys(data: Buffer) -> StoredKeys:
 _DECODER = msgspec.msgpack.Decoder(StoredKeys)
 
 
-def derive(secret: bytes, salt: bytes, purpose: bytes) -> bytes:
+def derive(
+    secret: bytes,
+    salt: bytes,
+    purpose: bytes,
+) -> bytes:
     """Return a key of 32 bytes for one purpose: HKDF-SHA256 (RFC 5869) of a secret."""
     # extract, then expand to one block of output, whose number is 1
     extracted = hmac.digest(salt, secret, "sha256")
     return hmac.digest(extracted, purpose + b"\1", "sha256")
 
 
-def gcm(key: bytes, nonce: bytes, tag: bytes | None = None) -> Cipher[Any]:
+def gcm(
+    key: bytes,
+    nonce: bytes,
+    tag: bytes | None = None,
+) -> Cipher[Any]:
     """Return AES-256-GCM for one message in several pieces.
 
     :param tag: tag of the message to decrypt; None: a message is encrypted.
@@ -265,7 +273,11 @@ def gcm(key: bytes, nonce: bytes, tag: bytes | None = None) -> Cipher[Any]:
     return Cipher(algorithms.AES(key), modes.GCM(nonce, tag))
 
 
-def seal_record(key: bytes, name: bytes, body: Buffer) -> bytes:
+def seal_record(
+    key: bytes,
+    name: bytes,
+    body: Buffer,
+) -> bytes:
     """Encrypt a record with a key that seals nothing else; return it with its tag at the end.
 
     :param name: without it, the record does not open.
@@ -275,7 +287,11 @@ def seal_record(key: bytes, name: bytes, body: Buffer) -> bytes:
     return AESGCM(key).encrypt(_ZERO_NONCE, body, name)
 
 
-def open_record(key: bytes, name: bytes, record: Buffer) -> bytes:
+def open_record(
+    key: bytes,
+    name: bytes,
+    record: Buffer,
+) -> bytes:
     """Return the body of a record that ``seal_record`` returned.
 
     :raises CorruptPackError: it is damaged, or was sealed with another key or name.

@@ -116,7 +116,10 @@ def _seal(body: bytes) -> bytes:
     return version + checksum + body
 
 
-def _open(data: Buffer, decode: Callable[[Buffer], T]) -> T:
+def _open(
+    data: Buffer,
+    decode: Callable[[Buffer], T],
+) -> T:
     """Verify bytes that ``_seal`` returned, and decode their body.
 
     :raises CorruptPackError: they are damaged, or of another version.

@@ -510,7 +510,11 @@ class PackTable(msgspec.Struct, frozen=True):
         )
 
 
-def _keys_in(table: bytes, lengths_at: int, header: _Header) -> PackedKeys:
+def _keys_in(
+    table: bytes,
+    lengths_at: int,
+    header: _Header,
+) -> PackedKeys:
     """Return the keys at the end of a table.
 
     :param lengths_at: offset of the lengths of the keys, which the keys follow.
@@ -603,7 +607,12 @@ def _check_frames(table: PackTable) -> None:
         )
 
 
-def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> None:
+def _check_lengths(
+    count: int,
+    block_bytes: int,
+    stored: int,
+    codec: str,
+) -> None:
     """Raise CorruptPackError if the lengths of a frame of ``count`` blocks are impossible."""
     raw = count * block_bytes
     # a single block may be larger than the maximum of a frame
@@ -624,7 +633,12 @@ def _check_lengths(count: int, block_bytes: int, stored: int, codec: str) -> Non
         )
 
 
-def decode_frame(codec: str, frame: Frame, stored: Buffer, out: memoryview) -> None:
+def decode_frame(
+    codec: str,
+    frame: Frame,
+    stored: Buffer,
+    out: memoryview,
+) -> None:
     """Decode a frame's verified bytes into ``out``, of ``frame.raw_length`` bytes: one block after
     the other.
 

@@ -196,7 +196,12 @@ class PackCopy(NewPack):
     :param seal: seal of the store that the copy is written to.
     """
 
-    def __init__(self, table: PackTable, payload: Buffer, seal: Seal) -> None:
+    def __init__(
+        self,
+        table: PackTable,
+        payload: Buffer,
+        seal: Seal,
+    ) -> None:
         namespace = table.namespace
         new_id = seal.new_pack_id(namespace, table.keys, table.codec, table.tenant)
         plain_length = _table_length(table)
@@ -491,7 +496,12 @@ class PackWriter(NewPack):
         sealed, tag = frame_seal.seal(placed, pieces)
         return _StoredFrame(frame._replace(tag=tag), sealed)
 
-    def _encoded(self, section: Section, start: int, stop: int) -> Buffer | None:
+    def _encoded(
+        self,
+        section: Section,
+        start: int,
+        stop: int,
+    ) -> Buffer | None:
         """Return the encoded blocks; None if the codec does not make them shorter: they are then
         stored raw."""
         if self.codec.identity:

@@ -165,7 +165,12 @@ class Seal(ABC):
         """
 
     @abstractmethod
-    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
+    def sealed(
+        self,
+        name: bytes,
+        body: Buffer,
+        tenant: str = STORE,
+    ) -> bytes:
         """Return a sealed record.
 
         :param name: names kind and place of the record, which opens only under the same name.
@@ -174,7 +179,12 @@ class Seal(ABC):
         """
 
     @abstractmethod
-    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+    def sealed_with(
+        self,
+        key_id: bytes,
+        name: bytes,
+        body: Buffer,
+    ) -> bytes:
         """Return what ``sealed`` returns, for one data key of the store.
 
         :raises CorruptPackError: there is no such key.
@@ -235,7 +245,11 @@ class _PlainFrames(FrameSeal):
         if self._checksum(placed.keys, pieces) != frame.tag:
             raise _wrong_frame(frame)
 
-    def _checksum(self, keys: Iterable[bytes], pieces: Iterable[Buffer]) -> bytes:
+    def _checksum(
+        self,
+        keys: Iterable[bytes],
+        pieces: Iterable[Buffer],
+    ) -> bytes:
         """Return the checksum of a frame's bytes. Its seed is a checksum of namespace and keys, so
         the bytes do not verify at the place of another frame."""
         # Pass the checksum of the keys as a seed: to hash it in front of the bytes would take a
@@ -284,11 +298,21 @@ class PlainSeal(Seal):
             )
         return _PlainFrames(table.namespace)
 
-    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
+    def sealed(
+        self,
+        name: bytes,
+        body: Buffer,
+        tenant: str = STORE,
+    ) -> bytes:
         checksum = _record_checksum(name, body)
         return b"".join([body, checksum])
 
-    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+    def sealed_with(
+        self,
+        key_id: bytes,
+        name: bytes,
+        body: Buffer,
+    ) -> bytes:
         return self.sealed(name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
@@ -492,10 +516,20 @@ class KeySeal(Seal):
         key = self._key(table.data_key)
         return _KeyFrames(key, table.salt, table.namespace, self._buffers)
 
-    def sealed(self, name: bytes, body: Buffer, tenant: str = STORE) -> bytes:
+    def sealed(
+        self,
+        name: bytes,
+        body: Buffer,
+        tenant: str = STORE,
+    ) -> bytes:
         return _sealed(self._key_of(tenant), name, body)
 
-    def sealed_with(self, key_id: bytes, name: bytes, body: Buffer) -> bytes:
+    def sealed_with(
+        self,
+        key_id: bytes,
+        name: bytes,
+        body: Buffer,
+    ) -> bytes:
         return _sealed(self._key(key_id), name, body)
 
     def opened(self, name: bytes, record: Buffer) -> bytes:
@@ -582,7 +616,11 @@ class KeySeal(Seal):
         return key
 
 
-def _mac(key: DataKey, salt: bytes, content: bytes) -> bytes:
+def _mac(
+    key: DataKey,
+    salt: bytes,
+    content: bytes,
+) -> bytes:
     """Return the HMAC-SHA256 of a document in its signature."""
     mac_key = derive(key.secret, salt, _RECEIPT_PURPOSE)
     return hmac.digest(mac_key, content, "sha256")
@@ -593,7 +631,11 @@ def record_key(record: Buffer) -> bytes:
     return bytes(record[:KEY_ID_BYTES])
 
 
-def _sealed(key: DataKey, name: bytes, body: Buffer) -> bytes:
+def _sealed(
+    key: DataKey,
+    name: bytes,
+    body: Buffer,
+) -> bytes:
     """Return a record that a data key seals."""
     # use a new salt for each write: the nonce is constant, and a name may get another body
     salt = os.urandom(SALT_BYTES)

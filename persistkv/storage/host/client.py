@@ -157,7 +157,12 @@ def _exclusive(
     """Decorate a method that must not run during a look of the idle supervision."""
 
     @wraps(call)
-    def alone(self: StoreClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def alone(
+        self: StoreClient,
+        /,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
         # Check before the lock is acquired: in a forked child, a thread that does not exist there
         # may hold it for ever.
         if os.getpid() != self._pid:

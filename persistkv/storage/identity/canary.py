@@ -132,7 +132,12 @@ class _Evidence:
     limit: float = 0.0
     """``Agreement.limit``; 0 before the first comparison."""
 
-    def add(self, request: str, block: Block, agreement: Agreement) -> None:
+    def add(
+        self,
+        request: str,
+        block: Block,
+        agreement: Agreement,
+    ) -> None:
         """Add the comparison of a block that a request has offered."""
         self.error = max(self.error, agreement.error)
         # the same in all comparisons: it depends on the dtype only
@@ -287,7 +292,11 @@ class Canary:
             _depths_text(verdict.depths),
         )
 
-    def _open(self, namespace: bytes, depths: tuple[int, ...]) -> OtherNamespace:
+    def _open(
+        self,
+        namespace: bytes,
+        depths: tuple[int, ...],
+    ) -> OtherNamespace:
         """Read the catalogue of another namespace, on the caller's thread."""
         return OtherNamespace(
             self._own, namespace, self._rows.layout, self._options, depths
@@ -554,7 +563,11 @@ class Canary:
             _depths_text(evidence.depths),
         )
 
-    def _adopt(self, other: OtherNamespace, depths: tuple[int, ...]) -> None:
+    def _adopt(
+        self,
+        other: OtherNamespace,
+        depths: tuple[int, ...],
+    ) -> None:
         """Adopt the namespace up to these depths, or extend them."""
         self._set_verdict(other, "adopted", depths)
         self._extended_at = time.monotonic()

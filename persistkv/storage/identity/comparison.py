@@ -80,7 +80,11 @@ class Agreement(NamedTuple):
         return self.error <= self.limit
 
 
-def fits(numbers: NumberLayout, group: int, block_bytes: int) -> bool:
+def fits(
+    numbers: NumberLayout,
+    group: int,
+    block_bytes: int,
+) -> bool:
     """Return whether a group's vectors do not overlap, and end within its ``block_bytes`` at the
     start of a row."""
     layout = numbers.groups[group]
@@ -211,7 +215,11 @@ def _relative_errors(differences: Floats, norms: Floats) -> Floats:
     return errors
 
 
-def _items(row: ByteArray, layout: VectorLayout, dtype: str) -> npt.NDArray[np.generic]:
+def _items(
+    row: ByteArray,
+    layout: VectorLayout,
+    dtype: str,
+) -> npt.NDArray[np.generic]:
     """Return the undecoded numbers of a row as an array of shape (cells, tokens, length)."""
     item_bytes = _ITEM_BYTES[dtype]
     # (count, stride in bytes) of the innermost axis: the numbers of a vector are consecutive
@@ -238,7 +246,10 @@ def _norms(vectors: Floats) -> Floats:
     return norms
 
 
-def _decode(items: npt.NDArray[np.generic], dtype: str) -> Floats:
+def _decode(
+    items: npt.NDArray[np.generic],
+    dtype: str,
+) -> Floats:
     """Return the values of numbers of a dtype, given as unsigned integers of the same size."""
     if dtype == "float32":
         return items.view(np.float32)

@@ -154,7 +154,10 @@ def _canonical(fields: Any) -> bytes:
     ).encode()
 
 
-def _flatten(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(
+    value: Any,
+    path: str = "",
+) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a tree with their dotted paths. Empty mappings and lists are leaves."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
@@ -285,7 +288,11 @@ def _file_entries(path: Path) -> list[_TensorEntry]:
     return entries
 
 
-def _hash_file(path: Path, descriptor: int, size: int) -> list[_TensorEntry]:
+def _hash_file(
+    path: Path,
+    descriptor: int,
+    size: int,
+) -> list[_TensorEntry]:
     """Read and hash the tensors of an open weight file of ``size`` bytes."""
     piece_bytes = min(_PIECE_BYTES, max(size, 1))
     buffer = memoryview(bytearray(piece_bytes))
@@ -387,7 +394,10 @@ def _cache_file(path: Path) -> Path:
     return directory / f"{name}.json"
 
 
-def _load_entries(path: Path, status: os.stat_result) -> list[_TensorEntry] | None:
+def _load_entries(
+    path: Path,
+    status: os.stat_result,
+) -> list[_TensorEntry] | None:
     """Return the cached entries of a file; None if the file changed, or if the cache has no
     readable record of it."""
     try:

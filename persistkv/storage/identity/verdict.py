@@ -45,7 +45,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the verdict: seconds since the epoch, on the clock of the machine that decided."""
 
 
-def read_verdict(backend: Backend, ours: bytes, theirs: bytes) -> Verdict | None:
+def read_verdict(
+    backend: Backend,
+    ours: bytes,
+    theirs: bytes,
+) -> Verdict | None:
     """Return the recorded verdict of namespace ``ours`` about ``theirs``; None if there is none
     that can be read."""
     content = backend.note(ours, theirs.hex())

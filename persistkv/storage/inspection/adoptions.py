@@ -26,7 +26,12 @@ class AdoptionView(msgspec.Struct, frozen=True, kw_only=True):
     at: float
 
     @classmethod
-    def of(cls, ours: bytes, theirs: bytes, verdict: Verdict) -> AdoptionView:
+    def of(
+        cls,
+        ours: bytes,
+        theirs: bytes,
+        verdict: Verdict,
+    ) -> AdoptionView:
         """Return the view of a verdict of namespace ``ours`` about ``theirs``."""
         fields = msgspec.structs.asdict(verdict)
         del fields["version"]

@@ -73,7 +73,10 @@ class NamespacePacks:
         return self._holders
 
     @staticmethod
-    def _add_keys(holders: dict[bytes, tuple[bytes, ...]], table: PackTable) -> None:
+    def _add_keys(
+        holders: dict[bytes, tuple[bytes, ...]],
+        table: PackTable,
+    ) -> None:
         """Add the keys of a pack to an index of keys."""
         alone = (table.pack_id,)  # one tuple for all keys that only this pack holds
         for key in table.keys.unpack():

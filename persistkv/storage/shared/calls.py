@@ -154,7 +154,12 @@ class Medium:
         written = self.put(name, [data])
         return BlobInfo(name, size, written)
 
-    def read(self, name: str, start: int, length: int) -> bytearray:
+    def read(
+        self,
+        name: str,
+        start: int,
+        length: int,
+    ) -> bytearray:
         """Return ``length`` bytes of a blob; fewer if it ends before.
 
         :raises BlobMissingError: there is no such blob.

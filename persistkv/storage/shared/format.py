@@ -439,7 +439,12 @@ class Names:
         nonce = random.randbytes(NONCE_BYTES)
         return f"{self.inbox}{nonce.hex()}"
 
-    def new_index(self, level: int, time: float, random: Random) -> str:
+    def new_index(
+        self,
+        level: int,
+        time: float,
+        random: Random,
+    ) -> str:
         """Return a name for a segment or a part of a base. Names sort by level, then by time: an
         object has a greater name than the objects that it includes, and readers begin with the
         greatest.

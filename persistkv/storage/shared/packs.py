@@ -368,7 +368,12 @@ class _Range:
     :param blob: the blob that holds the pack.
     """
 
-    def __init__(self, pack_id: bytes, blob: PackBlob, start: int) -> None:
+    def __init__(
+        self,
+        pack_id: bytes,
+        blob: PackBlob,
+        start: int,
+    ) -> None:
         self.pack_id = pack_id
         self.blob = blob
         self.start = self.end = start
@@ -386,7 +391,12 @@ class _Range:
         distance = span.offset - self.end
         return span.pack_id == self.pack_id and 0 <= distance <= gap_bytes
 
-    def add(self, index: int, span: ReadSpan, length: int) -> None:
+    def add(
+        self,
+        index: int,
+        span: ReadSpan,
+        length: int,
+    ) -> None:
         """Append span ``index``, of ``length`` bytes, and memory for the bytes between the previous
         span and it."""
         gap = span.offset - self.end

@@ -84,7 +84,11 @@ def first_slots(fingerprints: Fps, slots: int) -> Ints:
     return (fingerprints % np.uint64(slots)).astype(np.int64)
 
 
-def advance(probed: Ints, which: Ints, slots: int) -> None:
+def advance(
+    probed: Ints,
+    which: Ints,
+    slots: int,
+) -> None:
     """Move the probes with the indices ``which`` to their next slots; the first slot follows the
     last one."""
     following = probed[which] + 1

@@ -272,7 +272,11 @@ def _runs(
         yield run
 
 
-def _follows(before: FrameRead, read: FrameRead, most_gap_bytes: int) -> bool:
+def _follows(
+    before: FrameRead,
+    read: FrameRead,
+    most_gap_bytes: int,
+) -> bool:
     """Return whether one call can read a frame together with the one before it."""
     if read.pack is not before.pack:
         return False

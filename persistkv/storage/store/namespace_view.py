@@ -548,7 +548,12 @@ class NamespaceView:
         # pass empty fingerprints, because they are not known: the index searches all its slots
         self._remove_packs(dict.fromkeys(unreadable, b""))
 
-    def _set_collisions(self, keys: Sequence[bytes], *, collided: bool) -> None:
+    def _set_collisions(
+        self,
+        keys: Sequence[bytes],
+        *,
+        collided: bool,
+    ) -> None:
         """Remember, or forget, that keys collide: other keys with their fingerprints are held, but
         not they. Report the change to the engine, whose lookups see fingerprints only."""
         if keys:

@@ -189,7 +189,11 @@ class SavingsRecorder:
         # count it last: a write that runs during this call may not include all of its numbers
         self._num_added += 1
 
-    def _add_restored(self, tokens: int, labels: Mapping[str, str]) -> None:
+    def _add_restored(
+        self,
+        tokens: int,
+        labels: Mapping[str, str],
+    ) -> None:
         """Add the restored tokens of one request to the totals, and to those of its labels."""
         restored = Restored(requests=1, tokens=tokens)
         self._total.requests += 1
@@ -250,7 +254,11 @@ def add_savings(
         logger.info("savings are not recorded: %s", str(error))
 
 
-def _source_name(day: int, namespace: bytes, source: str) -> str:
+def _source_name(
+    day: int,
+    namespace: bytes,
+    source: str,
+) -> str:
     """Return the name of a source's note, which ``_NAME`` matches."""
     return f"s{day:05}{namespace.hex()[:8]}{source}"
 

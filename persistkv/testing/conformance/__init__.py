@@ -787,7 +787,11 @@ def _torn_pack(rig: NamespaceRig) -> PackWriter:
     )
 
 
-def _span(pack_id: bytes, offset: int, *lengths: int) -> ReadSpan:
+def _span(
+    pack_id: bytes,
+    offset: int,
+    *lengths: int,
+) -> ReadSpan:
     """Return a span of a pack to read into new buffers of these lengths."""
     buffers = [memoryview(bytearray(length)) for length in lengths]
     return ReadSpan(pack_id, offset, buffers)

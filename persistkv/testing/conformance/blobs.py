@@ -715,7 +715,11 @@ def _read(
     return bytes(found[:count])
 
 
-def _copy_in_process(opener: Opener, source: str, target: str) -> None:
+def _copy_in_process(
+    opener: Opener,
+    source: str,
+    target: str,
+) -> None:
     """Copy a blob, in a process that has opened a handle of its own."""
     with closing(opener()) as blobs:
         blobs.put(target, [_read(blobs, source)])

@@ -52,7 +52,12 @@ class RawStore(ABC):
     store is open."""
 
     @abstractmethod
-    def get(self, kind: RawKind, namespace: bytes, name: bytes) -> bytes:
+    def get(
+        self,
+        kind: RawKind,
+        namespace: bytes,
+        name: bytes,
+    ) -> bytes:
         """Return the stored bytes of one item; ``RawKind`` defines its name."""
 
     @abstractmethod
@@ -345,7 +350,11 @@ def sample_identity(number: int = 0) -> Identity:
     return Identity.of({"weights": f"sha256:{number:064x}", "config": config})
 
 
-def read_pack(backend: Backend, namespace: bytes, table: PackTable) -> bytes | None:
+def read_pack(
+    backend: Backend,
+    namespace: bytes,
+    table: PackTable,
+) -> bytes | None:
     """Return the whole payload of a pack, with opened frames; None if the read is a miss."""
     buffer = bytearray(table.payload_length)
     span = ReadSpan(table.pack_id, 0, [memoryview(buffer)])

@@ -123,7 +123,11 @@ def _add_options(parser: ArgumentParser) -> None:
 COMMAND = Command(bench, (URL,), _add_options)
 
 
-def _figure(name: str, job_bytes: int, times: _Times) -> Figure:
+def _figure(
+    name: str,
+    job_bytes: int,
+    times: _Times,
+) -> Figure:
     """Return the medians of an operation and of plain transfers of the same bytes.
 
     :param name: ``store`` or ``load``.
@@ -211,7 +215,11 @@ def _measure(
     return times
 
 
-def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter:
+def _new_pack(
+    backend: Backend,
+    namespace: bytes,
+    rows: ByteArray,
+) -> PackWriter:
     """Return a pack of these blocks under new keys, because a store would not write blocks that it
     holds."""
     keys = [make_offload_key(os.urandom(32), 0) for _ in rows]
@@ -224,7 +232,11 @@ def _new_pack(backend: Backend, namespace: bytes, rows: ByteArray) -> PackWriter
     return PackWriter(namespace, RawCodec(), [section], seal=backend.seal)
 
 
-def _load(backend: Backend, pack: PackWriter, target: memoryview) -> None:
+def _load(
+    backend: Backend,
+    pack: PackWriter,
+    target: memoryview,
+) -> None:
     """Read a pack and verify it; raise StoreError if it is gone or damaged."""
     span = ReadSpan(pack.pack_id, 0, [target])
     if backend.read(pack.namespace, [span]) != [True]:

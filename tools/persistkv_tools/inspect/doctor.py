@@ -429,7 +429,11 @@ def _pid_namespace() -> Check:
     return _passed("PID namespace", is_initial, found, todo, Level.NOTE)
 
 
-def _disk_space(location: Path, store_bytes: int, capacity: int | None) -> Check:
+def _disk_space(
+    location: Path,
+    store_bytes: int,
+    capacity: int | None,
+) -> Check:
     """Check whether the disk has room for a store that grows up to its capacity.
 
     :param store_bytes: bytes that the store takes on disk now.

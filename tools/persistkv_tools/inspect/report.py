@@ -164,7 +164,12 @@ class ReportData(msgspec.Struct, frozen=True):
     engines: list[EngineView]
 
 
-def report(url: str, *, output: Path, json: bool) -> None:
+def report(
+    url: str,
+    *,
+    output: Path,
+    json: bool,
+) -> None:
     """Write an HTML page about a store: ages, sizes, fill and hits over time, prefix tree, codecs.
     It needs no network.
 
@@ -460,7 +465,11 @@ def _escape(text: str) -> str:
     return html.escape(printable(text))
 
 
-def _section(title: str, note: str, content: str) -> str:
+def _section(
+    title: str,
+    note: str,
+    content: str,
+) -> str:
     return f"<section><h2>{title}</h2><p>{_escape(note)}</p>{content}</section>"
 
 

@@ -185,7 +185,12 @@ def _samples(metrics: Iterable[Metric]) -> list[dict[str, object]]:
     return samples
 
 
-def _say_address(url: str, address: str, *, json: bool) -> None:
+def _say_address(
+    url: str,
+    address: str,
+    *,
+    json: bool,
+) -> None:
     if json:
         render.print_json({"url": url, "address": address})
     else:
@@ -303,7 +308,12 @@ class StoreCollector:
             metrics.append(self._gauge(name, "Limit of disk_bytes.", stats.capacity))
         return metrics
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        value: float,
+    ) -> Metric:
         """Return a metric of the whole store."""
         from prometheus_client.core import GaugeMetricFamily
 

@@ -584,7 +584,11 @@ def _largest_group(group_blocks: Sequence[int]) -> int:
     return group_blocks.index(max(group_blocks))
 
 
-def _chains_of_group(backend: Backend, namespace: bytes, group: int) -> list[_Chain]:
+def _chains_of_group(
+    backend: Backend,
+    namespace: bytes,
+    group: int,
+) -> list[_Chain]:
     """Return the keys of each request in one KV cache group with the request's id, sorted."""
     chains: list[_Chain] = []
     names = request_ids(backend, namespace)
@@ -619,7 +623,11 @@ def _branches(
     return branches
 
 
-def _node(branch: Sequence[_Chain], depth: int, chosen: str) -> TreeNode:
+def _node(
+    branch: Sequence[_Chain],
+    depth: int,
+    chosen: str,
+) -> TreeNode:
     """Return the longest run of keys, from ``depth``, that all of these sorted chains share,
     without its children."""
     first_keys = branch[0].keys

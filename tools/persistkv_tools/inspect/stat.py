@@ -203,7 +203,11 @@ def _print_merging(namespaces: list[NamespaceTotals]) -> None:
     render.show_table(columns, shared, left="namespace")
 
 
-def _print_histogram(title: str, header: str, bins: list[Bin]) -> None:
+def _print_histogram(
+    title: str,
+    header: str,
+    bins: list[Bin],
+) -> None:
     """Print the requests and bytes of each bin, with a bar relative to the fullest one.
 
     :param header: header of the column with the upper bounds of the bins.

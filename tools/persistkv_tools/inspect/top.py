@@ -137,7 +137,11 @@ def top(
                 console.print(_screen(snapshot))
 
 
-def _show_live(watch: Watch, pause_s: float, console: Console) -> NoReturn:
+def _show_live(
+    watch: Watch,
+    pause_s: float,
+    console: Console,
+) -> NoReturn:
     """Show the present state on the terminal, again and again, until Ctrl-C."""
     # take a first snapshot that is not shown, because rates need two
     watch.snapshot()

@@ -149,7 +149,12 @@ def _print_all(comparisons: Sequence[ComparisonView], store_content: str) -> Non
         render.say(f"{store_content}: nothing to compare. {advice}")
 
 
-def _why_request(url: str, request: str, *, json: bool) -> None:
+def _why_request(
+    url: str,
+    request: str,
+    *,
+    json: bool,
+) -> None:
     """Show how the engines used the blocks that the store held for a request.
 
     :raises NotFoundError: no engine lists the request.

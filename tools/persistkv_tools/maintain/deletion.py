@@ -541,7 +541,12 @@ class Prune:
             raise
         self._count_requests(backend, usage)
 
-    def _commit(self, backend: Backend, usage: _Usage, batch: CommitBatch) -> None:
+    def _commit(
+        self,
+        backend: Backend,
+        usage: _Usage,
+        batch: CommitBatch,
+    ) -> None:
         """Commit deletions, in smaller parts if the store has no room for the commit, and pause."""
         begin = time.monotonic()
         try:

@@ -106,7 +106,12 @@ def _print(receipt: Receipt, path: Path | None) -> None:
         render.say(f"- {text}")
 
 
-def _verify(url: str, path: Path, *, json: bool) -> None:
+def _verify(
+    url: str,
+    path: Path,
+    *,
+    json: bool,
+) -> None:
     """Print whether the store has signed the receipt in a file; exit code 1: it has not."""
     try:
         data = path.read_bytes()

@@ -121,7 +121,12 @@ class VerifyState(Tally, kw_only=True):
         )
 
     @classmethod
-    def load(cls, path: Path, url: str, sample: float) -> VerifyState:
+    def load(
+        cls,
+        path: Path,
+        url: str,
+        sample: float,
+    ) -> VerifyState:
         """Return the state that a file holds; a new state if the file is absent.
 
         :raises ConfigurationError: the file is unreadable, or of another store or sample.
@@ -255,7 +260,11 @@ def _wrong_tenant_totals(
         )
 
 
-def _wrong_total(problem: Problem, noun: str, excess: int) -> Iterator[Defect]:
+def _wrong_total(
+    problem: Problem,
+    noun: str,
+    excess: int,
+) -> Iterator[Defect]:
     """Yield a finding if a total of the store counts other rows than can be read.
 
     :param noun: what the rows are, in the plural.
@@ -491,7 +500,11 @@ class Verifier:
         return findings
 
 
-def _is_good(piece: Piece, payload: memoryview, seal: Seal) -> bool:
+def _is_good(
+    piece: Piece,
+    payload: memoryview,
+    seal: Seal,
+) -> bool:
     """Return whether a piece has no defect. False for an unknown codec: the second check of its
     pack counts it.
 

@@ -300,7 +300,11 @@ def _print_pins(views: Iterable[RequestView]) -> None:
         render.say(f"of these, {render.count(pins, 'request')} {verb} pinned")
 
 
-def _print_outcome(pruning: Prune, outcome: _Outcome, keep_bytes: int | None) -> None:
+def _print_outcome(
+    pruning: Prune,
+    outcome: _Outcome,
+    keep_bytes: int | None,
+) -> None:
     """Print the deleted content."""
     done = outcome.done
     # None: nothing was deleted, because of --dry-run, or because the user did not consent

@@ -81,7 +81,11 @@ def _shown(progress: Progress) -> Callable[[int, int], None]:
     return show
 
 
-def _report(url: str, found: Rebuilt | None, seconds: float) -> RebuildReport:
+def _report(
+    url: str,
+    found: Rebuilt | None,
+    seconds: float,
+) -> RebuildReport:
     """Return the report of a rebuild.
 
     :param found: what the driver found; None: the catalogue is intact.

@@ -289,7 +289,12 @@ def _repair(
     return done, failure
 
 
-def _consents(plan: RepairPlan, *, yes: bool, json: bool) -> bool:
+def _consents(
+    plan: RepairPlan,
+    *,
+    yes: bool,
+    json: bool,
+) -> bool:
     """Show the plan, and return whether the user consents to it; ask, unless ``yes``."""
     if not json:
         _print_plan(plan)
@@ -418,7 +423,11 @@ def _count_problems(findings: Iterable[Defect]) -> Counter[str]:
     return counts
 
 
-def _begin_state(url: str, sample: float, resume: Path | None) -> VerifyState:
+def _begin_state(
+    url: str,
+    sample: float,
+    resume: Path | None,
+) -> VerifyState:
     """Return the state of a new run, or that of an interrupted one."""
     if resume is None:
         return VerifyState.begin(url, sample)
@@ -443,7 +452,11 @@ def _fast_thread_switches() -> Iterator[None]:
         sys.setswitchinterval(usual_interval)
 
 
-def _read_packs(verifier: Verifier, state: VerifyState, resume: Path | None) -> None:
+def _read_packs(
+    verifier: Verifier,
+    state: VerifyState,
+    resume: Path | None,
+) -> None:
     """Read all packs; save the state every few seconds, and at the end, also after an error.
 
     :param state: progress of the verifier.
@@ -594,7 +607,11 @@ def _plan_namespace(
             plan.requests.append(planned_request)
 
 
-def repair_packs(backend: Backend, findings: Iterable[Defect], done: Repaired) -> None:
+def repair_packs(
+    backend: Backend,
+    findings: Iterable[Defect],
+    done: Repaired,
+) -> None:
     """Delete the packs of ``findings`` that are still bad, and shorten the requests that name them;
     each commit updates ``done``.
 

@@ -213,7 +213,11 @@ def _sources(
     return sources
 
 
-def _print(outcome: CopyOutcome, target: str, seconds: float | None) -> None:
+def _print(
+    outcome: CopyOutcome,
+    target: str,
+    seconds: float | None,
+) -> None:
     """Print the outcome of a copy.
 
     :param seconds: duration of the copy; None: the outcome is a plan.

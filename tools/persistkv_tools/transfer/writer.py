@@ -57,7 +57,11 @@ def run_plan(
     return copied
 
 
-def _write_source(plan: CopyPlan, source: Source, writer: _NamespaceWriter) -> None:
+def _write_source(
+    plan: CopyPlan,
+    source: Source,
+    writer: _NamespaceWriter,
+) -> None:
     """Write the packs and requests of one namespace."""
     # Write packs that no request names first. Packs of requests are used after them, and so they
     # are evicted later.

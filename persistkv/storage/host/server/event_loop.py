@@ -137,7 +137,11 @@ class _Server:
         error = HostError("a store is opened once, before it is closed")
         self._channel.send(protocol.OpenFailed.of(error))
 
-    async def _open(self, hello: protocol.Hello, tasks: asyncio.TaskGroup) -> None:
+    async def _open(
+        self,
+        hello: protocol.Hello,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
         """Open the store in a thread, and begin its session; answer if it cannot be opened."""
         opener = ThreadPool(1, "persistkv-opener")
         self._opener = opener

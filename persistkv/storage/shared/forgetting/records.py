@@ -99,7 +99,12 @@ class ForgottenTenants:
                 found.update(record.keys)
         return frozenset(found)
 
-    def covers(self, tenant: str, data_key: bytes, time: float) -> bool:
+    def covers(
+        self,
+        tenant: str,
+        data_key: bytes,
+        time: float,
+    ) -> bool:
         """Return whether content is forgotten.
 
         :param data_key: id of the key that seals it; ``PLAIN_KEY``: none does.

@@ -458,7 +458,12 @@ class Merger:
         difference_s = abs(now - self._clock.wall())
         return now if difference_s < AGREEING_S else 0.0
 
-    def _publish(self, segment: Delta, began: float, planned: float) -> None:
+    def _publish(
+        self,
+        segment: Delta,
+        began: float,
+        planned: float,
+    ) -> None:
         """Write a segment. The replica has its content already, except for the evictions.
 
         :param began: monotonic time at which the merge began to list commits.
@@ -655,7 +660,12 @@ class Merger:
         # keep the last names: they have the highest levels, and include most of the other objects
         return unincluded + included[-MOST_CARRIED:]
 
-    def _write_part(self, level: int, part: Delta, began: float) -> str:
+    def _write_part(
+        self,
+        level: int,
+        part: Delta,
+        began: float,
+    ) -> str:
         """Write a part of a base; return its name.
 
         :param began: monotonic time at which the base was begun. After an hour, no part is written,

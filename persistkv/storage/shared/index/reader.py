@@ -53,7 +53,12 @@ class IndexReader:
     :param names: names of the namespace's blobs.
     """
 
-    def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+    ) -> None:
         self._medium = medium
         self._names = names
         self._replica = replica

@@ -60,7 +60,12 @@ class Sweeper:
     """Sweeps the blobs of one namespace. One thread at a time may call ``step``, any thread
     ``sweep``. Commits and merges may run meanwhile."""
 
-    def __init__(self, medium: Medium, names: Names, replica: Replica) -> None:
+    def __init__(
+        self,
+        medium: Medium,
+        names: Names,
+        replica: Replica,
+    ) -> None:
         self._medium = medium
         self._names = names
         self._replica = replica

@@ -451,7 +451,12 @@ class Replica:
                 pins.append((digest, pinned))
         return pins
 
-    def plan_eviction(self, limits: Limits, now: float, at_most: int) -> Removals:
+    def plan_eviction(
+        self,
+        limits: Limits,
+        now: float,
+        at_most: int,
+    ) -> Removals:
         """Return expired content, and content to evict; change nothing.
 
         :param now: present time on the medium's clock; 0: nothing expires.
@@ -705,7 +710,11 @@ def _age_steps(
     return ages
 
 
-def _purge_times(rows: TableRows, table: str, before: float) -> None:
+def _purge_times(
+    rows: TableRows,
+    table: str,
+    before: float,
+) -> None:
     """Delete the rows with times earlier than ``before``. The values of the table are times."""
     old: list[bytes] = []
     for key, row in rows.range(table, start=b""):

@@ -162,7 +162,11 @@ def blob_row(rows: TableRows, name: bytes) -> BlobRow:
     return decode_blob_row(bytes(row))
 
 
-def put_blob_row(rows: TableRows, name: bytes, row: BlobRow) -> None:
+def put_blob_row(
+    rows: TableRows,
+    name: bytes,
+    row: BlobRow,
+) -> None:
     rows.put(BLOBS, name, row.encode())
 
 
@@ -171,7 +175,11 @@ def decode_blob_row(row: bytes) -> BlobRow:
     return BlobRow(counted, row[_BLOB.size :])
 
 
-def read_time(rows: TableRows, table: str, key: bytes) -> float | None:
+def read_time(
+    rows: TableRows,
+    table: str,
+    key: bytes,
+) -> float | None:
     """Return the time in a row of ``TOMBSTONES`` or ``EARLY``; None: there is no such row."""
     row = rows.get(table, key)
     if row is None:
@@ -201,7 +209,11 @@ def read_version(rows: TableRows, digest: bytes) -> Version:
     return Version._make(fields)
 
 
-def write_version(rows: TableRows, digest: bytes, version: Version) -> None:
+def write_version(
+    rows: TableRows,
+    digest: bytes,
+    version: Version,
+) -> None:
     row = _VERSION.pack(*version)
     rows.put(VERSIONS, digest, row)
 

@@ -328,7 +328,7 @@ class PersistentTier(SecondaryTierManager):
             return
         # a store that compares blocks with those of another release, or stores adopted blocks
         # again, needs the jobs of held blocks, too
-        may_skip = not self.client.wants_all
+        may_skip = not self.client.sends_held_blocks
         if may_skip and self.client.table.prefix(keys) == len(keys):
             # a store of held blocks counts as their use
             self.touch(keys, context)

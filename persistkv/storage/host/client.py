@@ -216,7 +216,7 @@ class StoreClient:
         self.contains = self.table.contains
         """Whether a key is stored: a method of ``table``, bound once because each lookup calls
         it."""
-        self.wants_all = False
+        self.sends_held_blocks = False
         """Whether store jobs must be submitted even if ``table`` contains all of their keys: the
         store compares their blocks with those of another engine release, or stores adopted blocks
         again."""
@@ -513,7 +513,7 @@ class StoreClient:
         self._others_load = True
         # Only a store that wants all store jobs compares blocks with those that the engine
         # computes. Any other store need not know which blocks were computed.
-        if self.wants_all and self.state is State.OPEN:
+        if self.sends_held_blocks and self.state is State.OPEN:
             packed = PackedKeys.of(keys)
             self.supervisor.connection.send(protocol.Loaded(packed))
 
@@ -755,8 +755,8 @@ class StoreClient:
         self._map_table(opened.table)
         self.supervisor.opened()
         self._open_failures.report_opened()
-        self.wants_all = opened.wants_all
-        if self.wants_all and self._others_load:
+        self.sends_held_blocks = opened.sends_held_blocks
+        if self.sends_held_blocks and self._others_load:
             # send no keys, which means that any block may have been loaded elsewhere: this host has
             # not received the keys that were reported before it opened the store
             unknown_keys = PackedKeys()

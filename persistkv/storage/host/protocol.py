@@ -203,7 +203,7 @@ class Opened(_Message):
     prefill: tuple[int, float] = (0, 0.0)
     """Tokens and seconds of this model's measured prefills, as recorded in the store; 0 if none
     is."""
-    wants_all: bool = False
+    sends_held_blocks: bool = False
     """Whether the engine must also send store jobs whose keys the lookup table contains: blocks are
     compared with those of another release, and adopted blocks are stored again."""
 

@@ -76,7 +76,7 @@ class Session:
             table,
             store.notice,
             prefill=store.savings.prefill,
-            wants_all=store.sources.active,
+            sends_held_blocks=store.sources.active,
         )
         channel.send(opened)
         endless = (

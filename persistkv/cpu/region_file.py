@@ -92,7 +92,8 @@ class RegionFile:
         call waits until the file has its size, at most ``timeout_s`` seconds.
 
         :raises ConfigurationError: ``size`` bytes are not free; the file is removed. If the
-            directory is large enough, the call has waited up to 25 s for them.
+            directory is large enough, the call has waited up to 25 s for other processes to free
+            them, whatever ``timeout_s`` is.
         :raises RegionError: the file did not reach its size in time, another user owns it or may
             open it, or the directory cannot be used.
         """

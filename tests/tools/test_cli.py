@@ -333,3 +333,16 @@ def test_help_lists_every_command(run: Run) -> None:
     done = run("--help")
     assert all(command in done.stdout for command in COMMANDS)
     assert run("--version").stdout.startswith("persistkv 0.")
+
+
+def test_command_with_consent_runs_with_closed_stdin(
+    run: Run,
+    filled: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a service does that has closed its standard streams."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert run("prune", filled, "--orphans", "--yes").returncode == 0
+    refused = run("prune", filled, "--request", "engine-1")
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr

@@ -230,8 +230,11 @@ def ensure_consent(
     :param what: command that needs consent, for the error.
     :param ways: options that give consent, for the error.
     """
-    can_ask = sys.stdin.isatty() and not json
-    if not (yes or can_ask):
+    # with consent given, do not look at the terminal: a closed stdin is None
+    if yes:
+        return
+    can_ask = sys.stdin is not None and sys.stdin.isatty() and not json
+    if not can_ask:
         raise MissingOptionError(
             what, f"{ways}: it cannot ask without a terminal, or with --json"
         )

@@ -251,8 +251,9 @@ def check_pack(
 ) -> list[Defect]:
     """Read a pack and return its defects; parameters and errors as for ``checked_pieces``."""
     defects: list[Defect] = []
-    for _, defects_of_piece in checked_pieces(backend, table, on_bytes):
+    for stored, defects_of_piece in checked_pieces(backend, table, on_bytes):
         defects += defects_of_piece
+        del stored  # a piece at a time is in memory
     return defects
 
 
@@ -282,6 +283,8 @@ def checked_pieces(
             defects = [_defect(table, Problem.SHORT, detail, offset=piece.start)]
         on_bytes(piece.length)
         yield buffer, defects
+        # release the memory before the next piece is read
+        del memory, buffer, span
 
 
 def _defect(

@@ -154,9 +154,10 @@ class Room:
         """Check that the batch fits the capacity before it is written, and that the segments do not
         take disk space that the catalogue needs.
 
-        :raises StoreFullError: the batch does not fit, or the segments have more disk space: the
-            caller evicts in other transactions, which also return disk space, and tries again. Or a
-            stopped reader keeps the catalogue from reusing its pages (``check_growth``).
+        :raises StoreFullError: the batch does not fit, or the segments have more disk space
+            than their share: the caller evicts in other transactions, which also return disk space,
+            and tries again. Or a stopped reader keeps the catalogue from reusing its pages
+            (``check_growth``).
         """
         adds_nothing = not any(self.need)
         # a batch that only deletes uses the reserve for deletions
@@ -171,7 +172,8 @@ class Room:
         allocator = self.payloads.allocator
         on_disk = allocator.total * PAGE_BYTES
         has_free_excess = on_disk > self.payloads.limit and allocator.free > 0
-        if has_free_excess and self._environment.files.punches:
+        can_return_space = has_free_excess and self._environment.files.punches
+        if can_return_space:
             raise self.full_error()
 
     def full_error(self) -> StoreFullError:

@@ -199,7 +199,7 @@ def _cpu_vectors(
     number_bytes: int,
 ) -> _TokenVectors:
     """Return the vectors in a block of vLLM's CPU platform: the keys of all tokens, followed by the
-    values of all tokens, which are as long (``_is_plain``)."""
+    values of all tokens. Keys and values have the same length (``_is_plain``)."""
     length = attention.head_size
     vector_bytes = length * number_bytes
     # a token has two vectors, key and value; the second one follows after the keys of all tokens

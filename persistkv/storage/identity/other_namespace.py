@@ -185,6 +185,7 @@ class OtherNamespace(NamespaceView):
 
     async def _quarantine(self) -> None:
         """Delete nothing: the engines of the other release decide about their packs."""
+        # no suspected pack waits for a decision any more
         self._repair_work.undecided = False
 
     def close(self, *, saves: bool = True) -> None:

@@ -387,7 +387,11 @@ def _parse_bytes(
 # cache the results, because ``latest`` names the same objects many times
 @lru_cache(maxsize=4096)
 def _level(name: str) -> int:
-    """Return ``Names.level`` of a name without the prefix ``index/``."""
+    """Return the level of an index object, which its name contains: how often its content was
+    merged. 0 for a commit, and for any other name.
+
+    :param name: without the prefix ``index/``.
+    """
     found = _INDEX.fullmatch(name)
     return 0 if found is None else int(found[1], 16)
 

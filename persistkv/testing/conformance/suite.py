@@ -121,8 +121,8 @@ def _call_with_environment(
     target: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
-    """Call ``target`` with the environment of the test, instead of that of the server that forks
-    this process: an earlier test may have started the server."""
+    """Call ``target`` with the environment of the test, in addition to that of the server that
+    forks this process: an earlier test may have started the server."""
     os.environ.update(environment)
     target(*arguments)
 

@@ -339,10 +339,11 @@ def _newest_request(backend: Backend) -> float:
 def _codec(stats: BackendStats, sample: bytes) -> Check:
     """Check whether another codec would make the store's content clearly smaller.
 
-    :param sample: raw bytes of the store's packs; empty if the store holds less than 1 MiB.
+    :param sample: raw bytes of the store's packs; empty if the sampled frames have less than
+        1 MiB.
     """
     if not sample:
-        found = "the store holds less than 1 MiB, too little to recommend a codec"
+        found = "the samples of the store have less than 1 MiB, too little to recommend a codec"
         return Check("codec", Level.OK, found)
     ratio = stats.raw_bytes / stats.stored_bytes if stats.stored_bytes else 1.0
     codec, possible = smallest(sample)

@@ -322,7 +322,8 @@ class StoreCollector:
         return gauge
 
     def _log_if_changed(self, failure: str | None) -> None:
-        """Log the first failure of a read, and the first success after it.
+        """Log a failure of a read unless it is the same as the last one, and the first success
+        after it.
 
         :param failure: the error; None: the read succeeded.
         """

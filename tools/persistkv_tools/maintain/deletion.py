@@ -217,8 +217,8 @@ class _Usage:
         used_by_chosen = self.used_by(self.chosen)
         used_by_others = self.used_by(others)
         self.packs_to_delete = used_by_chosen - used_by_others
-        # A pack that others use, too, may hold blocks that only chosen requests name. They can be
-        # deleted only with the whole pack.
+        # A pack that others use, too, may hold blocks that only chosen requests name. Such blocks
+        # can be deleted only with the whole pack.
         shared = used_by_chosen & used_by_others
         private_blocks = self._private_blocks(shared)
         if shared_packs:

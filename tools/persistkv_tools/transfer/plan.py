@@ -90,6 +90,7 @@ class Source:
             for stored, defects in checked_pieces(self._backend, table, on_bytes):
                 payload += stored
                 is_damaged |= bool(defects)
+                del stored  # a piece at a time is in memory
         except UnknownCodecError:
             return None
         return None if is_damaged else payload

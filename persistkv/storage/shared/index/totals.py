@@ -212,10 +212,11 @@ class TotalsBoard:
         self._published = recent | found
 
     def _recent_totals(self) -> dict[bytes, PublishedTotals]:
-        """Return the totals that engines have written lately, as they were read before. They count
-        even if they are missing now: either an operator has deleted them, and their engines write
-        them again within a minute; or the namespace has become empty, and its old totals count for
-        a minute more.
+        """Return the totals that earlier lists have shown, and that engines have written lately.
+
+        They count even if the present list lacks them. Either an operator has deleted them: then
+        their engines write them again within a minute. Or the namespace has become empty: then its
+        old totals count for a minute more.
         """
         recent: dict[bytes, PublishedTotals] = {}
         for namespace, published in self._published.items():

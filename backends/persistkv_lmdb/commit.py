@@ -267,8 +267,8 @@ class BatchCommit:
         environment = self._environment
         with self._short_transaction() as (commit, room):
             environment.release_reserved(room.transaction, include_own=True)
-            # Claim the number after the release: it may be that of a dead process, whose extents
-            # must be free before this process reserves any under it.
+            # Claim the writer's number after the release: it may be that of a dead process, whose
+            # extents must be free before this process reserves any under it.
             writer = environment.claim_writer(room.transaction)
             # Record the uses first: used packs are evicted last, so that eviction spares the packs
             # that the batch uses as long as there are others.

@@ -367,9 +367,9 @@ def plan_copies(
     """Plan a transfer: pair the GPU blocks of all groups with places in rows of the primary tier.
 
     The rows of group 0 are first, then those of group 1, and so on; a group has as many rows as its
-    blocks need. It may begin within a row: its first block, number ``i`` of the request, is paired
-    with place ``i % block_size_factor`` of its first row. Copies of several groups with the same
-    tensor and page size are merged.
+    blocks need. The first block of a group may lie within a row: if it has the number ``i`` in the
+    request, it is paired with place ``i % block_size_factor`` of the group's first row. Copies of
+    several groups with the same tensor and page size are merged.
 
     :raises ValueError: a block or row does not exist, or their numbers do not match.
     """
@@ -378,7 +378,7 @@ def plan_copies(
         raise ValueError(
             f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}"
         )
-    # check the numbers before any address is computed from one
+    # check the rows before any address is computed from one; pairing checks the GPU blocks
     rows = np.asarray(cpu.block_ids, np.int64)
     num_cpu_blocks = memory.rows[0].shape[0]
     _check_bounds("row", rows, num_cpu_blocks)

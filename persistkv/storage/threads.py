@@ -270,7 +270,8 @@ class ThreadPool:
             future.set_result(result)
         except InvalidStateError:  # the call has ended
             return
-        # at most one thread runs the call
+        # At most one thread runs the call. It ends when the call returns: it compares ``abandoned``
+        # with the future of that call.
         for worker in running:
             worker.abandoned = future
             self._replace(worker)

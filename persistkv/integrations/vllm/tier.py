@@ -399,6 +399,7 @@ class PersistKVTier(SecondaryTierManager):  # type: ignore[misc]
         if request is None or running is None or running.prefill_stats is None:
             return
         num_cached = running.prefill_stats.num_cached_tokens
+        # computing begins at the token with this index
         request.loads.first_unmeasured = num_cached
 
     def submit_store(self, job_metadata: TransferJob) -> None:

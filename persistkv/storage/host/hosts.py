@@ -194,8 +194,10 @@ class ProcessHost(Host):
         self._reap_spawner()
 
     def wait(self, timeout_s: float) -> bool:
-        """See ``Host.wait``. The host is started by a spawner, and its pidfd arrives later. Before
-        that, it has read no message, so it accesses no row."""
+        """Wait until the host has ended, or accesses no row; return whether that is so
+        (``Host.wait``)."""
+        # The host is started by a spawner, and its pidfd arrives later. Before that, it has read no
+        # message, so it accesses no row.
         if self._pidfd is None:
             self._reap_spawner()
             return True

@@ -528,6 +528,7 @@ def _notice(
         most_compared = _COMPARED_REMOTELY
     namespaces = islice(backend.namespaces(), most_compared)
     others = [namespace.identity for namespace in namespaces]
+    # a namespace may be there without content, and ``holds`` False
     if not others or identity in others:
         return ""
     nearest = identity.nearest(others)

@@ -203,7 +203,7 @@ class Merger:
         """Drop own commits that a list of the inbox lacks: another engine has merged them.
 
         Usually ``_drop_included_commits`` finds them. But an engine that was suspended may read
-        only a later base, which includes the segment and does not name the commits in it.
+        only a later base: it includes the segment that named them, but does not name them itself.
 
         :param listed: names of the commits in the list.
         :param began: monotonic time before the list, which may lack later commits.
@@ -442,8 +442,8 @@ class Merger:
         next segment names them, too, because its readers read it in place of these segments.
 
         While the medium refuses deletions, these names become many, and only the greatest are
-        returned: their objects include most of the others. Readers may then read the omitted
-        objects again, which only takes time.
+        returned: names sort by level, so their objects include most of the others. Readers may then
+        read the omitted objects again, which only takes time.
         """
         names: set[str] = set()
         for segment in segments:

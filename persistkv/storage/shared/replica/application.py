@@ -231,7 +231,8 @@ class Application:
         return known
 
     def _ids_in_requests(self, pack_names: Sequence[bytes]) -> set[bytes]:
-        """Return the ids of those packs that a request names."""
+        """Return the ids of those packs that a request names. The name of a pack is the id of its
+        namespace, then its own."""
         rows = self._rows
         # a new replica has no requests, and needs no search for each pack
         if not rows.count(LINKS):

@@ -387,8 +387,8 @@ def _parse_bytes(
 # cache the results, because ``latest`` names the same objects many times
 @lru_cache(maxsize=4096)
 def _level(name: str) -> int:
-    """Return the level of an index object, which its name contains: how often its content was
-    merged. 0 for a commit, and for any other name.
+    """Return the level of an index object (``Names.level``), which its name contains. 0 for a
+    commit, and for any other name.
 
     :param name: without the prefix ``index/``.
     """

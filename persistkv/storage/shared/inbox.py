@@ -232,8 +232,8 @@ class Inbox:
 
         :raises StoreError: the commit is too large, took over 12 hours, or was perhaps not written.
         """
-        # Copy what this commit publishes, because other threads may add tombstones meanwhile
-        # (``remove_missing``).
+        # Copy what this commit publishes: other threads may add tombstones meanwhile
+        # (``remove_missing``), and uses are deleted while the copy is read (``_forget_published``).
         uses = dict(self._uses)
         lost = dict(self._lost)
         waiting = _delta_of_waiting(uses, lost)

@@ -69,13 +69,13 @@ class IndexReader:
         self.listed: dict[str, BlobInfo] = {}
         """Objects of the index that the last list has shown, by name."""
         self.publishing: set[str] = set()
-        """Names of the commits that this handle is writing. The reader skips them, because the
-        thread that writes a commit also applies it to the replica."""
+        """Names of the commits that this handle is writing. The reader skips them: the thread that
+        writes a commit applies it, and returns the cursors before and after it."""
         self.recent: list[BlobInfo] = []
         """Objects of the index that were read or written recently, newest last."""
         self._followed: Latest | None = None
-        """The last content of ``latest`` of which all named objects have been read; None: there is
-        none."""
+        """The content of ``latest`` that ``follow`` has handled last: its objects are not read
+        again through it. None: there is none."""
         now = self._clock.monotonic()
         self._shown_at: dict[str, float] = dict.fromkeys(replica.contained, now)
         """Name of an object that the replica contains → monotonic time at which a list, or another

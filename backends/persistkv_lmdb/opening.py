@@ -269,7 +269,7 @@ class Guard:
             # record it before the environment is opened: if this process is killed, the next one
             # checks the store
             self._write_state(_GuardState.OPEN)
-            # False: there is no environment, or it was set aside
+            # False: there is no environment, or it was quarantined
             is_open = is_usable and self._open_existing(open_environment)
             if not is_open:
                 self._create_environment(open_environment)

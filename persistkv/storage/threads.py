@@ -270,8 +270,7 @@ class ThreadPool:
             future.set_result(result)
         except InvalidStateError:  # the call has ended
             return
-        # At most one thread runs the call. It ends when the call returns: it compares ``abandoned``
-        # with the future of that call.
+        # at most one thread runs the call; it is marked, so that ``shutdown`` does not wait for it
         for worker in running:
             worker.abandoned = future
             self._replace(worker)

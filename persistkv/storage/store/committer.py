@@ -105,6 +105,8 @@ class Committer:
         return min(until_timed_work, self._queue.seconds_to_due())
 
     def _is_commit_due(self) -> bool:
+        """Return whether a call of ``flush`` waits, or accepted blocks, request ends, uses or the
+        expiry of packs are due."""
         if self._flushes or time.monotonic() >= self._upkeep_at():
             return True
         return self._queue.seconds_to_due() == 0

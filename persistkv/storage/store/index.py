@@ -69,7 +69,7 @@ _KEYS_PER_SLICE = 4096
 # slots of a new table whose memory is allocated per step: 3 MiB, because each takes 12 bytes, 8 for
 # its fingerprint and 4 for its pack number
 _PREFAULTED_SLOTS = 1 << 18
-_ADOPTED = 0xFFFFFFFF  # stands for a pack number in entries of adopted keys
+_ADOPTED = 0xFFFFFFFF  # in place of a pack number, in entries of adopted keys
 _MOST_NUMBER = _ADOPTED - 1  # largest number of a pack
 # number of dicts over which packs are spread: with a million packs, each grows in 0.1 ms
 _PARTS = 256

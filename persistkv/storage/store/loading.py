@@ -150,7 +150,7 @@ class Loader:
             try:
                 holders = await source.holders(missing)
             except StoreError as error:
-                # go on: the blocks are misses, unless the next namespace serves them
+                # continue: the next namespace may hold the blocks; else they are misses
                 source.log_failure(error)
                 continue
             plan = plan_reads(

@@ -378,7 +378,8 @@ def plan_copies(
         raise ValueError(
             f"{len(gpu.group_sizes)} groups in {gpu}, the caches have {len(groups)}"
         )
-    # check the rows before any address is computed from one; pairing checks the GPU blocks
+    # check the rows before any address is computed from one; ``_pairs_by_pages`` checks the GPU
+    # blocks
     rows = np.asarray(cpu.block_ids, np.int64)
     num_cpu_blocks = memory.rows[0].shape[0]
     _check_bounds("row", rows, num_cpu_blocks)

@@ -528,7 +528,8 @@ def _notice(
         most_compared = _COMPARED_REMOTELY
     namespaces = islice(backend.namespaces(), most_compared)
     others = [namespace.identity for namespace in namespaces]
-    # a namespace may be there without content, and ``holds`` False
+    # the namespace may have appeared since ``holds``: another engine has begun it, or the medium
+    # answers only now
     if not others or identity in others:
         return ""
     nearest = identity.nearest(others)
